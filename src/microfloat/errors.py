@@ -1,0 +1,69 @@
+"""Errors that a user can cause, each naming the argument, what was got, what is needed and what to do.
+
+All derive from :class:`MicrofloatError` and from the built-in class a PyTorch or JAX user would expect
+(`ValueError`, `TypeError`, `RuntimeError`), so existing ``except`` clauses keep working.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "MicrofloatError",
+    "NotSupportedError",
+    "PlacementError",
+    "invalid_type",
+    "invalid_value",
+    "unknown_name",
+]
+
+
+class MicrofloatError(Exception):
+    """Base of every error that microfloat raises on purpose."""
+
+
+class InvalidValueError(MicrofloatError, ValueError):
+    """An argument has the right type but a value that has no meaning here."""
+
+
+class InvalidTypeError(MicrofloatError, TypeError):
+    """An argument has a type (or dtype) that is not accepted."""
+
+
+class PlacementError(InvalidValueError):
+    """A Placement does not fit the model it is applied to."""
+
+
+class NotSupportedError(MicrofloatError, RuntimeError):
+    """What was explicitly asked for cannot run here; the message is the `Support.reason`."""
+
+
+class CheckpointError(MicrofloatError, ValueError):
+    """A file is truncated, corrupted, or not what it claims to be."""
+
+
+def _compose(argument: str, got: object, needed: str, remedy: str) -> str:
+    text = f"{argument}: got {got}, needed {needed}."
+    return f"{text} {remedy}" if remedy else text
+
+
+def invalid_value(argument: str, got: object, needed: str, remedy: str = "") -> InvalidValueError:
+    """Build (not raise) the error for a bad value of `argument`."""
+    return InvalidValueError(_compose(argument, got, needed, remedy))
+
+
+def invalid_type(argument: str, got: object, needed: str, remedy: str = "") -> InvalidTypeError:
+    """Build (not raise) the error for a bad type of `argument`; `got` that is a class is shown by its name."""
+    shown = got.__name__ if isinstance(got, type) else got
+    return InvalidTypeError(_compose(argument, shown, needed, remedy))
+
+
+def unknown_name(argument: str, got: object, known: Iterable[str]) -> InvalidValueError:
+    """Build the error for an unknown name: the nearest known name first, then the whole list."""
+    names = list(known)
+    near = difflib.get_close_matches(str(got).lower(), [name.lower() for name in names], n=1, cutoff=0.5)
+    originals = {name.lower(): name for name in names}
+    hint = f"Did you mean {originals[near[0]]!r}?" if near else ""
+    return invalid_value(argument, repr(got), "one of " + ", ".join(repr(name) for name in names), hint)

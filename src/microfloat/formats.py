@@ -1,0 +1,309 @@
+"""Element, scale and scaled formats as rows of numbers, and the exact encode and decode of one element.
+
+A *scaled format* is an element format (the codes), a scale format (what one block shares) and a block shape.
+Code reads ``fmt.element.max`` or ``fmt.block``; nothing here is a class hierarchy (docs/numerics.md, sections 1 and 7).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from microfloat.errors import invalid_type, invalid_value, unknown_name
+
+__all__ = [
+    "E2M1", "E2M3", "E3M2", "E4M3", "E5M2",
+    "ELEMENTS", "FORMATS",
+    "FP8_1x128", "FP8_1x128_E5M2", "FP8_128x128", "FP8_128x128_E5M2",
+    "FP8_ROW", "FP8_ROW_E5M2", "FP8_TENSOR", "FP8_TENSOR_E5M2",
+    "MXFP4", "MXFP6_E2M3", "MXFP6_E3M2", "MXFP8", "MXFP8_E5M2",
+    "NVFP4", "NVFP4_2D", "NVFP4_ROW",
+    "SCALE_E4M3", "SCALE_E8M0", "SCALE_FP32",
+    "ElementFormat", "ScaleFormat", "ScaledFormat",
+    "decode", "encode", "get_element", "get_format",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A sign-magnitude float of at most 8 bits: ``(-1)^s * (2^mb + m) * 2^(e - bias - mb)``, subnormal at e = 0.
+
+    `max` is the largest finite value; encoding saturates to it. `has_inf` and `has_nan` say which codes are taken.
+    Source: OCP Microscaling Formats v1.0, section 5.3; docs/numerics.md 1.1.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    has_inf: bool
+    has_nan: bool
+
+    def __post_init__(self) -> None:
+        if not 4 <= self.bits <= 8:
+            raise invalid_value("ElementFormat", f"{self.bits} bits", "4 to 8 bits (1 + exponent_bits + mantissa_bits)")
+        if self.mantissa_bits < 1 or self.exponent_bits < 1:
+            raise invalid_value(
+                "ElementFormat", f"E{self.exponent_bits}M{self.mantissa_bits}", "at least one exponent and mantissa bit"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Width of a code, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def sign_code(self) -> int:
+        """The sign bit of a code."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def emax(self) -> int:
+        """Exponent of `max`: floor(log2(max))."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def max_code(self) -> int:
+        """The positive code of `max`."""
+        fraction = self.max / 2.0**self.emax - 1.0
+        return ((self.emax + self.bias) << self.mantissa_bits) + int(fraction * (1 << self.mantissa_bits))
+
+    @property
+    def nan_code(self) -> int:
+        """The code written for NaN: all magnitude bits set where the format has NaN, else the code of `max`."""
+        return self.sign_code - 1 if self.has_nan else self.max_code
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest normal magnitude, 2^(1 - bias)."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def step(self) -> float:
+        """The subnormal step, 2^(1 - bias - mantissa_bits): the smallest non-zero magnitude."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Two for 4-bit elements (packed in memory), one otherwise."""
+        return 2 if self.bits == 4 else 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """What one block shares: `bits` wide; a stored scale always multiplies on the way out (docs/numerics.md 1.3)."""
+
+    name: str
+    bits: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy dtype of stored scales: uint8 bytes for E8M0 and E4M3, float32 otherwise."""
+        return np.dtype(np.uint8 if self.bits == 8 else np.float32)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Elements, the scale that a block of them shares, and the block's shape ``(rows, columns)``.
+
+    Columns run along the contraction axis; ``None`` means the whole extent: ``(1, None)`` is one scale per row,
+    ``(None, None)`` one per tensor. `tensor_scale` is None, "tensor" or "row": a second, FP32 scale.
+    Raises InvalidValueError for a block or tensor_scale that cannot exist.
+    """
+
+    name: str
+    element: ElementFormat
+    scale: ScaleFormat
+    block: tuple[int | None, int | None]
+    tensor_scale: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.element, ElementFormat):
+            raise invalid_type("ScaledFormat.element", type(self.element), "an ElementFormat such as formats.E4M3")
+        if not isinstance(self.scale, ScaleFormat):
+            raise invalid_type("ScaledFormat.scale", type(self.scale), "a ScaleFormat such as formats.SCALE_E8M0")
+        sizes_fine = len(self.block) == 2 and all(
+            size is None or (isinstance(size, int) and size >= 1) for size in self.block
+        )
+        if not sizes_fine or (self.block[0] is None and self.block[1] is not None):
+            raise invalid_value(
+                "ScaledFormat.block", self.block, "(rows, columns) with positive sizes; (1, None) = per row, "
+                "(None, None) = per tensor",
+            )  # fmt: skip
+        object.__setattr__(self, "block", tuple(self.block))
+        if self.tensor_scale not in (None, "tensor", "row"):
+            raise invalid_value("ScaledFormat.tensor_scale", repr(self.tensor_scale), "None, 'tensor' or 'row'")
+        if self.tensor_scale is not None and self.scale.name != "E4M3":
+            raise invalid_value(
+                "ScaledFormat.tensor_scale", repr(self.tensor_scale), "None for this scale format",
+                "Only E4M3 block scales need a second scale.",
+            )  # fmt: skip
+        if self.tensor_scale == "row" and self.block[0] != 1:
+            raise invalid_value(
+                "ScaledFormat.tensor_scale", "'row' with a tile of several rows", "a block of one row, such as (1, 16)"
+            )
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """One scale for the whole tensor."""
+        return self.block == (None, None)
+
+    @property
+    def is_tile(self) -> bool:
+        """Blocks span several rows, so scales are 2-D over the flattened rows."""
+        return self.block[0] is not None and self.block[0] > 1
+
+    @property
+    def transposes(self) -> bool:
+        """The transposed tensor has the transposed codes and scales (square or per-tensor blocks)."""
+        return self.block[0] == self.block[1]
+
+    @property
+    def default_scale_rule(self) -> str:
+        """The rule that ``Cast(format)`` uses (docs/numerics.md, section 7.1)."""
+        if self.scale.name == "E8M0":
+            return "even" if self.element.bits == 4 else "rceil"
+        if self.scale.name == "E4M3":
+            return "two_level" if self.tensor_scale else "one_level_e4m3"
+        return "amax" if self.is_per_tensor else "amax_pow2"
+
+    @property
+    def block_text(self) -> str:
+        """The block as people write it: "1x32", "row", "tensor"."""
+        if self.is_per_tensor:
+            return "tensor"
+        return "row" if self.block == (1, None) else f"{self.block[0]}x{self.block[1]}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = ElementFormat("E4M3", 4, 3, bias=7, max=448.0, has_inf=False, has_nan=True)
+E5M2 = ElementFormat("E5M2", 5, 2, bias=15, max=57344.0, has_inf=True, has_nan=True)
+E3M2 = ElementFormat("E3M2", 3, 2, bias=3, max=28.0, has_inf=False, has_nan=False)
+E2M3 = ElementFormat("E2M3", 2, 3, bias=1, max=7.5, has_inf=False, has_nan=False)
+E2M1 = ElementFormat("E2M1", 2, 1, bias=1, max=6.0, has_inf=False, has_nan=False)
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1)}
+
+SCALE_E8M0 = ScaleFormat("E8M0", 8)
+SCALE_E4M3 = ScaleFormat("E4M3", 8)
+SCALE_FP32 = ScaleFormat("FP32", 32)
+
+FP8_TENSOR = ScaledFormat("fp8_tensor", E4M3, SCALE_FP32, (None, None))
+FP8_TENSOR_E5M2 = ScaledFormat("fp8_tensor_e5m2", E5M2, SCALE_FP32, (None, None))
+FP8_ROW = ScaledFormat("fp8_row", E4M3, SCALE_FP32, (1, None))
+FP8_ROW_E5M2 = ScaledFormat("fp8_row_e5m2", E5M2, SCALE_FP32, (1, None))
+FP8_1x128 = ScaledFormat("fp8_1x128", E4M3, SCALE_FP32, (1, 128))
+FP8_1x128_E5M2 = ScaledFormat("fp8_1x128_e5m2", E5M2, SCALE_FP32, (1, 128))
+FP8_128x128 = ScaledFormat("fp8_128x128", E4M3, SCALE_FP32, (128, 128))
+FP8_128x128_E5M2 = ScaledFormat("fp8_128x128_e5m2", E5M2, SCALE_FP32, (128, 128))
+MXFP8 = ScaledFormat("mxfp8", E4M3, SCALE_E8M0, (1, 32))
+MXFP8_E5M2 = ScaledFormat("mxfp8_e5m2", E5M2, SCALE_E8M0, (1, 32))
+MXFP6_E2M3 = ScaledFormat("mxfp6_e2m3", E2M3, SCALE_E8M0, (1, 32))
+MXFP6_E3M2 = ScaledFormat("mxfp6_e3m2", E3M2, SCALE_E8M0, (1, 32))
+MXFP4 = ScaledFormat("mxfp4", E2M1, SCALE_E8M0, (1, 32))
+NVFP4 = ScaledFormat("nvfp4", E2M1, SCALE_E4M3, (1, 16), "tensor")
+NVFP4_ROW = ScaledFormat("nvfp4_row", E2M1, SCALE_E4M3, (1, 16), "row")
+NVFP4_2D = ScaledFormat("nvfp4_2d", E2M1, SCALE_E4M3, (16, 16), "tensor")
+FORMATS = {
+    fmt.name: fmt
+    for fmt in (
+        FP8_TENSOR, FP8_TENSOR_E5M2, FP8_ROW, FP8_ROW_E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2,
+        MXFP8, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, NVFP4, NVFP4_ROW, NVFP4_2D,
+    )
+}  # fmt: skip
+
+
+def get_element(element: ElementFormat | str) -> ElementFormat:
+    """The ElementFormat itself, or the stock one of that name ("E4M3", any case)."""
+    if isinstance(element, ElementFormat):
+        return element
+    if not isinstance(element, str):
+        raise invalid_type("element", type(element), "an ElementFormat or its name, such as 'E4M3'")
+    if element.upper() not in ELEMENTS:
+        raise unknown_name("element", element, ELEMENTS)
+    return ELEMENTS[element.upper()]
+
+
+def get_format(name: str) -> ScaledFormat:
+    """The stock ScaledFormat of a lower-case name such as "mxfp8"; unknown names list the known ones."""
+    if name not in FORMATS:
+        raise unknown_name("cast", name, FORMATS)
+    return FORMATS[name]
+
+
+def encode(values_f32: np.ndarray, element: ElementFormat | str) -> np.ndarray:
+    """Round float32 values to codes: nearest, ties to the even code, saturating; NaN becomes `element.nan_code`.
+
+    ``code = sign | min(round_to_even(|y| / step(y)), max_code)``, computed on integer bits, so the result does not
+    depend on the floating-point environment. Input: any shape, converted to float32; output: uint8 codes of that
+    shape, one per byte (unpacked). Source: docs/numerics.md 1.2.
+    """
+    element = get_element(element)
+    return encode_bits(np.asarray(values_f32, np.float32), element, None)
+
+
+def encode_bits(values_f32: np.ndarray, element: ElementFormat, random_bytes: np.ndarray | None) -> np.ndarray:
+    """The integer form of `encode`; with `random_bytes` (0..255 per value) it rounds stochastically instead.
+
+    Stochastic: up with probability floor(256 * fraction) / 256, grid points never move (docs/numerics.md 5.4).
+    """
+    mantissa_bits, bias = element.mantissa_bits, element.bias
+    bits = values_f32.view(np.uint32).astype(np.int64)
+    magnitude = bits & 0x7FFFFFFF
+    exponent_field = magnitude >> 23
+    significand = (magnitude & 0x7FFFFF) | ((exponent_field > 0).astype(np.int64) << 23)
+    exponent = np.maximum(exponent_field, 1) - 127
+    local = np.maximum(exponent, 1 - bias)
+    shift = np.minimum(23 - mantissa_bits + (local - exponent), 62)
+    if random_bytes is None:
+        count = (significand + (np.int64(1) << (shift - 1)) - 1 + ((significand >> shift) & 1)) >> shift
+    else:
+        fraction = (significand & ((np.int64(1) << shift) - 1)) >> (shift - 8)
+        count = (significand >> shift) + (fraction + random_bytes.astype(np.int64) >= 256)
+    code = np.where(count < (1 << mantissa_bits), count, ((local + bias - 1) << mantissa_bits) + count)
+    code = np.where(magnitude >= 0x7F800000, element.max_code, np.minimum(code, element.max_code))
+    code = code | np.where(bits >> 31 != 0, element.sign_code, 0)
+    return np.where(magnitude > 0x7F800000, element.nan_code, code).astype(np.uint8)
+
+
+def decode(codes: np.ndarray, element: ElementFormat | str) -> np.ndarray:
+    """The exact float32 value of each unpacked code (uint8, any shape).
+
+    Raises InvalidValueError for a byte with bits above the format's width, so packed data is never read as codes,
+    and InvalidTypeError for anything but integers.
+    """
+    element = get_element(element)
+    codes = np.asarray(codes)
+    if codes.dtype.kind not in "ui":
+        raise invalid_type("codes", codes.dtype, "uint8 codes", "View FP8 arrays as uint8 first.")
+    if codes.size and (int(codes.max()) >> element.bits or int(codes.min()) < 0):
+        raise invalid_value(
+            "codes", f"a byte up to {int(codes.max()):#x}", f"unpacked {element.bits}-bit codes, one per byte",
+            "Call reference.unpack_fp4 or unpack_fp6 on packed data first.",
+        )  # fmt: skip
+    return _value_table(element)[codes]
+
+
+@functools.cache
+def _value_table(element: ElementFormat) -> np.ndarray:
+    codes = np.arange(1 << element.bits, dtype=np.int64)
+    mantissa_bits = element.mantissa_bits
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    exponent = (codes & (element.sign_code - 1)) >> mantissa_bits
+    magnitude = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits)).astype(np.float64)
+    values = np.ldexp(magnitude, np.maximum(exponent, 1) - element.bias - mantissa_bits)
+    beyond = (codes & (element.sign_code - 1)) > element.max_code
+    infinite = beyond & (mantissa == 0) if element.has_inf else np.zeros_like(beyond)
+    values = np.where(infinite, np.inf, np.where(beyond & element.has_nan & ~infinite, np.nan, values))
+    table = np.where(codes & element.sign_code, -values, values).astype(np.float32)
+    table.setflags(write=False)
+    return table

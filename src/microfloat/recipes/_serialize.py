@@ -1,0 +1,108 @@
+"""Recipes as JSON-ready dictionaries, and back."""
+
+from dataclasses import asdict
+
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
+from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, ScaleFormat
+from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe
+
+__all__ = ["recipe_from_dict", "recipe_to_dict"]
+
+
+def _format_to_data(fmt: ScaledFormat) -> str | dict:
+    """The name of a stock format, all numbers of a user's own."""
+    return fmt.name if FORMATS.get(fmt.name) == fmt else asdict(fmt)
+
+
+def _format_from_data(data: str | dict) -> ScaledFormat:
+    if isinstance(data, str):
+        if data not in FORMATS:
+            raise unknown_name("format", data, FORMATS)
+        return FORMATS[data]
+    values = dict(data)
+    values["element"] = ElementFormat(**values["element"])
+    values["element"] = ELEMENTS.get(values["element"].name, values["element"])
+    values["scale"] = ScaleFormat(**values["scale"])
+    values["block"] = tuple(values["block"])
+    return ScaledFormat(**values)
+
+
+def _not_serializable(argument: str, value: object) -> InvalidValueError:
+    return invalid_value(
+        argument, f"the callable {value!r}", "'max' or 'most_recent' to serialize",
+        "A function cannot be written to a dictionary; set it again after from_dict.",
+    )  # fmt: skip
+
+
+def _cast_to_data(cast: Cast | None) -> dict | None:
+    if cast is None:
+        return None
+    scaling = asdict(cast.scaling)
+    if callable(scaling.get("amax_compute_algo")):
+        raise _not_serializable("amax_compute_algo", scaling["amax_compute_algo"])
+    return {
+        "format": _format_to_data(cast.format),
+        "scale_rule": cast.scale_rule,
+        "rounding": cast.rounding,
+        "hadamard": asdict(cast.hadamard) if cast.hadamard else None,
+        "scaling": {"kind": type(cast.scaling).__name__, **scaling},
+    }
+
+
+def _cast_from_data(data: dict | None) -> Cast | None:
+    if data is None:
+        return None
+    scaling = dict(data["scaling"])
+    kinds = {"Current": Current, "Delayed": Delayed}
+    kind = scaling.pop("kind")
+    if kind not in kinds:
+        raise unknown_name("scaling.kind", kind, kinds)
+    hadamard = Hadamard(**data["hadamard"]) if data["hadamard"] else None
+    return Cast(_format_from_data(data["format"]), data["scale_rule"], data["rounding"], hadamard, kinds[kind](**scaling))
+
+
+def recipe_to_dict(recipe: Recipe) -> dict:
+    """``{"recipe": class name, "fields": {...}}``; casts are written out for a CustomRecipe."""
+    if isinstance(recipe, NamedRecipe):
+        fields = {}
+        for name, value in recipe.arguments().items():
+            if callable(value):
+                raise _not_serializable(name, value)
+            fields[name] = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+        return {"recipe": type(recipe).__name__, "fields": fields}
+    gemms = {}
+    for name in GEMMS:
+        gemm = getattr(recipe, name)
+        gemms[name] = {
+            "lhs": _cast_to_data(gemm.lhs), "rhs": _cast_to_data(gemm.rhs),
+            "accumulate": gemm.accumulate, "path": gemm.path,
+        }  # fmt: skip
+    return {"recipe": type(recipe).__name__, "fields": gemms}
+
+
+def recipe_from_dict(data: dict) -> Recipe:
+    """Rebuild the recipe that `recipe_to_dict` described."""
+    from microfloat import recipes
+
+    if not isinstance(data, dict):
+        raise invalid_type("data", type(data), "the dictionary that Recipe.to_dict returns")
+    if not {"recipe", "fields"} <= data.keys():
+        raise invalid_value("data", f"keys {sorted(data)}", "the keys 'recipe' and 'fields'")
+    classes = {cls.__name__: cls for cls in (*recipes.FAMILIES, recipes.CustomRecipe, Recipe)}
+    if data["recipe"] not in classes:
+        raise unknown_name("recipe", data["recipe"], classes)
+    cls, fields = classes[data["recipe"]], data["fields"]
+    try:
+        if issubclass(cls, NamedRecipe):
+            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        gemms = {
+            name: Gemm(
+                _cast_from_data(entry["lhs"]), _cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"]
+            )
+            for name, entry in fields.items()
+        }
+        return cls(**gemms)
+    except (KeyError, TypeError) as error:
+        raise invalid_value(
+            "data", f"fields {sorted(fields)} ({error})", f"what {cls.__name__}.to_dict writes"
+        ) from error

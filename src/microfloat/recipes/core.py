@@ -1,0 +1,303 @@
+"""Recipe -> Gemm -> Cast: frozen data that fills the table of three GEMMs and six operands.
+
+fprop ``y = x @ w.T`` contracts K (operands x, w); dgrad ``dx = dy @ w`` contracts N (dy, w); wgrad ``dw = dy.T @ x``
+contracts M (dy, x). Validity is checked when an object is built (docs/numerics.md, section 10), so nothing downstream
+asks a recipe what it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.formats import E5M2, ScaledFormat, get_format
+from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
+
+__all__ = ["GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe", "as_cast", "check_bool", "check_choice"]
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+# (GEMM, side) -> the tensor it reads, in the order of the random streams 0..5 (docs/numerics.md 5.3).
+OPERANDS = {
+    ("fprop", "lhs"): "x", ("fprop", "rhs"): "w", ("dgrad", "lhs"): "dy",
+    ("dgrad", "rhs"): "w", ("wgrad", "lhs"): "dy", ("wgrad", "rhs"): "x",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Current:
+    """Scale from the amax of this very tensor, at least `amax_epsilon` (same unit as the tensor)."""
+
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.amax_epsilon, int | float) and 0.0 <= self.amax_epsilon < float("inf")):
+            raise invalid_value("amax_epsilon", self.amax_epsilon, "a finite number >= 0")
+        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Scale from the amaxes of earlier steps (docs/numerics.md 3.3).
+
+    ``scale_enc = max / amax_compute_algo(history) * 2^-margin``; `amax_history_len` steps count; with `reduce_amax`
+    live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or a callable that
+    maps the history to one amax.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
+            raise invalid_type("margin", type(self.margin), "an int (a power of two of headroom)")
+        if not -64 <= self.margin <= 64:
+            raise invalid_value("margin", self.margin, "an int in [-64, 64]")
+        if (
+            isinstance(self.amax_history_len, bool)
+            or not isinstance(self.amax_history_len, int)
+            or self.amax_history_len < 1
+        ):
+            raise invalid_value("amax_history_len", self.amax_history_len, "an int >= 1")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise unknown_name("amax_compute_algo", self.amax_compute_algo, ["max", "most_recent"])
+        if not isinstance(self.reduce_amax, bool):
+            raise invalid_type("reduce_amax", type(self.reduce_amax), "a bool")
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """The 16-point Hadamard transform ``diag(sgn) H / 4`` along the contraction axis (docs/numerics.md 5.2).
+
+    Bit i of `sign_mask` set means sgn_i = -1. Only size 16 exists.
+    """
+
+    size: int = 16
+    sign_mask: int = 0xD7E8
+
+    def __post_init__(self) -> None:
+        if self.size != 16:
+            raise invalid_value("Hadamard.size", self.size, "16", "The transform is defined for blocks of 16 only.")
+        if not isinstance(self.sign_mask, int) or not 0 <= self.sign_mask <= 0xFFFF:
+            raise invalid_value("Hadamard.sign_mask", self.sign_mask, "an int in [0, 0xFFFF]; 0 means no signs")
+
+    def __repr__(self) -> str:
+        return f"Hadamard({self.size}, {self.sign_mask:#06x})"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
+
+    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
+    Raises InvalidValueError for a combination that has no definition (docs/numerics.md, section 10).
+    """
+
+    format: ScaledFormat
+    scale_rule: str | None = None
+    rounding: str = "nearest"
+    hadamard: Hadamard | None = None
+    scaling: Current | Delayed = field(default_factory=Current)
+
+    def __post_init__(self) -> None:
+        fmt = get_format(self.format) if isinstance(self.format, str) else self.format
+        if not isinstance(fmt, ScaledFormat):
+            raise invalid_type("Cast.format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+        object.__setattr__(self, "format", fmt)
+        object.__setattr__(self, "scale_rule", resolve_scale_rule(self.scale_rule, fmt))
+        if self.rounding not in ("nearest", "stochastic"):
+            raise unknown_name("rounding", self.rounding, ["nearest", "stochastic"])
+        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
+            raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(16, sign_mask)")
+        if not isinstance(self.scaling, Current | Delayed):
+            raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.hadamard is not None and self.format.is_per_tensor:
+            raise invalid_value(
+                "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
+                "Its one quantization serves both orientations; use a blocked format.",
+            )  # fmt: skip
+        chooses_by_error = self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
+        if chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+            raise invalid_value(
+                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding", "nearest rounding, no Hadamard",
+                "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
+            )  # fmt: skip
+        if isinstance(self.scaling, Delayed) and not (self.format.is_per_tensor and self.scale_rule == "amax"):
+            raise invalid_value(
+                "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
+                "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
+            )  # fmt: skip
+        if isinstance(self.scaling, Current) and self.scaling.amax_epsilon and self.format.scale.name != "FP32":
+            raise invalid_value("amax_epsilon", self.scaling.amax_epsilon, f"0 for {self.format.name} (no FP32 scale)")
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The row of numbers behind `scale_rule`."""
+        return SCALE_RULES[str(self.scale_rule)]
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the cast draws random bytes."""
+        return self.rounding == "stochastic"
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs."""
+        return self.format.transposes and self.hadamard is None and not self.is_stochastic
+
+
+def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
+    """A Cast from a Cast, a ScaledFormat (its defaults), or a lower-case format name."""
+    if isinstance(cast, Cast):
+        return cast
+    if isinstance(cast, ScaledFormat):
+        return Cast(cast)
+    if isinstance(cast, str):
+        return Cast(get_format(cast))
+    raise invalid_type(
+        "cast", type(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
+        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe) else "",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The two Casts of one GEMM (None = high precision), how it accumulates, and its path on chips without MX GEMMs.
+
+    `accumulate`: "split" (partial sums over at most 128 contraction elements added in float32), "fast" (hardware
+    accumulator), "exact" (reference backend only). `path`: "exact", "folded" or "auto" (docs/numerics.md, section 10).
+    """
+
+    lhs: Cast | None
+    rhs: Cast | None
+    accumulate: str = "split"
+    path: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("lhs", "rhs"):
+            cast = getattr(self, name)
+            if isinstance(cast, str | ScaledFormat):
+                object.__setattr__(self, name, as_cast(cast))
+            elif cast is not None and not isinstance(cast, Cast):
+                raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
+        if self.accumulate not in ("fast", "split", "exact"):
+            raise unknown_name("accumulate", self.accumulate, ["fast", "split", "exact"])
+        if self.path not in ("exact", "folded", "auto"):
+            raise unknown_name("path", self.path, ["exact", "folded", "auto"])
+        if self.lhs is not None and self.rhs is not None:
+            self._check_pair(self.lhs, self.rhs)
+
+    @staticmethod
+    def _check_pair(lhs: Cast, rhs: Cast) -> None:
+        if lhs.format.scale != rhs.format.scale:
+            raise invalid_value(
+                "Gemm", f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
+                "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
+                "Dequantize one of them by giving None for its Cast.",
+            )  # fmt: skip
+        if lhs.format.element == E5M2 and rhs.format.element == E5M2:
+            raise invalid_value("Gemm", "E5M2 x E5M2", "at least one E4M3 operand", "No such GEMM exists in hardware.")
+        if lhs.hadamard != rhs.hadamard:
+            raise invalid_value(
+                "Gemm", f"hadamard {lhs.hadamard} x {rhs.hadamard}", "the same Hadamard on both operands, or on neither",
+                "The transform cancels only when both share it.",
+            )  # fmt: skip
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether no operand is quantized."""
+        return self.lhs is None and self.rhs is None
+
+    @property
+    def casts(self) -> tuple[Cast | None, Cast | None]:
+        """(lhs, rhs)."""
+        return self.lhs, self.rhs
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The table of three GEMMs. Frozen, hashable, comparable; ``print(recipe)`` shows its six rows."""
+
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    def __post_init__(self) -> None:
+        for name in GEMMS:
+            gemm = getattr(self, name)
+            if not isinstance(gemm, Gemm):
+                raise invalid_type(f"{type(self).__name__}.{name}", type(gemm), "a Gemm(lhs, rhs)")
+
+    def cast(self, gemm: str, side: str) -> Cast | None:
+        """The Cast of one of the six operands, for example ``cast("wgrad", "lhs")``."""
+        return getattr(getattr(self, gemm), side)
+
+    @property
+    def casts(self) -> dict[tuple[str, str], Cast | None]:
+        """The six operands in the order of the random streams."""
+        return {(gemm, side): self.cast(gemm, side) for gemm, side in OPERANDS}
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether any operand is rounded stochastically, so that a call seed is needed."""
+        return any(cast is not None and cast.is_stochastic for cast in self.casts.values())
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether any operand carries delayed-scaling state."""
+        return any(cast is not None and isinstance(cast.scaling, Delayed) for cast in self.casts.values())
+
+    def to_dict(self) -> dict:
+        """A JSON-ready dictionary; `Recipe.from_dict` gives an equal recipe back."""
+        from microfloat.recipes._serialize import recipe_to_dict
+
+        return recipe_to_dict(self)
+
+    @staticmethod
+    def from_dict(data: dict) -> "Recipe":
+        """The recipe that `to_dict` described. Raises InvalidValueError for unknown names or missing fields."""
+        from microfloat.recipes._serialize import recipe_from_dict
+
+        return recipe_from_dict(data)
+
+    def __str__(self) -> str:
+        from microfloat.recipes._table import recipe_table
+
+        return recipe_table(self)
+
+
+@dataclass(frozen=True)
+class NamedRecipe(Recipe):
+    """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each."""
+
+    fprop: Gemm = field(init=False, repr=False, compare=False)
+    dgrad: Gemm = field(init=False, repr=False, compare=False)
+    wgrad: Gemm = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, gemm in zip(GEMMS, self._table(), strict=True):
+            object.__setattr__(self, name, gemm)
+
+    def _table(self) -> tuple[Gemm, Gemm, Gemm]:
+        raise NotImplementedError
+
+    def arguments(self) -> dict[str, object]:
+        """The constructor's arguments and their effective values."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+
+
+def check_bool(argument: str, value: object) -> None:
+    """Refuse anything but True or False, so that strings such as "false" never switch something on."""
+    if not isinstance(value, bool):
+        raise invalid_type(argument, type(value), "True or False")
+
+
+def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value outside `choices`, naming the nearest."""
+    if value not in choices:
+        raise unknown_name(argument, value, choices)
+
+

@@ -1,0 +1,35 @@
+"""MXFP8: FP8 elements, one power-of-two scale per 32 along each contraction axis."""
+
+from dataclasses import dataclass
+
+from microfloat.formats import E5M2, MXFP8, MXFP8_E5M2
+from microfloat.recipes.core import Cast, Gemm, NamedRecipe
+from microfloat.recipes.fp8_format import Format, as_format
+
+__all__ = ["MXFP8BlockScaling"]
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(NamedRecipe):
+    """MXFP8: E4M3 elements (E5M2 gradients with HYBRID), an E8M0 scale per 1x32 block, all six operands cast alike.
+
+    `scale_rule` is one of floor, ceil, even, rceil, oas; `path` says how the GEMM runs on chips with FP8 but no MX GEMM.
+    Source: docs/numerics.md, sections 4 and 10; OCP Microscaling Formats v1.0; Mishra et al. (arXiv 2506.08027).
+    """
+
+    fp8_format: Format = Format.E4M3
+    scale_rule: str = "rceil"
+    path: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp8_format", as_format(self.fp8_format, (Format.E4M3, Format.HYBRID)))
+        super().__post_init__()
+
+    def _table(self) -> tuple[Gemm, Gemm, Gemm]:
+        forward = Cast(MXFP8, self.scale_rule)
+        gradient = Cast(MXFP8_E5M2 if self.fp8_format.backward == E5M2 else MXFP8, self.scale_rule)
+        return (
+            Gemm(forward, forward, "fast", self.path),
+            Gemm(gradient, forward, "split", self.path),
+            Gemm(gradient, forward, "split", self.path),
+        )

@@ -1,0 +1,47 @@
+"""NVFP4: four-bit elements, E4M3 scales per 16 under a tensor scale, with the training recipe's three aids."""
+
+from dataclasses import dataclass
+
+from microfloat._environment import toggle
+from microfloat.formats import NVFP4, NVFP4_2D
+from microfloat.recipes.core import Cast, Gemm, Hadamard, NamedRecipe, check_bool
+
+__all__ = ["NVFP4BlockScaling"]
+
+# field -> environment variable that gives its default when the argument is not given (docs/numerics.md, section 10)
+_TOGGLES = {
+    "disable_rht": "MICROFLOAT_NVFP4_DISABLE_RHT",
+    "disable_stochastic_rounding": "MICROFLOAT_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "disable_2d_quantization": "MICROFLOAT_NVFP4_DISABLE_2D_QUANTIZATION",
+}
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(NamedRecipe):
+    """NVFP4 training: 1x16 blocks for x and dy, 16x16 tiles for w, Hadamard on wgrad, stochastic rounding on dy.
+
+    The three arguments switch one aid off each; when not given they come from the MICROFLOAT_NVFP4_DISABLE_*
+    environment variables, read now, and show in the repr. Source: docs/numerics.md, section 5; arXiv 2509.25149.
+    """
+
+    disable_rht: bool | None = None
+    disable_stochastic_rounding: bool | None = None
+    disable_2d_quantization: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, variable in _TOGGLES.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, toggle(variable))
+            check_bool(name, getattr(self, name))
+        super().__post_init__()
+
+    def _table(self) -> tuple[Gemm, Gemm, Gemm]:
+        hadamard = None if self.disable_rht else Hadamard()
+        rounding = "nearest" if self.disable_stochastic_rounding else "stochastic"
+        x = Cast(NVFP4)
+        w = Cast(NVFP4 if self.disable_2d_quantization else NVFP4_2D)
+        return (
+            Gemm(x, w, "fast"),
+            Gemm(Cast(NVFP4, rounding=rounding), w),
+            Gemm(Cast(NVFP4, rounding=rounding, hadamard=hadamard), Cast(NVFP4, hadamard=hadamard)),
+        )

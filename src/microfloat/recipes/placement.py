@@ -1,0 +1,75 @@
+"""Which recipe which layer runs: an ordered list of name patterns."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from microfloat.errors import PlacementError, invalid_type
+from microfloat.recipes.core import Recipe
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``Placement([(pattern, Recipe | None), ...])``: the first pattern that matches a module's name decides.
+
+    A pattern is a shell pattern over the dotted name ("blocks.0.*", "*.mlp.*"; "*" also crosses dots), or a regular
+    expression after "re:" that must match the whole name. None means high precision. Layers that no pattern matches
+    are left as they are. Raises PlacementError, in `resolve`, for patterns that match nothing.
+    """
+
+    rules: tuple[tuple[str, Recipe | None], ...]
+
+    def __init__(self, rules: Sequence[tuple[str, Recipe | None]]) -> None:
+        checked = []
+        if isinstance(rules, dict):
+            rules = list(rules.items())
+        for index, rule in enumerate(rules):
+            if not (isinstance(rule, tuple | list) and len(rule) == 2):
+                raise invalid_type(f"rules[{index}]", repr(rule), "a pair (pattern, Recipe or None)")
+            pattern, recipe = rule
+            if not isinstance(pattern, str):
+                raise invalid_type(f"rules[{index}][0]", type(pattern), "a pattern string")
+            if recipe is not None and not isinstance(recipe, Recipe):
+                raise invalid_type(f"rules[{index}][1]", type(recipe), "a Recipe, or None for high precision")
+            if pattern.startswith("re:"):
+                try:
+                    re.compile(pattern[3:])
+                except re.error as error:
+                    raise PlacementError(
+                        f"rules[{index}][0]: got {pattern!r} ({error}), needed a regular expression after 're:'."
+                    ) from error
+            checked.append((pattern, recipe))
+        object.__setattr__(self, "rules", tuple(checked))
+
+    def resolve(self, names: Iterable[str]) -> dict[str, Recipe | None]:
+        """Name -> recipe for every name that a pattern matches; PlacementError lists patterns that match no name."""
+        names = list(names)
+        unmatched = [pattern for pattern, _ in self.rules if not any(_matches(pattern, name) for name in names)]
+        if unmatched:
+            shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+            raise PlacementError(
+                "placement: got patterns that match no layer: " + ", ".join(map(repr, unmatched))
+                + f"; needed patterns over these names: {shown or 'none'}. Correct or remove them."
+            )  # fmt: skip
+        chosen: dict[str, Recipe | None] = {}
+        for name in names:
+            for pattern, recipe in self.rules:
+                if _matches(pattern, name):
+                    chosen[name] = recipe
+                    break
+        return chosen
+
+    def __str__(self) -> str:
+        width = max((len(pattern) for pattern, _ in self.rules), default=0)
+        return "\n".join(
+            f"{pattern.ljust(width)}  {repr(recipe) if recipe else 'high precision'}" for pattern, recipe in self.rules
+        )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)

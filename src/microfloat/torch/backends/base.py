@@ -1,0 +1,36 @@
+"""What a backend takes and returns: plain tensors in operand form, no tensor subclass, no ambient state.
+
+Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x K = w, M x N = dy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.formats import ScaledFormat
+from microfloat.recipes import Hadamard
+
+__all__ = ["Operand"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """One matrix in operand form, quantized: ``value[r, c] = decode(codes[r, c]) * scale[block of r, c] * tensor_scale``.
+
+    `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed two
+    per byte); `scale` as docs/numerics.md 7.1 says (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
+    `rows`, `length`: logical R and C (C before Hadamard padding; the stored length is C rounded up to 16 with `hadamard`).
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor | None
+    format: ScaledFormat
+    rows: int
+    length: int
+    hadamard: Hadamard | None = None
+
+    @property
+    def stored_length(self) -> int:
+        """C, rounded up to a multiple of 16 when the Hadamard transform padded it."""
+        return -(-self.length // 16) * 16 if self.hadamard else self.length
