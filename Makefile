@@ -1,0 +1,61 @@
+# Each command does all of its own set-up: it needs python3 (3.11 or newer) and pip, nothing else.
+#
+#   make demo    train a small transformer under every recipe, a few minutes on two CPU cores
+#   make test    the whole test suite
+#   make lint    ruff and pyright
+#
+# Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
+# TORCH_BUILD=auto|cpu|default (which torch wheel), DEMO="--preset tiny --recipe nvfp4".
+
+PYTHON ?= python3
+JOBS ?= 2
+TESTS ?=
+DEMO ?= --preset tiny
+TORCH_BUILD ?= auto
+VENV := .venv
+
+# A virtual environment or a module path of the caller must not leak into ours.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+# JOBS=0 runs in one process and does without pytest-xdist.
+PYTEST_ARGS := $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup) $(TESTS)
+SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
+
+.PHONY: help demo test test-installed lint format api setup-demo setup-test clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup-demo:
+	@$(SETUP) torch,cli,plot
+
+setup-test:
+	@$(SETUP) torch,triton,jax,cli,plot,dev
+
+demo: setup-demo
+	$(VENV)/bin/python examples/train_gpt.py $(DEMO)
+
+# One thread per process: two processes of one thread each are faster on two cores than two of two.
+test: setup-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# The same suite in an environment that is already there, for instance on a GPU machine: no set-up, no network.
+test-installed:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: setup-test
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
+
+format: setup-test
+	$(VENV)/bin/python -m ruff check --fix .
+	$(VENV)/bin/python -m ruff format .
+
+# Regenerate the public-API snapshot after a change that is meant; the diff belongs into the same commit.
+api: setup-test
+	$(VENV)/bin/python -m tests.architecture.public_api --write
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,178 @@
+"""Make or refresh the virtual environment that `make` works in; standard library only.
+
+    python3 tools/make_venv.py --venv .venv --extras torch,cli,plot
+
+What is installed is pinned by constraints.txt. A stamp inside the environment holds a digest of pyproject.toml,
+constraints.txt, this file and the interpreter, so a second call returns at once and a change reinstalls.
+
+torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux x86-64 without
+an NVIDIA GPU; if pip is configured with no source of it, the default build is installed and that is said. `cpu` refuses
+instead, `default` takes whatever pip finds.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+
+MINIMUM = (3, 11)
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+INPUTS = ("pyproject.toml", "constraints.txt", os.path.join("tools", "make_venv.py"))
+BACKEND = ("hatchling", "editables")
+# Settings of the caller that would send packages elsewhere or import someone else's.
+FOREIGN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says what to do."""
+
+
+def say(text):
+    print("[setup] " + text, flush=True)
+
+
+def digest():
+    """Of everything that decides what the environment contains."""
+    state = hashlib.sha256(platform.python_version().encode())
+    for name in INPUTS:
+        with open(os.path.join(ROOT, name), "rb") as file:
+            state.update(file.read())
+    return state.hexdigest()
+
+
+def clean_environment():
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN}
+
+
+def run(command):
+    """Run with visible output; the exit status."""
+    return subprocess.call(command, cwd=ROOT, env=clean_environment())
+
+
+def require(command, remedy):
+    if run(command) != 0:
+        raise SetupError("this command failed: {}\n{}".format(" ".join(command), remedy))
+
+
+def create(venv, python):
+    """A fresh environment with pip, also where the interpreter came without ensurepip (some Linux distributions)."""
+    say("creating {} with Python {}".format(os.path.relpath(venv, ROOT), platform.python_version()))
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        require([sys.executable, "-m", "venv", "--clear", "--without-pip", venv], "Install Python's venv module.")
+        remedy = "Install Python's ensurepip (python3-venv on Debian and Ubuntu), or pip 22.3 or newer."
+        require([sys.executable, "-m", "pip", "--python", python, "install", "pip"], remedy)
+        return
+    require([sys.executable, "-m", "venv", "--clear", venv], "Install Python's venv module.")
+
+
+def usable(python):
+    """Whether an existing environment answers, has pip, and runs the interpreter that was asked for."""
+    if not os.path.exists(python):
+        return False
+    probe = "import pip, platform; print(platform.python_version())"
+    done = subprocess.run(
+        [python, "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean_environment()
+    )
+    return done.returncode == 0 and done.stdout.decode().strip() == platform.python_version()
+
+
+def has_nvidia_gpu():
+    return os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
+
+
+def pinned(constraints, package):
+    found = re.search(r"^{}==(\S+)$".format(re.escape(package)), constraints, re.MULTILINE)
+    if not found:
+        raise SetupError("constraints.txt does not pin {}; add a line {}==VERSION.".format(package, package))
+    return found.group(1)
+
+
+def install_torch(pip, build, constraints, constraints_path):
+    """Install the torch build that is wanted, alone; returns the constraints file for the rest."""
+    version = pinned(constraints, "torch")
+    offered_apart = sys.platform == "linux" and platform.machine() == "x86_64"
+    if build == "default" or not offered_apart or (build == "auto" and has_nvidia_gpu()):
+        chosen = "default"
+    else:
+        say("installing the CPU build of torch {}".format(version))
+        if run([*pip, "install", "-c", constraints_path, "torch=={}+cpu".format(version)]) == 0:
+            return constraints_path
+        remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)"
+        if build == "cpu":
+            raise SetupError("pip found no CPU build of torch {}. {}.".format(version, remedy))
+        chosen = "default"
+        say("pip found no CPU build of torch {}; going on with the default build, which carries CUDA and is".format(version))
+        say("several gigabytes. To avoid that, interrupt. " + remedy + ".")
+    say("installing the {} build of torch {}".format(chosen, version))
+    if not offered_apart:
+        return constraints_path
+    # The CUDA build names the triton it needs, which is not the one pinned for the CPU build.
+    loose = os.path.join(os.path.dirname(os.path.dirname(pip[0])), "constraints-cuda.txt")
+    with open(loose, "w") as file:
+        file.write(re.sub(r"^triton==.*\n", "", constraints, flags=re.MULTILINE))
+    return loose
+
+
+def install(python, extras, torch_build):
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    constraints_path = os.path.join(ROOT, "constraints.txt")
+    with open(constraints_path) as file:
+        constraints = file.read()
+    if "torch" in extras:
+        constraints_path = install_torch(pip, torch_build, constraints, constraints_path)
+    say("installing microfloat[{}] in editable form".format(",".join(extras)))
+    remedy = "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
+    require([*pip, "install", "-c", constraints_path, *BACKEND], remedy)
+    target = "{}[{}]".format(ROOT, ",".join(extras))
+    require([*pip, "install", "-c", constraints_path, "--no-build-isolation", "-e", target], remedy)
+
+
+def read_stamp(path):
+    try:
+        with open(path) as file:
+            stamp = json.load(file)
+        return stamp["digest"], set(stamp["extras"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, set()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--venv", default=".venv", help="folder of the environment, relative to the repository")
+    parser.add_argument("--extras", required=True, help="extras of pyproject.toml, separated by commas")
+    parser.add_argument("--torch-build", default="auto", choices=["auto", "cpu", "default"])
+    options = parser.parse_args()
+    extras = sorted(set(options.extras.split(",")))
+    venv = os.path.join(ROOT, options.venv)
+    python = os.path.join(venv, "bin", "python")
+    stamp_path = os.path.join(venv, "microfloat-setup.json")
+
+    if sys.version_info < MINIMUM:
+        got = platform.python_version()
+        raise SetupError("Python 3.11 or newer is needed, got {}; name one, e.g. make PYTHON=python3.12.".format(got))
+    wanted = digest()
+    current, present = read_stamp(stamp_path)
+    if current == wanted and present.issuperset(extras) and os.path.exists(python):
+        return
+    if not usable(python):
+        create(venv, python)
+    if current != wanted:
+        present = set()
+    install(python, extras, options.torch_build)
+    with open(stamp_path, "w") as file:
+        json.dump({"digest": wanted, "extras": sorted(present.union(extras))}, file)
+    say("ready: " + os.path.relpath(venv, ROOT))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit("[setup] " + str(error))
