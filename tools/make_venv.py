@@ -5,8 +5,8 @@
 What is installed is pinned by constraints.txt. A stamp inside the environment holds a digest of pyproject.toml,
 constraints.txt, this file and the interpreter, so a second call returns at once and a change reinstalls.
 
-torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux x86-64 without
-an NVIDIA GPU; if pip is configured with no source of it, the default build is installed and that is said. `cpu` refuses
+torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux without an
+NVIDIA GPU; if pip is configured with no source of it, the default build is installed and that is said. `cpu` refuses
 instead, `default` takes whatever pip finds.
 """
 
@@ -61,7 +61,7 @@ def require(command, remedy):
 
 def create(venv, python):
     """A fresh environment with pip, also where the interpreter came without ensurepip (some Linux distributions)."""
-    say("creating {} with Python {}".format(os.path.relpath(venv, ROOT), platform.python_version()))
+    say(f"creating {os.path.relpath(venv, ROOT)} with Python {platform.python_version()}")
     try:
         import ensurepip  # noqa: F401
     except ImportError:
@@ -88,47 +88,48 @@ def has_nvidia_gpu():
 
 
 def pinned(constraints, package):
-    found = re.search(r"^{}==(\S+)$".format(re.escape(package)), constraints, re.MULTILINE)
+    found = re.search(rf"^{re.escape(package)}==(\S+)$", constraints, re.MULTILINE)
     if not found:
-        raise SetupError("constraints.txt does not pin {}; add a line {}==VERSION.".format(package, package))
+        raise SetupError(f"constraints.txt does not pin {package}; add a line {package}==VERSION.")
     return found.group(1)
 
 
-def install_torch(pip, build, constraints, constraints_path):
-    """Install the torch build that is wanted, alone; returns the constraints file for the rest."""
-    version = pinned(constraints, "torch")
-    offered_apart = sys.platform == "linux" and platform.machine() == "x86_64"
-    if build == "default" or not offered_apart or (build == "auto" and has_nvidia_gpu()):
-        chosen = "default"
-    else:
-        say("installing the CPU build of torch {}".format(version))
-        if run([*pip, "install", "-c", constraints_path, "torch=={}+cpu".format(version)]) == 0:
-            return constraints_path
-        remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)"
-        if build == "cpu":
-            raise SetupError("pip found no CPU build of torch {}. {}.".format(version, remedy))
-        chosen = "default"
-        say("pip found no CPU build of torch {}; going on with the default build, which carries CUDA and is".format(version))
-        say("several gigabytes. To avoid that, interrupt. " + remedy + ".")
-    say("installing the {} build of torch {}".format(chosen, version))
-    if not offered_apart:
-        return constraints_path
-    # The CUDA build names the triton it needs, which is not the one pinned for the CPU build.
-    loose = os.path.join(os.path.dirname(os.path.dirname(pip[0])), "constraints-cuda.txt")
-    with open(loose, "w") as file:
+def install_cpu_torch(pip, version, constraints_path, *, insist):
+    """Whether pip found and installed the CPU build; raises where it did not and nothing else will do."""
+    say(f"installing the CPU build of torch {version}")
+    if run([*pip, "install", "-c", constraints_path, f"torch=={version}+cpu"]) == 0:
+        return True
+    remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)."
+    if insist:
+        raise SetupError(f"pip could not install the CPU build of torch {version}. {remedy}")
+    say(f"pip could not install the CPU build of torch {version}; going on with the default build, which may carry")
+    say("several gigabytes of CUDA. To avoid that, interrupt. " + remedy)
+    return False
+
+
+def without_triton(constraints, venv):
+    """A copy of the constraints for CUDA builds of torch: they name the triton they need, which may be another one."""
+    path = os.path.join(venv, "constraints-cuda.txt")
+    with open(path, "w") as file:
         file.write(re.sub(r"^triton==.*\n", "", constraints, flags=re.MULTILINE))
-    return loose
+    return path
 
 
-def install(python, extras, torch_build):
+def install(venv, python, extras, torch_build):
+    """Install the library in editable form with its extras, everything pinned; torch's build is chosen first."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     constraints_path = os.path.join(ROOT, "constraints.txt")
     with open(constraints_path) as file:
         constraints = file.read()
-    if "torch" in extras:
-        constraints_path = install_torch(pip, torch_build, constraints, constraints_path)
+    if "torch" in extras and sys.platform == "linux":
+        cpu = torch_build == "cpu" or (torch_build == "auto" and not has_nvidia_gpu())
+        version = pinned(constraints, "torch")
+        if not (cpu and install_cpu_torch(pip, version, constraints_path, insist=torch_build == "cpu")):
+            constraints_path = without_triton(constraints, venv)
     say("installing microfloat[{}] in editable form".format(",".join(extras)))
-    remedy = "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
+    remedy = (
+        "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
+    )
     require([*pip, "install", "-c", constraints_path, *BACKEND], remedy)
     target = "{}[{}]".format(ROOT, ",".join(extras))
     require([*pip, "install", "-c", constraints_path, "--no-build-isolation", "-e", target], remedy)
@@ -156,7 +157,7 @@ def main():
 
     if sys.version_info < MINIMUM:
         got = platform.python_version()
-        raise SetupError("Python 3.11 or newer is needed, got {}; name one, e.g. make PYTHON=python3.12.".format(got))
+        raise SetupError(f"Python 3.11 or newer is needed, got {got}; name one, e.g. make PYTHON=python3.12.")
     wanted = digest()
     current, present = read_stamp(stamp_path)
     if current == wanted and present.issuperset(extras) and os.path.exists(python):
@@ -165,7 +166,7 @@ def main():
         create(venv, python)
     if current != wanted:
         present = set()
-    install(python, extras, options.torch_build)
+    install(venv, python, extras, options.torch_build)
     with open(stamp_path, "w") as file:
         json.dump({"digest": wanted, "extras": sorted(present.union(extras))}, file)
     say("ready: " + os.path.relpath(venv, ROOT))

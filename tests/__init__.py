@@ -1,0 +1,1 @@
+"""The test suite; a package, so that test modules share cases by `from tests.contract import ...`."""

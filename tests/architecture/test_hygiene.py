@@ -1,0 +1,83 @@
+"""What must not be in the repository: large files, paths of somebody's machine, hosts of package registries."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+LARGEST = 1_000_000  # bytes, outside tests/golden
+# Written so that this file does not match itself.
+MACHINE_PATH = re.compile(
+    r"""(?:(?<=file://)|(?<![\w.~$}/-]))  # the beginning of a path, not a part of a longer one or of an address
+    (?:/(?:home|Users|root|work|opt|mnt|private|scratch)/[\w.-]+
+    |  /tmp/[\w-]*(?:venv|bash|notes)
+    |  [A-Z]:\\Users\\)""",
+    re.VERBOSE,
+)
+REGISTRY_HOST = re.compile(r"pypi\.(?:org)|files\.python(?:hosted)|registry\.npm(?:js)|download\.py(?:torch)")
+# Prose may name them in a sentence about what they are; nothing does so far.
+ALLOWED: dict[str, str] = {}
+
+
+def offences(text):
+    """Yield (line number, what) of each machine path and registry host in `text`."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        for pattern in (MACHINE_PATH, REGISTRY_HOST):
+            found = pattern.search(line)
+            if found:
+                yield number, found[0]
+
+
+@pytest.fixture(scope="module")
+def tracked(repository):
+    """Files under version control, as paths; and what is about to be (untracked, not ignored)."""
+    if shutil.which("git") is None or not (repository / ".git").exists():
+        pytest.skip("not a git checkout, or git is not installed")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"git ls-files does not answer: {done.stderr.strip()}")
+    files = [repository / name for name in done.stdout.split("\0") if name]
+    return [path for path in files if path.is_file()]
+
+
+def test_no_large_files(tracked, repository):
+    golden = repository / "tests" / "golden"
+    large = [
+        f"{path.relative_to(repository)}: {path.stat().st_size} bytes"
+        for path in tracked
+        if not path.is_relative_to(golden) and path.stat().st_size > LARGEST
+    ]
+    assert not large, "\n".join(large)
+
+
+def test_no_machine_paths_and_no_registry_hosts(tracked, repository):
+    rows = []
+    for path in tracked:
+        name = path.relative_to(repository).as_posix()
+        content = path.read_bytes()
+        if b"\0" in content[:8192] or name in ALLOWED:
+            continue
+        rows += [f"{name}:{line}: {what}" for line, what in offences(content.decode(errors="replace"))]
+    assert not rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    "path", ["home/ann/x", "root/.cache", "work/main/x.py", "Users/ann/x", "tmp/venv0/bin", "opt/wheels"]
+)
+@pytest.mark.parametrize("before", ["", "see ", '"', "file://", "("])
+def test_a_machine_path_is_found(before, path):
+    assert list(offences(f"{before}/{path}"))
+
+
+def test_a_registry_host_is_found():
+    assert list(offences("https://" + "pypi" + ".org/simple"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["docs/opt/plan.md", "https://example.com/home/page", "$HOME/opt/x", "./opt/x", "a/opt/b", "the /tmp folder"],
+)
+def test_harmless_text_passes(text):
+    assert not list(offences(text))

@@ -1,0 +1,123 @@
+"""Import direction, import weight and environment reads of the library."""
+
+import ast
+import json
+
+import pytest
+
+from tests.architecture.imports import imported_modules, modules_under, violations
+
+
+def test_every_module_imports_only_layers_below_it(repository):
+    modules = list(modules_under(repository / "src"))
+    assert modules
+    rows = [row for path, name, package in modules for row in violations(path.read_text(), name, is_package=package)]
+    assert not rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("microfloat.formats", "from microfloat.recipes import Recipe"),
+        ("microfloat.formats", "import torch"),
+        ("microfloat.formats", "def f():\n    import jax.numpy as jnp"),
+        ("microfloat.formats", "from microfloat import recipes"),
+        ("microfloat.formats", "from . import recipes"),
+        ("microfloat.formats", "import importlib\nimportlib.import_module('torch')"),
+        ("microfloat.recipes.nvfp4", "from ..reference import quantize"),
+        ("microfloat.metrics", "from microfloat import reference"),
+        ("microfloat.reference", "import safetensors"),
+        ("microfloat.kernels.cast", "import torch"),
+        ("microfloat.kernels.cast", "from microfloat.torch import ops"),
+        ("microfloat.torch.linear", "import jax"),
+        ("microfloat.torch.linear", "from microfloat.jax import ops"),
+        ("microfloat.torch.linear", "from microfloat.cli import main"),
+        ("microfloat.torch.linear", "from microfloat import Recipe"),
+        ("microfloat.jax.ops", "from torch import nn"),
+        ("microfloat.jax.ops", "from microfloat import torch"),
+        ("microfloat.unplaced", "import math"),
+        ("microfloat", "from microfloat import torch"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source):
+    assert len(violations(source, module, is_package=module == "microfloat")) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("microfloat.recipes.nvfp4", "import math\nimport numpy as np\nfrom microfloat.formats import NVFP4"),
+        ("microfloat.recipes.nvfp4", "from .base import Recipe\nfrom ..errors import invalid_value"),
+        ("microfloat.checkpoint.nvfp4", "import safetensors\nfrom microfloat import reference"),
+        ("microfloat.kernels.cast", "import triton\nimport triton.language as tl"),
+        ("microfloat.torch.linear", "import torch\nfrom microfloat.kernels import cast\nfrom . import ops"),
+        ("microfloat.jax.ops", "import jax\nfrom flax import linen"),
+        ("microfloat.cli.doctor", "import typer\nimport microfloat.torch\nimport microfloat.jax"),
+        ("microfloat", "from microfloat import reference\nfrom microfloat.formats import E4M3"),
+    ],
+)
+def test_an_allowed_import_passes(module, source):
+    assert violations(source, module, is_package=module == "microfloat") == []
+
+
+def test_relative_imports_are_resolved():
+    assert list(imported_modules("from . import a", "microfloat.torch", is_package=True)) == [(1, "microfloat.torch")]
+    assert list(imported_modules("from .x import a", "microfloat.torch.y")) == [(1, "microfloat.torch.x")]
+    assert list(imported_modules("from ..x import a", "microfloat.torch.y")) == [(1, "microfloat.x")]
+    assert list(imported_modules("from .. import x", "microfloat.torch.y")) == [(1, "microfloat.x")]
+
+
+LOADED_BY_IMPORT = """
+import json, sys
+before = set(sys.modules)
+import microfloat
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps(sorted(loaded - set(sys.stdlib_module_names))))
+"""
+
+
+def test_import_microfloat_loads_numpy_and_ml_dtypes_alone(fresh_python):
+    done = fresh_python(LOADED_BY_IMPORT)
+    assert done.returncode == 0, done.stderr
+    loaded = {name for name in json.loads(done.stdout) if not name.startswith("_")}
+    assert "microfloat" in loaded
+    assert loaded <= {"microfloat", "numpy", "ml_dtypes"}
+
+
+@pytest.mark.parametrize(("front_end", "other"), [("torch", "jax"), ("jax", "torch")])
+def test_a_front_end_does_not_load_the_other_framework(fresh_python, repository, front_end, other):
+    if not (repository / "src" / "microfloat" / front_end).is_dir():
+        pytest.skip(f"microfloat.{front_end} is not in the source tree")
+    pytest.importorskip(front_end, reason=f"{front_end} is not installed")
+    done = fresh_python(f"import sys, microfloat.{front_end}; print({other!r} in sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def _environment_reads(source):
+    for node in ast.walk(ast.parse(source)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+        imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+        if name in ENVIRONMENT_NAMES or imported & ENVIRONMENT_NAMES:
+            yield node.lineno
+
+
+def test_the_environment_is_read_in_one_file_only(repository):
+    rows = [
+        f"{name}:{line}"
+        for path, name, _ in modules_under(repository / "src")
+        if name != "microfloat._environment"
+        for line in _environment_reads(path.read_text())
+    ]
+    assert not rows, "environment reads outside src/microfloat/_environment.py: " + ", ".join(rows)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import os\nos.environ['X']", "import os\nos.getenv('X')", "from os import environ", "from os import getenv as g"],
+)
+def test_an_environment_read_is_found(source):
+    assert list(_environment_reads(source))

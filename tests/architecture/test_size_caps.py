@@ -1,0 +1,37 @@
+"""The report of size caps sees what it claims to see. (What is over a cap is printed after every run, not failed.)"""
+
+from tests.architecture.size_caps import CAPS, KERNEL_CAPS, overgrown
+
+
+def _write(folder, name, source):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+
+
+def _function(lines):
+    return "def grow():\n" + "    pass\n" * (lines - 1)
+
+
+def test_a_module_at_its_caps_is_not_reported(tmp_path):
+    _write(tmp_path, "fine.py", _function(CAPS.function_lines) + "x = 1\n" * (CAPS.module_lines - CAPS.function_lines))
+    assert overgrown(tmp_path) == []
+
+
+def test_long_modules_long_functions_and_wide_signatures_are_reported(tmp_path):
+    _write(tmp_path, "module.py", "x = 1\n" * (CAPS.module_lines + 1))
+    _write(tmp_path, "function.py", _function(CAPS.function_lines + 1))
+    parameters = ", ".join(f"p{i}" for i in range(CAPS.parameters))
+    _write(tmp_path, "signature.py", f"async def wide({parameters}, *, one_more): ...\n")
+    rows = overgrown(tmp_path)
+    assert [row.split(":")[0] for row in rows] == ["function.py", "module.py", "signature.py"]
+    assert "61 lines" in rows[0]
+    assert "401 lines" in rows[1]
+    assert "11 parameters" in rows[2]
+
+
+def test_kernels_have_caps_of_their_own(tmp_path):
+    _write(tmp_path, "package/kernels/cast.py", _function(KERNEL_CAPS.function_lines))
+    assert overgrown(tmp_path) == []
+    _write(tmp_path, "package/kernels/cast.py", _function(KERNEL_CAPS.function_lines + 1))
+    assert len(overgrown(tmp_path)) == 1

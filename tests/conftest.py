@@ -1,0 +1,70 @@
+"""What every test runs under. torch and jax are imported by the tests that need them, never here."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores: one thread each. Read by torch, NumPy and XLA when they are first imported.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+
+
+def pytest_configure(config):
+    from hypothesis import HealthCheck, settings
+
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=quiet)
+    settings.register_profile(
+        "thorough", deadline=None, max_examples=1000, suppress_health_check=quiet, print_blob=True
+    )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _why_no_gpu():
+    """The reason why GPU tests cannot run here, or None where they can."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Report what outgrew the house's size caps: a remark in every run, not a failure."""
+    from tests.architecture.size_caps import overgrown
+
+    rows = overgrown(Path(__file__).parents[1] / "src")
+    if rows:
+        terminalreporter.section("size caps (a remark, not a failure)")
+        for row in rows:
+            terminalreporter.line(row)
+
+
+@pytest.fixture(scope="session")
+def repository():
+    """The repository's root folder."""
+    return Path(__file__).parents[1]
+
+
+@pytest.fixture
+def fresh_python(repository, tmp_path):
+    """Run a piece of code in a new interpreter that sees the sources; returns the finished process."""
+    import subprocess
+
+    def run(code, *arguments):
+        environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+        command = [sys.executable, "-W", "error", "-c", code, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    return run

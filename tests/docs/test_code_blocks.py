@@ -1,0 +1,125 @@
+"""Every python block of README.md and docs/ runs; every bash block names commands, files and extras that exist."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docs.code_blocks import code_blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if path.exists()
+]
+OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "typer"}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def refusal(block):
+    """Why a python block may not stand as it is, or None."""
+    tags = block.info[1:]
+    unknown = [tag for tag in tags if tag != "no-run"]
+    if unknown:
+        return f"unknown tag {unknown[0]!r}; python blocks run, or are tagged no-run"
+    if "no-run" in tags and not re.match(r"# no-run: \S+", block.source):
+        return "a no-run block must begin with a comment `# no-run: the reason`"
+    return None
+
+
+def run_page(page):
+    """Run the python blocks of a page in one namespace; raises what they raise."""
+    namespace = {"__name__": "__main__"}
+    for block in code_blocks(page, "python"):
+        problem = refusal(block)
+        if problem:
+            raise ValueError(f"{page.name}:{block.line}: {problem}")
+        if "no-run" not in block.info:
+            exec(compile(block.padded, str(page), "exec"), namespace)
+
+
+def missing_in(block, root):
+    """Names of make targets, files and extras that a bash block uses and the repository does not have."""
+    targets = set(re.findall(r"^([a-z][\w-]*):", (root / "Makefile").read_text(), re.MULTILINE))
+    extras = set(tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for line in block.source.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            yield from (f"make {word}" for word in words[1:] if "=" not in word and word not in targets)
+        for word in words:
+            if re.fullmatch(r"(?:\./)?[\w./-]+/[\w.-]+\.(?:py|sh|md|txt|toml)", word) and not (root / word).exists():
+                yield word
+            for extra in re.findall(r"^(?:microfloat|\.)\[([\w,]+)\]$", word):
+                yield from (f"extra {name}" for name in extra.split(",") if name not in extras)
+
+
+@pages
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        run_page(page)
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(f"a block of {page.name} needs {error.name}, which is not installed")
+
+
+@pages
+def test_bash_blocks_name_what_exists(page):
+    missing = [
+        f"{page.name}:{block.line}: {name}" for block in code_blocks(page, "bash") for name in missing_in(block, ROOT)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def _page(tmp_path, text):
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    return path
+
+
+def test_blocks_of_a_page_share_one_namespace(tmp_path):
+    run_page(_page(tmp_path, "```python\nx = 1\n```\ntext\n```python\nassert x == 1\n```\n"))
+
+
+def test_a_failing_block_fails_and_names_its_line(tmp_path):
+    page = _page(tmp_path, "text\n\n```python\nx = 1\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run_page(page)
+    assert caught.traceback[-1].lineno + 1 == 5
+
+
+@pytest.mark.parametrize("opening", ["python no-run", "python skip", "python no-run\n# no-run:"])
+def test_a_block_that_escapes_without_a_reason_is_refused(tmp_path, opening):
+    with pytest.raises(ValueError, match=r"page\.md:2"):
+        run_page(_page(tmp_path, f"```{opening}\nraise SystemExit\n```\n"))
+
+
+def test_a_no_run_block_with_its_reason_is_not_run(tmp_path):
+    run_page(_page(tmp_path, "```python no-run\n# no-run: needs eight GPUs\nraise SystemExit\n```\n"))
+
+
+def test_an_open_fence_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="never closed"):
+        code_blocks(_page(tmp_path, "```python\nx = 1\n"))
+
+
+def test_indented_blocks_and_other_languages_are_told_apart(tmp_path):
+    page = _page(tmp_path, "- item\n  ```python\n  if True:\n      x = 1\n  ```\n~~~text\n```\n~~~\n")
+    assert [block.info for block in code_blocks(page)] == [("python",), ("text",)]
+    assert code_blocks(page, "python")[0].source == "if True:\n    x = 1\n"
+
+
+def test_bash_blocks_with_wrong_names_are_found(tmp_path):
+    commands = [
+        "make no-such-target PYTHON=python3  # remark",
+        "make test",
+        "python examples/no_such.py",
+        'pip install "microfloat[nope,cli]"',
+    ]
+    (block,) = code_blocks(_page(tmp_path, "\n".join(["```bash", *commands, "```"])), "bash")
+    assert list(missing_in(block, ROOT)) == ["make no-such-target", "examples/no_such.py", "extra nope"]
