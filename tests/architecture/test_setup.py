@@ -141,7 +141,8 @@ def test_a_foreign_environment_does_not_reach_the_commands(repository, tmp_path)
     names = ["VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"]
     show = "; ".join(f'echo "{name}=$${name}"' for name in names)
     probe.write_text(f"include {repository / 'Makefile'}\nprobe:\n\t@{show}\n")
-    environment = {**os.environ, **dict.fromkeys(names, "elsewhere")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    environment = {**inherited, **dict.fromkeys(names, "elsewhere")}
     done = subprocess.run(
         ["make", "-f", str(probe), "probe"], env=environment, capture_output=True, text=True, check=True
     )
