@@ -18,7 +18,8 @@ class TwoLevel:
 
     `capacity`: the largest magnitude that codes x block scale can hold under a tensor scale of one; the encode factor
     of the tensor is ``capacity / A``. `inverse_six`: the factor that turns a block amax into a block scale (None where the rule divides
-    by 6 instead). `smallest_scale`: lower clamp of the block scale (0 = none). `tensor_scale`: False for one-level.
+    by 6 instead). `smallest_amax`: lower clamp of the tensor amax, which keeps the encode factor at 2^117 or below.
+    `smallest_scale`: lower clamp of the block scale (0 = none). `tensor_scale`: False for one-level.
     `four_over_six`: None, or the error that chooses between mapping the block maximum to 6 or to 4 ("mae", "mse").
     """
 
@@ -26,6 +27,7 @@ class TwoLevel:
     inverse_six: float | None = None
     smallest_scale: float = 0.0
     largest_scale: float = 448.0
+    smallest_amax: float = 2688.0 * 2.0**-117
     tensor_scale: bool = True
     four_over_six: str | None = None
 
@@ -57,7 +59,7 @@ def _four_over_six(error: str, bound: int) -> ScaleRule:
         f"four_over_six_{error}_{bound}",
         SCALE_E4M3,
         f"per block the better, by {error}, of mapping its maximum to 6 or to 4; block scales up to {bound}",
-        two_level=TwoLevel(capacity=6.0 * bound, four_over_six=error),
+        two_level=TwoLevel(capacity=6.0 * bound, smallest_amax=6.0 * bound * 2.0**-117, four_over_six=error),
     )
 
 

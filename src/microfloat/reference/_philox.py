@@ -1,0 +1,99 @@
+"""The random stream of stochastic rounding: Philox4x32-10 of (seed, element index), never of shape or thread.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; docs/numerics.md 5.3.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+from microfloat.errors import InvalidValueError, invalid_value
+
+__all__ = ["derive", "philox", "random_bytes", "seed_words"]
+
+_ROUNDS = 10
+_MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
+
+
+def philox(counter: Sequence[int | np.ndarray], key: Sequence[int]) -> np.ndarray:
+    """Ten rounds of Philox4x32: four 32-bit counter words and two key words -> four random words.
+
+    Each counter word is an integer or an integer array; they broadcast. Returns uint32 [4, ...].
+    """
+    words = np.broadcast_arrays(*(np.asarray(word).astype(np.uint64) & _LOW for word in counter))
+    c0, c1, c2, c3 = words
+    key0, key1 = (int(word) & 0xFFFFFFFF for word in key)
+    for _ in range(_ROUNDS):
+        product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2  # 32 x 32 bits never exceed 64
+        c0 = (product_2 >> _32) ^ c1 ^ np.uint64(key0)
+        c2 = (product_0 >> _32) ^ c3 ^ np.uint64(key1)
+        c1, c3 = product_2 & _LOW, product_0 & _LOW
+        key0, key1 = (key0 + _WEYL_0) & 0xFFFFFFFF, (key1 + _WEYL_1) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+
+
+def random_bytes(
+    rows: int, cols: int, seed: int | Sequence[int] | np.ndarray, stream: int = 0, batch: int = 0
+) -> np.ndarray:
+    """One random byte per element of an operand form: uint8 [rows, cols].
+
+    ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=seed)``, little-endian. A
+    matrix that is larger, or cut otherwise, has the same bytes at the same (row, col).
+    """
+    key = seed_words(seed)
+    groups = -(-cols // 16)
+    counter = (np.arange(groups)[None, :], np.arange(rows)[:, None], _word("stream", stream), _word("batch", batch))
+    words = np.moveaxis(philox(counter, key), 0, -1)  # [rows, groups, 4]
+    shifts = np.arange(0, 32, 8, dtype=np.uint32)
+    return (words[..., None] >> shifts & 255).astype(np.uint8).reshape(rows, 16 * groups)[:, :cols]
+
+
+def derive(seed64: int | Sequence[int] | np.ndarray, step: int, site: int, shard: int) -> tuple[int, int]:
+    """A call seed that every front end can compute: words (w0, w1) of ``Philox((step, site, shard, 0x5EED0001), seed64)``.
+
+    `site` is the layer's index, `shard` the data-parallel rank. The two words, low first, are a valid `seed`.
+    """
+    counter = (_word("step", step), _word("site", site), _word("shard", shard), _DERIVE_DOMAIN)
+    words = philox(counter, seed_words(seed64))
+    return int(words[0]), int(words[1])
+
+
+def seed_words(seed: int | Sequence[int] | np.ndarray) -> tuple[int, int]:
+    """The two 32-bit words of a call seed, low first; InvalidValueError for anything that is not one."""
+    error = invalid_value(
+        "seed", repr(seed), "an int in [0, 2^64), or its two 32-bit words, low first",
+        "Draw one, for example int(numpy.random.default_rng().integers(2**64, dtype='uint64')).",
+    )  # fmt: skip
+    if np.ndim(seed) == 0:
+        value = _as_int(seed, error)
+        if not 0 <= value < 1 << 64:
+            raise error
+        return value & 0xFFFFFFFF, value >> 32
+    if np.shape(seed) != (2,):
+        raise error
+    low, high = (_as_int(word, error) for word in seed)
+    if not (0 <= low < 1 << 32 and 0 <= high < 1 << 32):
+        raise error
+    return low, high
+
+
+def _as_int(value: object, error: InvalidValueError) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise error
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error from None
+
+
+def _word(argument: str, value: int) -> int:
+    error = invalid_value(argument, repr(value), "an int in [0, 2^32)")
+    number = _as_int(value, error)
+    if not 0 <= number < 1 << 32:
+        raise error
+    return number

@@ -1,0 +1,128 @@
+"""`quantize`: the definition of every cast."""
+
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.formats import ScaledFormat, encode_bits
+from microfloat.recipes import Cast, Delayed, as_cast
+from microfloat.reference._hadamard import hadamard_transform
+from microfloat.reference._operand import (
+    as_float32, codes_shape, normalize_axis, operand_form, scale_shape, spread,
+)  # fmt: skip
+from microfloat.reference._packing import pack_fp4
+from microfloat.reference._philox import random_bytes
+from microfloat.reference._quantized import Quantized
+from microfloat.reference._scales import block_scales
+
+__all__ = ["quantize"]
+
+
+def quantize(
+    x: np.ndarray,
+    cast: Cast | ScaledFormat | str,
+    *,
+    axis: int = -1,
+    seed: int | Sequence[int] | np.ndarray | None = None,
+    stream: int = 0,
+    amax: float | np.ndarray | None = None,
+    scale_enc: float | np.ndarray | None = None,
+) -> Quantized:
+    """Quantize an array: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
+
+    `x`: float32, bfloat16 or float16 of any shape (float64 is rounded to float32 first). `cast`: a Cast, a ScaledFormat or
+    a format's name. `axis`: the contraction axis, -1, or -2 of a matrix. `seed` (an int in [0, 2^64), or its two words, low
+    first) and `stream` feed stochastic rounding and are ignored by nearest. `amax` replaces the measured amax of a
+    per-tensor or NVFP4 cast (float32 scalar; [R, 1] for NVFP4_ROW). `scale_enc`: the encode scale of delayed scaling,
+    required exactly then. Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast.
+    Source: docs/numerics.md, sections 2 to 5 and 7.
+
+    >>> quantize(np.float32([[1.0, -2.0, 3.0]]), "mxfp4").codes
+    array([[0xa2, 0x5]], dtype=uint8)
+    """
+    cast = as_cast(cast)
+    values = as_float32(x)
+    axis = normalize_axis(axis, values.ndim)
+    x_RC = np.ascontiguousarray(operand_form(values, axis))
+    amax_array = _check_amax(amax, cast, x_RC.shape[0])
+    encode_scale = _check_scale_enc(scale_enc, cast)
+    if cast.is_stochastic and seed is None:
+        raise invalid_value(
+            "seed", "None with a stochastic cast", "an int in [0, 2^64), or its two 32-bit words, low first",
+            "Give seed=, or use rounding='nearest'.",
+        )  # fmt: skip
+    with np.errstate(all="ignore"):
+        if cast.hadamard is not None:
+            x_RC = hadamard_transform(x_RC, cast.hadamard)
+        scales = block_scales(x_RC, cast, amax_array, encode_scale)
+        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, stream)
+    fmt, shape = cast.format, values.shape
+    if fmt.element.codes_per_byte == 2:
+        codes = pack_fp4(codes)
+    return Quantized(
+        codes.reshape(codes_shape(shape, axis, codes.shape[1])),
+        scales.stored.reshape(scale_shape(fmt, shape, axis, scales.stored.shape)),
+        scales.tensor_scale, fmt, axis, shape, cast.hadamard,
+    )  # fmt: skip
+
+
+def _encode(
+    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray,
+    seed: int | Sequence[int] | np.ndarray | None, stream: int,
+) -> np.ndarray:  # fmt: skip
+    """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
+    element, block = cast.format.element, cast.format.block
+    scaled = x_RC * spread(factor, block, x_RC.shape)
+    noise = random_bytes(*x_RC.shape, seed, stream) if cast.is_stochastic and seed is not None else None
+    codes = encode_bits(scaled, element, noise)
+    return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
+
+
+def _check_amax(amax: float | np.ndarray | None, cast: Cast, rows: int) -> np.ndarray | None:
+    """The amax that replaces the measured one, float32 of shape () or [R, 1]; see `quantize`."""
+    if amax is None:
+        return None
+    fmt = cast.format
+    measured = fmt.is_per_tensor and fmt.scale.name == "FP32" and not isinstance(cast.scaling, Delayed)
+    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
+    if not (measured or two_level):
+        raise invalid_value(
+            "amax", f"a value with {fmt.name}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
+            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
+            "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
+        )  # fmt: skip
+    array = _real_array("amax", amax)
+    needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+    if array.shape != needed:
+        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {fmt.name}")
+    if np.isnan(array).any() or (array < 0).any():
+        raise invalid_value("amax", array.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
+    return array
+
+
+def _check_scale_enc(scale_enc: float | np.ndarray | None, cast: Cast) -> np.float32 | None:
+    """The encode scale of delayed scaling: given if and only if the cast is delayed, positive and finite."""
+    if (scale_enc is not None) != isinstance(cast.scaling, Delayed):
+        raise invalid_value(
+            "scale_enc", "None" if scale_enc is None else "a value", "a float32 for a cast with Delayed scaling, None otherwise",
+            "reference.update_delayed computes it; the first step uses 1.0." if scale_enc is None else "Leave it out here.",
+        )  # fmt: skip
+    if scale_enc is None:
+        return None
+    array = _real_array("scale_enc", scale_enc)
+    if array.size != 1 or not (np.isfinite(array).all() and (array > 0).all()):
+        raise invalid_value("scale_enc", array.tolist(), "one positive finite float32")
+    return np.float32(array.reshape(()))
+
+
+def _real_array(argument: str, value: float | np.ndarray) -> np.ndarray:
+    """A real number, or a floating-point array, as float32."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
+        value = float(value)
+    array = np.asarray(value)
+    if array.dtype.kind != "f":
+        raise invalid_type(argument, getattr(value, "dtype", type(value)), "a float32 number or array")
+    with np.errstate(all="ignore"):
+        return array.astype(np.float32)
