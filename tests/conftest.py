@@ -13,8 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config):
-    from hypothesis import HealthCheck, settings
-
+    try:
+        from hypothesis import HealthCheck, settings
+    except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
+        return
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
     settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=quiet)
     settings.register_profile(

@@ -68,7 +68,8 @@ def wheel_python(wheel, repository, tmp_path_factory):
     # Without the wheel first: what fails here is the network, what fails below is the wheel.
     done = _run([*pip, *constraints, "--retries=1", "--timeout=20", "numpy", "ml_dtypes", "safetensors"], folder)
     if done.returncode != 0:
-        pytest.skip(f"no package index is reachable for the core dependencies: {done.stderr.strip()[-300:]}")
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        pytest.skip(f"pip cannot install the core dependencies, is a package index reachable? {last}")
     done = _run([*pip, *constraints, wheel], folder)
     assert done.returncode == 0, _output(done)
     return python
