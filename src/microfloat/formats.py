@@ -8,6 +8,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
@@ -130,8 +131,9 @@ class ScaledFormat:
             raise invalid_type("ScaledFormat.element", type(self.element), "an ElementFormat such as formats.E4M3")
         if not isinstance(self.scale, ScaleFormat):
             raise invalid_type("ScaledFormat.scale", type(self.scale), "a ScaleFormat such as formats.SCALE_E8M0")
-        sizes_fine = len(self.block) == 2 and all(
-            size is None or (isinstance(size, int) and size >= 1) for size in self.block
+        is_pair = isinstance(self.block, tuple | list) and len(self.block) == 2
+        sizes_fine = is_pair and all(
+            size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1) for size in self.block
         )
         if not sizes_fine or (self.block[0] is None and self.block[1] is not None):
             raise invalid_value(
@@ -244,11 +246,15 @@ def encode(values_f32: np.ndarray, element: ElementFormat | str) -> np.ndarray:
     """Round float32 values to codes: nearest, ties to the even code, saturating; NaN becomes `element.nan_code`.
 
     ``code = sign | min(round_to_even(|y| / step(y)), max_code)``, computed on integer bits, so the result does not
-    depend on the floating-point environment. Input: any shape, converted to float32; output: uint8 codes of that
-    shape, one per byte (unpacked). Source: docs/numerics.md 1.2.
+    depend on the floating-point environment. Input: numbers of any shape, converted to float32; output: uint8 codes of
+    that shape, one per byte (unpacked). Raises InvalidTypeError for what is no number. Source: docs/numerics.md 1.2.
     """
     element = get_element(element)
-    return encode_bits(np.asarray(values_f32, np.float32), element, None)
+    values = np.asarray(values_f32)
+    if values.dtype.kind not in "fiu" and values.dtype != ml_dtypes.bfloat16:
+        raise invalid_type("values_f32", values.dtype, "float32 values")
+    with np.errstate(all="ignore"):  # float64 beyond the float32 range becomes infinity, then saturates
+        return encode_bits(values.astype(np.float32), element, None)
 
 
 def encode_bits(values_f32: np.ndarray, element: ElementFormat, random_bytes: np.ndarray | None) -> np.ndarray:

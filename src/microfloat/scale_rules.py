@@ -17,9 +17,10 @@ class TwoLevel:
     """Constants of one NVFP4 rule. All are exact float32 values.
 
     `capacity`: the largest magnitude that codes x block scale can hold under a tensor scale of one; the encode factor
-    of the tensor is ``capacity / A``. `inverse_six`: the factor that turns a block amax into a block scale (None where the rule divides
-    by 6 instead). `smallest_amax`: lower clamp of the tensor amax, which keeps the encode factor at 2^117 or below.
-    `smallest_scale`: lower clamp of the block scale (0 = none). `tensor_scale`: False for one-level.
+    of the tensor is ``capacity / A``. `inverse_six`: the factor that turns a block amax into a block scale (None where
+    the rule divides by 6 instead). `smallest_scale`, `largest_scale`: clamps of the block scale (0 = none).
+    `smallest_amax`: lower clamp of the tensor amax, which keeps the encode factor at about 2^117 or below.
+    `tensor_scale`: False for one-level.
     `four_over_six`: None, or the error that chooses between mapping the block maximum to 6 or to 4 ("mae", "mse").
     """
 
@@ -116,7 +117,7 @@ def resolve_scale_rule(name: str | None, fmt: ScaledFormat) -> str:
     """The canonical rule name for `fmt` (None = its default); InvalidValueError for a rule of another family."""
     if name is None:
         return fmt.default_scale_rule
-    canonical = _ALIASES.get(name, name)
+    canonical = _ALIASES.get(name, name) if isinstance(name, str) else repr(name)
     if canonical not in SCALE_RULES:
         raise unknown_name("scale_rule", name, [*SCALE_RULES, *_ALIASES])
     rule = SCALE_RULES[canonical]

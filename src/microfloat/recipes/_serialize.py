@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
-from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, ScaleFormat
+from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe
 
 __all__ = ["recipe_from_dict", "recipe_to_dict"]
@@ -21,7 +21,6 @@ def _format_from_data(data: str | dict) -> ScaledFormat:
         return FORMATS[data]
     values = dict(data)
     values["element"] = ElementFormat(**values["element"])
-    values["element"] = ELEMENTS.get(values["element"].name, values["element"])
     values["scale"] = ScaleFormat(**values["scale"])
     values["block"] = tuple(values["block"])
     return ScaledFormat(**values)
@@ -58,7 +57,8 @@ def _cast_from_data(data: dict | None) -> Cast | None:
     if kind not in kinds:
         raise unknown_name("scaling.kind", kind, kinds)
     hadamard = Hadamard(**data["hadamard"]) if data["hadamard"] else None
-    return Cast(_format_from_data(data["format"]), data["scale_rule"], data["rounding"], hadamard, kinds[kind](**scaling))
+    fmt = _format_from_data(data["format"])
+    return Cast(fmt, data["scale_rule"], data["rounding"], hadamard, kinds[kind](**scaling))
 
 
 def recipe_to_dict(recipe: Recipe) -> dict:
@@ -96,9 +96,7 @@ def recipe_from_dict(data: dict) -> Recipe:
         if issubclass(cls, NamedRecipe):
             return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
         gemms = {
-            name: Gemm(
-                _cast_from_data(entry["lhs"]), _cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"]
-            )
+            name: Gemm(_cast_from_data(entry["lhs"]), _cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"])
             for name, entry in fields.items()
         }
         return cls(**gemms)

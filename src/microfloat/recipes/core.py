@@ -12,7 +12,10 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, ScaledFormat, get_format
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
-__all__ = ["GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe", "as_cast", "check_bool", "check_choice"]
+__all__ = [
+    "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe",
+    "as_cast", "check_bool", "check_choice",
+]  # fmt: skip
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 # (GEMM, side) -> the tensor it reads, in the order of the random streams 0..5 (docs/numerics.md 5.3).
@@ -22,6 +25,9 @@ OPERANDS = {
 }  # fmt: skip
 
 
+_FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
+
+
 @dataclass(frozen=True)
 class Current:
     """Scale from the amax of this very tensor, at least `amax_epsilon` (same unit as the tensor)."""
@@ -29,8 +35,9 @@ class Current:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.amax_epsilon, int | float) and 0.0 <= self.amax_epsilon < float("inf")):
-            raise invalid_value("amax_epsilon", self.amax_epsilon, "a finite number >= 0")
+        is_number = isinstance(self.amax_epsilon, int | float) and not isinstance(self.amax_epsilon, bool)
+        if not (is_number and 0.0 <= self.amax_epsilon <= _FLOAT32_MAX):
+            raise invalid_value("amax_epsilon", self.amax_epsilon, "a number >= 0 in the range of float32")
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
 
 
@@ -39,8 +46,8 @@ class Delayed:
     """Scale from the amaxes of earlier steps (docs/numerics.md 3.3).
 
     ``scale_enc = max / amax_compute_algo(history) * 2^-margin``; `amax_history_len` steps count; with `reduce_amax`
-    live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or a callable that
-    maps the history to one amax.
+    live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or a callable
+    that maps the history to one amax.
     """
 
     margin: int = 0
@@ -122,7 +129,8 @@ class Cast:
         chooses_by_error = self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
         if chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
-                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding", "nearest rounding, no Hadamard",
+                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
+                "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
             )  # fmt: skip
         if isinstance(self.scaling, Delayed) and not (self.format.is_per_tensor and self.scale_rule == "amax"):
@@ -202,7 +210,7 @@ class Gemm:
             raise invalid_value("Gemm", "E5M2 x E5M2", "at least one E4M3 operand", "No such GEMM exists in hardware.")
         if lhs.hadamard != rhs.hadamard:
             raise invalid_value(
-                "Gemm", f"hadamard {lhs.hadamard} x {rhs.hadamard}", "the same Hadamard on both operands, or on neither",
+                "Gemm", f"hadamard {lhs.hadamard} x {rhs.hadamard}", "the same Hadamard on both, or on neither",
                 "The transform cancels only when both share it.",
             )  # fmt: skip
 
@@ -299,5 +307,3 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
     """Refuse a value outside `choices`, naming the nearest."""
     if value not in choices:
         raise unknown_name(argument, value, choices)
-
-

@@ -22,9 +22,7 @@ class Float8RowScaling(NamedRecipe):
     # Argument `wgrad`; the attribute of that name is the Gemm.
     wgrad_precision: str
 
-    def __init__(
-        self, fp8_format: Format = Format.E4M3, use_power_2_scales: bool = True, wgrad: str = "fp8"
-    ) -> None:
+    def __init__(self, fp8_format: Format = Format.E4M3, use_power_2_scales: bool = True, wgrad: str = "fp8") -> None:
         object.__setattr__(self, "fp8_format", as_format(fp8_format, (Format.E4M3,)))
         check_bool("use_power_2_scales", use_power_2_scales)
         object.__setattr__(self, "use_power_2_scales", use_power_2_scales)

@@ -32,11 +32,12 @@ def update_delayed(
     margin: int = 0,
     amax_compute_algo: str | Callable[[np.ndarray], float] = "max",
 ) -> tuple[np.ndarray, np.float32]:
-    """End of a step: ``scale_enc = min(f32(f32(max / max(A, max * 2^-126)) * 2^-margin), 2^126)``, then roll the history.
+    """End of a step: the next encode scale from the history of amaxes, then the history rolls.
 
-    ``A = max(history)``, ``history[0]`` ("most_recent") or ``algo(history)``; an A that is zero or not finite keeps the scale.
-    After the roll the newest amax is last, the oldest at 1, and slot 0 is 0 again. `history`: float32 [L], already reduced
-    over the amax group. Returns (new history, new scale_enc).
+    ``scale_enc = min(f32(f32(max / max(A, max * 2^-126)) * 2^-margin), 2^126)`` with ``A = max(history)``,
+    ``history[0]`` ("most_recent") or ``algo(history)``; an A that is zero or not finite keeps the scale. After the roll
+    the newest amax is last, the oldest at 1, and slot 0 is 0 again. `history`: float32 [L], already reduced over the
+    amax group; `element` gives max. Returns (new history, new scale_enc).
     """
     history = _check_history(history)
     largest = np.float32(get_element(element).max)

@@ -13,16 +13,17 @@ __all__ = ["dequantize", "element_scales", "scale_grid"]
 def dequantize(q: Quantized) -> np.ndarray:
     """The float32 array in its original shape that `q` stands for.
 
-    FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``. A NaN scale gives
-    NaN. A Hadamard transform is undone in float32 (up to rounding), its padding cropped.
+    FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``. A NaN scale
+    gives NaN. A Hadamard transform is undone in float32 (up to rounding), its padding cropped. Raises InvalidTypeError
+    for anything but a Quantized.
     """
     check_quantized("q", q)
     with np.errstate(all="ignore"):
         values = decode(q.unpacked_codes(), q.format.element) * element_scales(q)
         if q.hadamard is not None:
             values = hadamard_inverse(values, q.hadamard)[:, : q.shape[q.axis]]
-    matrix_transposed = len(q.shape) == 2 and q.axis == 0
-    return values.T if matrix_transposed else values.reshape(q.shape)
+    transposed = len(q.shape) == 2 and q.axis == 0
+    return np.ascontiguousarray(values.T) if transposed else values.reshape(q.shape)
 
 
 def scale_grid(q: Quantized) -> np.ndarray:

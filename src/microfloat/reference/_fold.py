@@ -1,34 +1,34 @@
-"""Exponent folding: MX scales of 1x32 blocks into one FP32 scale per 1x128 or 128x128 group (docs/numerics.md, section 9)."""
+"""Exponent folding: the E8M0 scales of an MX tensor into one FP32 scale per 1x128 or 128x128 group.
+
+Source: docs/numerics.md, section 9.
+"""
 
 import math
 
 import numpy as np
 
 from microfloat.errors import invalid_value
-from microfloat.formats import (
-    E4M3, E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ElementFormat, decode, encode,
-)  # fmt: skip
+from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, decode, encode
 from microfloat.reference._dequantize import scale_grid
 from microfloat.reference._operand import block_max, codes_shape, scale_shape, spread
 from microfloat.reference._quantized import Quantized, check_quantized
 
 __all__ = ["fold"]
 
-_TARGETS = {
-    (fmt.block, fmt.element): fmt for fmt in (FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2)
-}  # fmt: skip
+_TARGETS = {(fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128))}
 
 
 def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, int]:
     """An MX tensor as FP8 with one FP32 scale per group, and how many elements changed their value.
 
-    ``Eg = max(1, max_i b_i - k)``, ``q' = enc(dec(q) * 2^(b_i - Eg))``, ``scale' = 2^(Eg - 127)``; k is the largest shift that
-    keeps every code in range (0 for FP8; 6, 5, 4 for E2M1, E2M3, E3M2). A group with a NaN scale is NaN throughout. The
-    element is E5M2 for E5M2 codes, else E4M3. Raises InvalidValueError unless `q` is MX and `block` (1, 128) or (128, 128).
+    ``Eg = max(1, max_i b_i - k)``, ``q' = enc(dec(q) * 2^(b_i - Eg))``, ``scale' = 2^(Eg - 127)``; k is the largest
+    shift that keeps every code in range (0 for FP8; 6, 5, 4 for E2M1, E2M3, E3M2). A group with a NaN scale is NaN
+    throughout. The element is E5M2 for E5M2 codes, else E4M3. Raises InvalidValueError unless `q` is MX and `block`
+    (1, 128) or (128, 128).
     """
     check_quantized("q", q)
     if q.format.scale.name != "E8M0":
-        raise invalid_value("q", f"format {q.format.name}", "an MX format (E8M0 scales)", "Only power-of-two scales fold.")
+        raise invalid_value("q", f"format {q.format.name}", "E8M0 scales (an MX format)", "Other scales do not fold.")
     target = E5M2 if q.format.element == E5M2 else E4M3
     block = tuple(block) if isinstance(block, list | tuple) else block
     if (block, target) not in _TARGETS:

@@ -18,14 +18,14 @@ def scaled_matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray) -> np.nd
     """``Y[m, n] = sum_k a[m, k] * b[n, k]`` of exact element values (code x scale x tensor scale), float64 [R_a, R_b].
 
     An operand is a Quantized, or a float array [R, C] used as it is. No bias, no rounding: every factor is exact in
-    float64. Hadamard operands are multiplied in the transformed domain. Raises InvalidValueError for operands of different
-    stored contraction length or different `hadamard`. Source: docs/numerics.md 7.3 and 8.2.
+    float64. Hadamard operands are multiplied in the transformed domain. Raises InvalidValueError for operands of
+    different stored contraction length or different `hadamard`. Source: docs/numerics.md 7.3 and 8.2.
     """
     a_MK, b_NK = _exact_values("a", a), _exact_values("b", b)
     transforms = [operand.hadamard if isinstance(operand, Quantized) else None for operand in (a, b)]
     if transforms[0] != transforms[1]:
         raise invalid_value(
-            "b", f"hadamard {transforms[1]} against {transforms[0]} of a", "the same Hadamard on both operands, or on neither",
+            "b", f"hadamard {transforms[1]} against {transforms[0]} of a", "the same Hadamard on both, or on neither",
             "Quantize both with one Cast.hadamard, or dequantize the transformed operand first.",
         )  # fmt: skip
     if a_MK.shape[1] != b_NK.shape[1]:

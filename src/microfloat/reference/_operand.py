@@ -11,14 +11,15 @@ import numpy as np
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 
-__all__ = ["as_float32", "block_max", "codes_shape", "normalize_axis", "operand_form", "scale_shape", "spread"]
+__all__ = [
+    "as_float32", "block_max", "codes_shape", "leading_axes", "normalize_axis", "operand_form", "scale_shape", "spread",
+]  # fmt: skip
 
 _INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
-_BYTES = np.dtype(np.uint8)
 
 
 def as_float32(x: object) -> np.ndarray:
-    """The input as float32: bf16 and fp16 widen exactly, float64 rounds once; any other dtype is an InvalidTypeError."""
+    """The input as float32: bf16 and fp16 widen exactly, float64 rounds once; other dtypes are an InvalidTypeError."""
     try:
         array = np.asarray(x)
     except Exception as error:  # whatever a foreign array type raises when it cannot become a NumPy array
@@ -80,9 +81,9 @@ def scale_shape(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, grid: tupl
 
 
 def block_max(values_RC: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
-    """Maximum of non-negative `values` over every block: [R, C] -> [ceil(R / Br), ceil(C / Bc)], short blocks at the edges.
+    """Maximum of non-negative `values` over every block: [R, C] -> [ceil(R / Br), ceil(C / Bc)].
 
-    A size of None covers the whole axis, and yields one (empty: zero) entry even if the axis is empty.
+    Blocks at the edges are short. A size of None covers the whole axis, and yields one entry (0) even if that is empty.
     """
     (rows, cols), (block_rows, block_cols) = values_RC.shape, _sizes(values_RC.shape, block)
     grid_rows = 1 if block[0] is None else -(-rows // block_rows)

@@ -68,7 +68,7 @@ def _checked_bytes(data: np.ndarray, length: int, needed: int) -> np.ndarray:
         raise invalid_type("length", type(length), "an int, the number of codes along the last axis")
     if length < 0 or data.ndim == 0 or data.shape[-1] != needed:
         raise invalid_value(
-            "length", f"{length} for data of shape {data.shape}", f"a last axis of {max(needed, 0)} bytes for that length"
+            "length", f"{length} for data of shape {data.shape}", f"a last axis of {max(needed, 0)} bytes for it"
         )
     return data
 

@@ -54,9 +54,10 @@ def random_bytes(
 
 
 def derive(seed64: int | Sequence[int] | np.ndarray, step: int, site: int, shard: int) -> tuple[int, int]:
-    """A call seed that every front end can compute: words (w0, w1) of ``Philox((step, site, shard, 0x5EED0001), seed64)``.
+    """A call seed that every front end can compute: two words, low first, a valid `seed`.
 
-    `site` is the layer's index, `shard` the data-parallel rank. The two words, low first, are a valid `seed`.
+    ``(w0, w1) = first words of Philox(counter=(step, site, shard, 0x5EED0001), key=seed64)``; `site` is the layer's
+    index, `shard` the data-parallel rank.
     """
     counter = (_word("step", step), _word("site", site), _word("shard", shard), _DERIVE_DOMAIN)
     words = philox(counter, seed_words(seed64))

@@ -9,9 +9,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.reference._hadamard import hadamard_transform
-from microfloat.reference._operand import (
-    as_float32, codes_shape, normalize_axis, operand_form, scale_shape, spread,
-)  # fmt: skip
+from microfloat.reference._operand import as_float32, codes_shape, normalize_axis, operand_form, scale_shape, spread
 from microfloat.reference._packing import pack_fp4
 from microfloat.reference._philox import random_bytes
 from microfloat.reference._quantized import Quantized
@@ -32,11 +30,14 @@ def quantize(
 ) -> Quantized:
     """Quantize an array: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
-    `x`: float32, bfloat16 or float16 of any shape (float64 is rounded to float32 first). `cast`: a Cast, a ScaledFormat or
-    a format's name. `axis`: the contraction axis, -1, or -2 of a matrix. `seed` (an int in [0, 2^64), or its two words, low
-    first) and `stream` feed stochastic rounding and are ignored by nearest. `amax` replaces the measured amax of a
-    per-tensor or NVFP4 cast (float32 scalar; [R, 1] for NVFP4_ROW). `scale_enc`: the encode scale of delayed scaling,
-    required exactly then. Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast.
+    * `x`: float32, bfloat16 or float16 of any shape; float64 is rounded to float32 first.
+    * `cast`: a Cast, a ScaledFormat or a format's name. `axis`: the contraction axis, -1, or -2 of a matrix.
+    * `seed` (an int in [0, 2^64), or its two words, low first) and `stream` feed stochastic rounding; nearest ignores
+      them.
+    * `amax` replaces the measured amax of a per-tensor or NVFP4 cast: a float32 scalar; [R, 1] for NVFP4_ROW.
+    * `scale_enc`: the encode scale of delayed scaling, required exactly then.
+
+    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast.
     Source: docs/numerics.md, sections 2 to 5 and 7.
 
     >>> quantize(np.float32([[1.0, -2.0, 3.0]]), "mxfp4").codes
@@ -105,9 +106,10 @@ def _check_amax(amax: float | np.ndarray | None, cast: Cast, rows: int) -> np.nd
 def _check_scale_enc(scale_enc: float | np.ndarray | None, cast: Cast) -> np.float32 | None:
     """The encode scale of delayed scaling: given if and only if the cast is delayed, positive and finite."""
     if (scale_enc is not None) != isinstance(cast.scaling, Delayed):
+        missing = scale_enc is None
         raise invalid_value(
-            "scale_enc", "None" if scale_enc is None else "a value", "a float32 for a cast with Delayed scaling, None otherwise",
-            "reference.update_delayed computes it; the first step uses 1.0." if scale_enc is None else "Leave it out here.",
+            "scale_enc", "None" if missing else "a value", "a float32 exactly when the cast has Delayed scaling",
+            "The first step uses 1.0, then reference.update_delayed gives it." if missing else "Leave it out here.",
         )  # fmt: skip
     if scale_enc is None:
         return None

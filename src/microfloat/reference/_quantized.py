@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from microfloat.errors import invalid_type
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Hadamard
 from microfloat.reference._hadamard import stored_length
+from microfloat.reference._operand import codes_shape, leading_axes, scale_shape
 from microfloat.reference._packing import unpack_fp4
 
-__all__ = ["Quantized"]
+__all__ = ["Quantized", "check_quantized"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,8 @@ class Quantized:
     * `tensor_scale`: float32 of shape () or [R, 1], or None.
     * `format`, `hadamard`: those of the Cast. `axis`: the contraction axis of the original `shape`, >= 0.
 
-    Source: docs/numerics.md 7.1 and 7.3.
+    Raises InvalidValueError for arrays whose shape or dtype is not what `format`, `axis`, `shape` and `hadamard` ask
+    for. Source: docs/numerics.md 7.1 and 7.3.
     """
 
     codes: np.ndarray
@@ -33,6 +35,21 @@ class Quantized:
     shape: tuple[int, ...]
     hadamard: Hadamard | None = None
 
+    def __post_init__(self) -> None:
+        fmt, bytes_per_row = self.format, -(-self.length // self.format.element.codes_per_byte)
+        rows = int(np.prod(leading_axes(self.shape, self.axis), dtype=np.int64))
+        grid = tuple(
+            1 if size is None else -(-extent // size)
+            for extent, size in zip((rows, self.length), fmt.block, strict=True)
+        )
+        _check_array("codes", self.codes, np.dtype(np.uint8), codes_shape(self.shape, self.axis, bytes_per_row))
+        _check_array("scale", self.scale, fmt.scale.dtype, scale_shape(fmt, self.shape, self.axis, grid))
+        if self.tensor_scale is not None:
+            if fmt.tensor_scale is None:
+                raise invalid_value("tensor_scale", "an array", f"None, as {fmt.name} has no tensor scale")
+            needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+            _check_array("tensor_scale", self.tensor_scale, np.dtype(np.float32), needed)
+
     @property
     def length(self) -> int:
         """Stored contraction length: ``shape[axis]``, rounded up to 16 under a Hadamard transform."""
@@ -41,7 +58,7 @@ class Quantized:
     @property
     def rows(self) -> int:
         """R of the operand form [R, C]: all other axes flattened."""
-        return int(np.prod(self.codes.shape[:-1], dtype=np.int64))
+        return int(np.prod(leading_axes(self.shape, self.axis), dtype=np.int64))
 
     def unpacked_codes(self) -> np.ndarray:
         """Codes of the operand form, one per byte: uint8 [R, length]."""
@@ -54,6 +71,13 @@ class Quantized:
             f"Quantized({self.format.name}, shape={self.shape}, axis={self.axis}, codes={self.codes.shape}, "
             f"scale={self.scale.dtype}{self.scale.shape}{transform})"
         )
+
+
+def _check_array(argument: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise invalid_type(argument, type(array), f"a NumPy array of {dtype}")
+    if array.dtype != dtype or array.shape != shape:
+        raise invalid_value(argument, f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}")
 
 
 def check_quantized(argument: str, value: object) -> Quantized:

@@ -40,7 +40,7 @@ def magnitude_bits(values: np.ndarray) -> np.ndarray:
 
 
 def block_scales(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None, scale_enc: np.float32 | None) -> BlockScales:
-    """The scales of operand form `x_RC` under `cast`; `amax` replaces the measured tensor amax, `scale_enc` is delayed's."""
+    """The scales of `x_RC` under `cast`; `amax` replaces the measured one, `scale_enc` is that of delayed scaling."""
     if scale_enc is not None:
         return _fp32_scales(np.full((1, 1), scale_enc, np.float32))
     if cast.rule.two_level is not None:
@@ -85,7 +85,7 @@ def _fp32_scales(factor: np.ndarray) -> BlockScales:
 
 @dataclass(frozen=True)
 class _TensorLevel:
-    """The upper level of two: A clamped, its encode factor S = capacity / A, and the stored tensor scale A / capacity."""
+    """The upper level of two: A clamped, its encode factor S = capacity / A, the stored tensor scale A / capacity."""
 
     amax: np.ndarray
     encode: np.ndarray
@@ -167,7 +167,7 @@ def _block_error(
 
 
 def _pairwise_rows(sums: np.ndarray) -> np.ndarray:
-    """[grid rows, rows of a tile, grid columns] -> [grid rows, grid columns] by halving; rows are padded to a power of two."""
+    """[grid rows, rows of a tile, grid columns] -> [grid rows, grid columns] by halving; padded to a power of two."""
     count = 1 << max(sums.shape[1] - 1, 0).bit_length()
     sums = np.pad(sums, ((0, 0), (0, count - sums.shape[1]), (0, 0)))
     while sums.shape[1] > 1:

@@ -10,8 +10,8 @@ __all__ = ["swizzle_scales", "unswizzle_scales"]
 def swizzle_scales(scale: np.ndarray) -> np.ndarray:
     """Scale bytes [R, C] -> 1-D tile layout of 512 * ceil(R / 128) * ceil(C / 4) bytes, padding 0.
 
-    ``out[((r // 128) * nc + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4] = scale[r, c]``, nc = ceil(C / 4).
-    E8M0 and E4M3 alike; 16x16 tile scales are repeated over their rows by the caller first.
+    ``out[((r // 128) * nc + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4] = scale[r, c]`` with
+    ``nc = ceil(C / 4)``. E8M0 and E4M3 alike; 16x16 tile scales are repeated over their rows by the caller first.
     """
     scale = np.asarray(scale)
     if scale.dtype != np.uint8:
