@@ -1,0 +1,77 @@
+"""The backends of the torch front end, and the explicit choice between them.
+
+A backend is a module with ``quantize, quantize_both, dequantize, scaled_matmul, amax`` on plain tensors;
+`backends.reference` says how they behave. Adding one is one entry in `_REGISTRY`. Nothing is imported before it is
+chosen, and nothing falls back in silence: `choose` returns what was asked for, or raises with the `Support.reason`.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from microfloat.errors import NotSupportedError, invalid_type, unknown_name
+from microfloat.support import Support
+
+__all__ = ["NAMES", "check_name", "choose", "resolve", "support"]
+
+
+def _reference_support(device: torch.device) -> Support:
+    return Support(
+        True, False, f"the reference backend runs on any device ({device.type}): plain torch ops, not accelerated"
+    )
+
+
+def _triton_support(device: torch.device) -> Support:
+    if importlib.util.find_spec("triton") is None:
+        return Support(False, False, "the triton backend needs the package triton, which is not installed")
+    if device.type != "cuda":
+        return Support(False, False, f"the triton backend needs a CUDA device, and the tensor is on {device.type}")
+    return Support(False, False, "the triton backend is not part of this version of microfloat")
+
+
+def _native_support(device: torch.device) -> Support:
+    return Support(False, False, "the native backend is not part of this version of microfloat")
+
+
+# name -> (what can be said without importing it, its module), in the order in which "auto" prefers them.
+_REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
+    "native": (_native_support, "microfloat.torch.backends.native"),
+    "triton": (_triton_support, "microfloat.torch.backends.triton"),
+    "reference": (_reference_support, "microfloat.torch.backends.reference"),
+}
+NAMES = ("auto", *reversed(_REGISTRY))
+
+
+def check_name(backend: str, argument: str = "backend") -> str:
+    """`backend` itself if it is a known name, else InvalidTypeError or InvalidValueError with the nearest name."""
+    if not isinstance(backend, str):
+        raise invalid_type(argument, type(backend), "one of " + ", ".join(repr(name) for name in NAMES))
+    if backend not in NAMES:
+        raise unknown_name(argument, backend, NAMES)
+    return backend
+
+
+def support(backend: str, device: torch.device) -> Support:
+    """Whether `backend` runs on `device`, whether it is accelerated there, and why; "auto" answers for its choice."""
+    return _REGISTRY[resolve(backend, device)][0](device)
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """The name that "auto" stands for on `device`; any other name is returned as it is."""
+    check_name(backend)
+    if backend != "auto":
+        return backend
+    return next(name for name, (supports, _) in _REGISTRY.items() if supports(device))
+
+
+def choose(backend: str, device: torch.device) -> ModuleType:
+    """The module of `backend` for tensors on `device`; NotSupportedError with the reason where it cannot run."""
+    name = resolve(backend, device)
+    supports, module = _REGISTRY[name]
+    verdict = supports(device)
+    if not verdict:
+        raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
+    return importlib.import_module(module)

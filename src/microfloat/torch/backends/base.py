@@ -15,11 +15,11 @@ __all__ = ["Operand"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """One matrix in operand form, quantized: ``value[r, c] = decode(codes[r, c]) * scale[block of r, c] * tensor_scale``.
+    """One quantized matrix: ``value[r, c] = decode(codes[r, c]) * scale[block of r, c] * tensor_scale``.
 
-    `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed two
-    per byte); `scale` as docs/numerics.md 7.1 says (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
-    `rows`, `length`: logical R and C (C before Hadamard padding; the stored length is C rounded up to 16 with `hadamard`).
+    `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed
+    two per byte); `scale` as docs/numerics.md 7.1 says (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
+    `rows`, `length`: logical R and C (C before Hadamard padding; with `hadamard` it is stored rounded up to 16).
     """
 
     codes: torch.Tensor

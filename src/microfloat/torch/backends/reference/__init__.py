@@ -1,0 +1,36 @@
+"""The reference backend: every cast in plain torch ops, on any device.
+
+Blocks run along the contraction axis, the last of the operand form [R, C]. One idea per private module: `_grid`
+(blocks and chunks), `_scales` (amax -> scale), `_four_over_six`, `_elements` (float32 <-> codes), `_random` (Philox),
+`_hadamard`, `_quantize`, `_dequantize`, `_matmul`. Other backends implement the same functions.
+"""
+
+import torch
+
+from microfloat.recipes import Cast
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.reference._both import quantize_both
+from microfloat.torch.backends.reference._dequantize import dequantize
+from microfloat.torch.backends.reference._matmul import scaled_matmul
+from microfloat.torch.backends.reference._quantize import quantize_operand, tensor_amax
+
+__all__ = ["amax", "dequantize", "quantize", "quantize_both", "scaled_matmul"]
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
+    return tensor_amax(x)
+
+
+def quantize(
+    x: torch.Tensor, cast: Cast, *, transposed: bool = False, seed: torch.Tensor | None = None, stream: int = 0,
+    batch: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """Quantize matrix `x` (float32, bfloat16 or float16, any strides) in operand form x, or x.T if `transposed`.
+
+    `seed`: int64 [2], the words of the call seed, low first, for stochastic casts; `stream`, `batch`: counter words.
+    `amax`: float32 () or [R, 1] in place of the measured one; `scale_enc`: float32 (), for delayed casts. All on x's
+    device. Arguments are not validated here (`microfloat.torch.quantize` does). Source: docs/numerics.md, 2 to 5.
+    """
+    x_RC = x.t() if transposed else x
+    return quantize_operand(x_RC, cast, seed=seed, stream=stream, batch=batch, amax=amax, scale_enc=scale_enc)

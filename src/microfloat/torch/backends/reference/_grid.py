@@ -1,0 +1,91 @@
+"""An operand form [R, C] divided into blocks, and cut into chunks that stay in a CPU's cache."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.formats import ScaledFormat
+
+__all__ = ["Chunk", "Grid"]
+
+# Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk should stay in the second-level caches of
+# the threads at work; elsewhere the cut only bounds the memory of temporaries.
+_CPU_CHUNK_PER_THREAD = 1 << 16
+_DEVICE_CHUNK = 1 << 26
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A window of whole blocks: element ranges, and the ranges of its blocks in the grid of scales."""
+
+    rows: slice
+    columns: slice
+    block_rows: slice
+    block_columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Elements of the window, without padding."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks of `block` elements (sizes >= 1; None means the whole extent) over [rows, columns]."""
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    is_per_tensor: bool
+
+    @staticmethod
+    def of(fmt: ScaledFormat, rows: int, columns: int) -> "Grid":
+        """The grid of a format; a per-tensor format has blocks of whole rows here, all with one scale."""
+        block_rows, block_columns = fmt.block
+        if fmt.is_per_tensor:
+            return Grid(rows, columns, (1, max(columns, 1)), True)
+        return Grid(rows, columns, (block_rows or max(rows, 1), block_columns or max(columns, 1)), False)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and columns of the grid; empty extents have no block."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    def chunks(self, device: torch.device) -> Iterator[Chunk]:
+        """Windows that cover the matrix; they start at multiples of the block, columns also at multiples of 16."""
+        budget = _CPU_CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
+        block_rows, block_columns = self.block
+        column_unit = math.lcm(block_columns, 16)
+        column_step = _ceil_to(self.columns, column_unit)
+        if self.is_per_tensor or block_columns < self.columns:
+            unit = 16 if self.is_per_tensor else column_unit
+            column_step = min(column_step, max(unit, budget // block_rows // unit * unit))
+        row_step = max(block_rows, budget // max(column_step, 1) // block_rows * block_rows)
+        for row in range(0, self.rows, row_step):
+            row_stop = min(row + row_step, self.rows)
+            for column in range(0, self.columns, column_step):
+                column_stop = min(column + column_step, self.columns)
+                yield Chunk(
+                    slice(row, row_stop), slice(column, column_stop),
+                    slice(row // block_rows, -(-row_stop // block_rows)),
+                    slice(column // block_columns, -(-column_stop // block_columns)),
+                )  # fmt: skip
+
+    def padded(self, chunk: Chunk) -> tuple[int, int]:
+        """Rows and columns of a chunk, filled up to whole blocks."""
+        rows, columns = chunk.shape
+        if self.is_per_tensor:
+            return rows, columns
+        return _ceil_to(rows, self.block[0]), _ceil_to(columns, self.block[1])
+
+    def as_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Padded [r, c] -> [blocks, rows of a block, blocks, columns of a block]; a view."""
+        rows, columns = values.shape
+        block_rows, block_columns = (1, max(columns, 1)) if self.is_per_tensor else self.block
+        return values.view(rows // block_rows, block_rows, columns // block_columns, block_columns)

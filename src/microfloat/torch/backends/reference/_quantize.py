@@ -1,0 +1,225 @@
+"""`quantize`: one matrix in operand form becomes codes and scales, chunk by chunk.
+
+Legend: R = rows of the operand form, C = its contraction length. Whole-tensor and whole-row amaxes are measured first;
+then every chunk is widened to float32 (exact), scaled, and encoded while it is in the cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.formats import E4M3
+from microfloat.recipes import Cast
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.reference import _scales
+from microfloat.torch.backends.reference._elements import (
+    codes_dtype,
+    encode_float8,
+    encode_integer,
+    has_float8_dtype,
+    pack_fp4,
+)  # fmt: skip
+from microfloat.torch.backends.reference._four_over_six import four_over_six_scales
+from microfloat.torch.backends.reference._grid import Chunk, Grid
+from microfloat.torch.backends.reference._hadamard import transform
+from microfloat.torch.backends.reference._random import random_bytes
+from microfloat.torch.backends.reference._scales import INFINITY_BITS, BlockScales, TensorLevel
+
+__all__ = ["quantize_operand", "tensor_amax"]
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """What stochastic rounding draws from: seed int64 [2], and the two upper counter words."""
+
+    seed: torch.Tensor
+    stream: int
+    batch: int
+
+    def window(self, chunk: Chunk, shape: tuple[int, int]) -> torch.Tensor:
+        """The bytes of a chunk, padding included."""
+        rows, columns = chunk.rows.start, chunk.columns.start
+        windows = range(rows, rows + shape[0]), range(columns, columns + shape[1])
+        return random_bytes(self.seed, *windows, stream=self.stream, batch=self.batch)
+
+
+def quantize_operand(
+    x_RC: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0,
+    amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of the package's `quantize`."""
+    rows, length = x_RC.shape
+    if cast.hadamard is not None:
+        x_RC = transform(x_RC, cast.hadamard)
+    fmt = cast.format
+    grid = Grid.of(fmt, *x_RC.shape)
+    codes = x_RC.new_empty((rows, -(-grid.columns // fmt.element.codes_per_byte)), dtype=codes_dtype(fmt.element))
+    level, whole = _whole_tensor_scales(x_RC, cast, grid, amax, scale_enc)
+    if whole is not None:
+        stored = whole.stored.reshape(())
+    else:
+        stored_dtype = torch.float32 if fmt.scale.bits == 32 else torch.uint8
+        stored = x_RC.new_empty(grid.blocks, dtype=stored_dtype)
+        if x_RC.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
+            stored = _empty_row_scales(rows, cast, x_RC.device, level)
+    noise = _Noise(seed, stream, batch) if cast.is_stochastic and seed is not None else None
+    for chunk in grid.chunks(x_RC.device):
+        values = _load(x_RC, chunk, grid)
+        blocks = grid.as_blocks(values)
+        scales = whole
+        if scales is None:
+            scales = _block_scales(blocks, cast, level.rows(chunk.rows) if level else None)
+            stored[chunk.block_rows, chunk.block_columns] = (
+                scales.stored.flatten(2).flatten(0, 1).view(-1, blocks.shape[2])
+            )
+        blocks.mul_(scales.encode)
+        _encode_chunk(values, codes, chunk, grid, cast, scales, noise)
+    tensor_scale = level.stored if level is not None and cast.rule.two_level.tensor_scale else None
+    return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard)
+
+
+def tensor_amax(x: torch.Tensor, *, per_row: bool = False) -> torch.Tensor:
+    """float32 amax of all of `x` [R, C], shape (), or of every row, [R, 1]. NaN is ignored, infinity counts."""
+    return _amax_bits(x, per_row)[1].view(torch.float32)
+
+
+def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(with NaN above infinity, NaN ignored) as int32 magnitude bits, () or [R, 1]."""
+    shape = (x.shape[0], 1) if per_row else ()
+    raw, clean = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
+    if x.numel() == 0:
+        return raw, clean
+    if not per_row and x.stride(0) < x.stride(1):
+        x = x.t()
+    grid = Grid(*x.shape, (1, x.shape[1]), not per_row)
+    for chunk in grid.chunks(x.device):
+        part = x[chunk.rows, chunk.columns]
+        raw_part, clean_part = _reduce(_magnitude_bits(part), (1,) if per_row else (0, 1))
+        for total, partial in ((raw, raw_part), (clean, clean_part)):
+            window = total[chunk.rows] if per_row else total
+            torch.maximum(window, partial.to(torch.int32).reshape(window.shape), out=window)
+    if x.dtype == torch.bfloat16:
+        return raw << 16, clean << 16
+    return raw, clean
+
+
+def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
+    """Integers that order like |x|: int16 for bfloat16 (the upper half of float32's), else float32's int32."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16) & 0x7FFF
+    return x.to(torch.float32).view(torch.int32) & _MAGNITUDE
+
+
+def _reduce(bits: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(maximum with NaN above infinity, maximum with NaN ignored) of magnitude bits over `dims`, which are kept."""
+    raw = _maximum(bits, dims)
+    infinity = INFINITY_BITS if bits.dtype == torch.int32 else INFINITY_BITS >> 16
+    if bits.device.type == "cpu" and int(raw.max()) <= infinity:
+        return raw, raw
+    return raw, _maximum(bits.masked_fill(bits > infinity, 0), dims)
+
+
+def _maximum(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    for dim in reversed(dims):  # one axis at a time, the contiguous one first: torch vectorizes that
+        if bits.shape[dim] != 1:
+            bits = bits.amax(dim, keepdim=True)
+    return bits
+
+
+def _whole_tensor_scales(
+    x_RC: torch.Tensor, cast: Cast, grid: Grid, amax: torch.Tensor | None, scale_enc: torch.Tensor | None
+) -> tuple[TensorLevel | None, BlockScales | None]:
+    """(upper level of a two-level rule, scales of a per-tensor format), each None where the format has none."""
+    constants, fmt = cast.rule.two_level, cast.format
+    level = None
+    if constants is not None:
+        level_amax = tensor_amax(x_RC, per_row=fmt.tensor_scale == "row") if amax is None else amax
+        level = _scales.tensor_level(level_amax, constants)
+    if not grid.is_per_tensor:
+        return level, None
+    if scale_enc is not None:
+        return level, _scales.scales_of_encode_factor(scale_enc)
+    if constants is None and fmt.scale.name == "FP32" and amax is not None:
+        return level, _scales.fp32_scales(amax, cast)
+    raw, clean = _amax_bits(x_RC, per_row=False)
+    return level, _scales_of_amax(raw, clean.view(torch.float32), cast, level)
+
+
+def _scales_of_amax(raw_bits: torch.Tensor, amax: torch.Tensor, cast: Cast, level: TensorLevel | None) -> BlockScales:
+    """Block scales from the two kinds of amax (NaN above infinity, as bits; NaN ignored)."""
+    constants = cast.rule.two_level
+    if constants is not None:
+        return _with_nan(_scales.two_level_scales(amax, constants, level), raw_bits)
+    return _scales.e8m0_scales(raw_bits, cast) if cast.rule.thresholds is not None else _scales.fp32_scales(amax, cast)
+
+
+def _block_scales(blocks: torch.Tensor, cast: Cast, level: TensorLevel | None) -> BlockScales:
+    """Scales of every block of float32 `blocks` [blocks, rows, blocks, columns]."""
+    bits, constants = _magnitude_bits(blocks), cast.rule.two_level
+    if cast.rule.thresholds is not None:
+        return _scales.e8m0_scales(_maximum(bits, (1, 3)), cast)
+    raw, clean = _reduce(bits, (1, 3))
+    amax = clean.view(torch.float32)
+    if constants is not None and constants.four_over_six is not None:
+        return _with_nan(four_over_six_scales(blocks, amax, cast.format.element, constants, level), raw)
+    return _scales_of_amax(raw, amax, cast, level)
+
+
+def _with_nan(scales: BlockScales, raw_bits: torch.Tensor) -> BlockScales:
+    """E4M3 block scales: a block that contains a NaN stores the NaN scale."""
+    is_nan = raw_bits > INFINITY_BITS
+    return BlockScales(scales.stored.masked_fill(is_nan, E4M3.nan_code), scales.encode, is_nan)
+
+
+def _empty_row_scales(rows: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
+    zeros = torch.zeros(rows, 1, 1, 1, dtype=torch.int32, device=device)
+    rows_level = level.rows(slice(0, rows)) if level else None
+    return _scales_of_amax(zeros, zeros.view(torch.float32), cast, rows_level).stored.view(rows, 1)
+
+
+def _load(x_RC: torch.Tensor, chunk: Chunk, grid: Grid) -> torch.Tensor:
+    """A float32 copy of a chunk, zero-padded to whole blocks."""
+    part, shape = x_RC[chunk.rows, chunk.columns], grid.padded(chunk)
+    values = torch.empty(shape, dtype=torch.float32, device=x_RC.device)
+    rows, columns = chunk.shape
+    if shape != (rows, columns):
+        values.zero_()
+    values[:rows, :columns] = part
+    return values
+
+
+def _encode_chunk(
+    values: torch.Tensor, codes: torch.Tensor, chunk: Chunk, grid: Grid, cast: Cast, scales: BlockScales,
+    noise: _Noise | None,
+) -> None:  # fmt: skip
+    """Encode scaled `values` (overwritten) of a chunk into its window of `codes`."""
+    element = cast.format.element
+    rows, columns = chunk.shape
+    nan_blocks = scales.is_nan
+    if nan_blocks is not None and nan_blocks.device.type == "cpu" and not bool(nan_blocks.any()):
+        nan_blocks = None
+    if noise is None and has_float8_dtype(element):
+        window = codes[chunk.rows, chunk.columns]
+        encode_float8(values[:rows, :columns], element, window, saturate=_scales.saturates(cast))
+        if nan_blocks is not None:
+            window.view(torch.uint8).masked_fill_(_spread(nan_blocks, values, grid)[:rows, :columns], element.nan_code)
+        return
+    is_nan = _spread(nan_blocks, values, grid) if nan_blocks is not None else None
+    if cast.format.scale.name == "FP32":
+        is_nan = values.isnan()  # element by element: an FP32 scale carries no NaN
+    unpacked = encode_integer(values, element, noise.window(chunk, tuple(values.shape)) if noise else None)
+    if is_nan is not None:
+        unpacked.masked_fill_(is_nan, element.nan_code)
+    unpacked = unpacked[:rows, :columns]
+    if element.codes_per_byte == 2:
+        half = chunk.columns.start // 2
+        codes[chunk.rows, half : half + -(-columns // 2)] = pack_fp4(unpacked)
+    else:
+        codes.view(torch.uint8)[chunk.rows, chunk.columns] = unpacked
+
+
+def _spread(per_block: torch.Tensor, values: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """One flag per block -> one per element of the padded chunk."""
+    return per_block.expand(grid.as_blocks(values).shape).reshape(values.shape)

@@ -1,0 +1,50 @@
+"""The random bytes of stochastic rounding: Philox4x32-10 of (seed, element index), in plain torch ops on any device.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; docs/numerics.md 5.3.
+"""
+
+import torch
+
+__all__ = ["philox", "random_bytes"]
+
+_ROUNDS = 10
+_MULTIPLIER_0, _MULTIPLIER_2 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+# Unsigned 32 x 32 -> 64 bit products wrap in int64; their two halves are right all the same. As int64 arithmetic knows
+# no unsigned shift, every high half is masked after it.
+
+
+def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Ten rounds of Philox4x32: four int64 counter words (below 2^32, broadcastable), seed int64 [2] -> four words."""
+    c0, c1, c2, c3 = counter
+    key_0, key_1 = seed[0], seed[1]
+    for _ in range(_ROUNDS):
+        product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
+        c0 = ((product_2 >> 32) & _LOW) ^ c1 ^ key_0
+        c2 = ((product_0 >> 32) & _LOW) ^ c3 ^ key_1
+        c1, c3 = product_2 & _LOW, product_0 & _LOW
+        key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
+    return c0, c1, c2, c3
+
+
+def random_bytes(seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0) -> torch.Tensor:
+    """uint8 [rows, columns]: byte ``col % 16`` of ``Philox((col // 16, row, stream, batch), seed)``.
+
+    `rows` and `columns` are ranges of the operand form, `columns` starting at a multiple of 16: a window of a larger
+    matrix has that matrix's bytes.
+    """
+    device = seed.device
+    groups = torch.arange(columns.start // 16, -(-columns.stop // 16), dtype=torch.int64, device=device)
+    row_index = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
+    shape = (len(rows), groups.numel())
+    counter = (
+        groups[None, :].expand(shape),
+        row_index[:, None].expand(shape),
+        torch.full((), stream, dtype=torch.int64, device=device),
+        torch.full((), batch, dtype=torch.int64, device=device),
+    )
+    words = torch.empty(*shape, 4, dtype=torch.int32, device=device)
+    for position, word in enumerate(philox(counter, seed)):
+        words[..., position] = word  # keeps the low 32 bits
+    return words.view(torch.uint8).flatten(1)[:, : len(columns)]

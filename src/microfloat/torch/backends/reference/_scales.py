@@ -1,0 +1,138 @@
+"""Block amax -> stored scale and encode factor, one function per family of scale rules (docs/numerics.md, section 2).
+
+Amaxes arrive as integer bits, since integers order like magnitudes and say exactly what NaN does. Powers of two are
+made on bits; every float32 operation is a single torch op, rounded once. Division is always tensor by tensor: torch
+turns ``number / tensor`` (and on CUDA ``tensor / number``) into a multiplication by a reciprocal.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.formats import E4M3, ElementFormat
+from microfloat.recipes import Cast, Current
+from microfloat.scale_rules import TwoLevel, e8m0_threshold
+from microfloat.torch.backends.reference._elements import code_values
+
+__all__ = [
+    "FMAX", "INFINITY_BITS", "BlockScales", "TensorLevel", "block_level", "divide", "e8m0_scales", "encode_e4m3",
+    "fp32_scales", "saturates", "scales_of_encode_factor", "tensor_level", "two_level_scales",
+]  # fmt: skip
+
+FMAX = 3.4028234663852886e38
+INFINITY_BITS = 0x7F800000
+_MANTISSA_AND_SIGN = 0x807FFFFF - (1 << 32)  # as int32
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Per block: the stored scale, the factor that elements are multiplied with, and which blocks are all NaN."""
+
+    stored: torch.Tensor
+    encode: torch.Tensor
+    is_nan: torch.Tensor | None = None
+
+
+def divide(numerator: torch.Tensor | float, denominator: torch.Tensor | float) -> torch.Tensor:
+    """float32 quotient with one rounding; one side may be a number."""
+    if not isinstance(numerator, torch.Tensor):
+        numerator = torch.full_like(denominator, numerator)
+    elif not isinstance(denominator, torch.Tensor):
+        denominator = torch.full_like(numerator, denominator)
+    return torch.div(numerator, denominator)
+
+
+def saturates(cast: Cast) -> bool:
+    """Whether an encoded finite value can exceed the element's max, so that it must be clamped."""
+    if cast.format.scale.name != "E8M0":
+        return True
+    largest_mantissa = int((cast.format.element.max / 2.0**cast.format.element.emax - 1.0) * 2**23)
+    return e8m0_threshold(cast.rule, cast.format.element) > largest_mantissa + 1
+
+
+def e8m0_scales(amax_bits: torch.Tensor, cast: Cast) -> BlockScales:
+    """``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN or Inf; encode by 2^(127 - b)."""
+    element = cast.format.element
+    carry = (1 << 23) - e8m0_threshold(cast.rule, element)  # the bump, as a carry out of the mantissa
+    byte = ((amax_bits + carry) >> 23).sub_(element.emax).clamp_(0, 254)
+    is_nan = amax_bits >= INFINITY_BITS
+    byte.masked_fill_(is_nan, 255)
+    factor = (254 - byte).clamp_(min=1).bitwise_left_shift_(23).view(torch.float32)
+    return BlockScales(byte.to(torch.uint8), factor, is_nan)
+
+
+def fp32_scales(amax: torch.Tensor, cast: Cast) -> BlockScales:
+    """``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so."""
+    largest = cast.format.element.max
+    if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
+        amax = amax.clamp(min=cast.scaling.amax_epsilon)
+    factor = divide(largest, amax.clamp(min=largest * 2.0**-126))
+    factor = factor.masked_fill((amax == 0) | (amax == float("inf")), 1.0)
+    if cast.rule.power_of_two:
+        factor = (factor.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return scales_of_encode_factor(factor)
+
+
+def scales_of_encode_factor(factor: torch.Tensor) -> BlockScales:
+    """The stored scale of a given encode factor, ``f32(1 / s)``."""
+    return BlockScales(divide(1.0, factor), factor)
+
+
+@dataclass(frozen=True)
+class TensorLevel:
+    """The upper of two levels: A clamped, S = capacity / A, the stored scale A / capacity; float32, () or [R, 1]."""
+
+    amax: torch.Tensor
+    encode: torch.Tensor
+    stored: torch.Tensor
+
+    def rows(self, rows: slice) -> "TensorLevel":
+        """The same for a window of rows, shaped to meet blocks [r, 1, blocks, columns]."""
+        if self.amax.dim() == 0:
+            return self
+        return TensorLevel(*(part[rows].view(-1, 1, 1, 1) for part in (self.amax, self.encode, self.stored)))
+
+
+def tensor_level(amax: torch.Tensor, constants: TwoLevel) -> TensorLevel:
+    """From the tensor's (or each row's) amax; 0 and Inf mean a tensor scale of one."""
+    unscaled = (amax == 0) | (amax == float("inf"))
+    amax = amax.clamp(min=constants.smallest_amax).masked_fill(unscaled, constants.capacity)
+    one = torch.ones_like(amax)
+    if not constants.tensor_scale:
+        return TensorLevel(amax, one, one)
+    encode = torch.where(unscaled, one, divide(constants.capacity, amax))
+    stored = torch.where(unscaled, one, divide(amax, constants.capacity))
+    return TensorLevel(amax, encode, stored)
+
+
+def encode_e4m3(target: torch.Tensor, smallest: float, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(stored byte, its value) of non-negative float32 block scales, clamped to [smallest, largest] first."""
+    codes = target.clamp(smallest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, _decode_bytes(codes, E4M3)
+
+
+def _decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    table = code_values(element, codes.device)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def block_level(
+    target: torch.Tensor, largest: float, tensor: TensorLevel
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(byte, its value, e) with ``e = min(f32(1 / f32(value * f32(1 / S))), FMAX)``; a zero byte gives FMAX."""
+    byte, value = encode_e4m3(target, 0.0, largest)
+    factor = divide(1.0, value * divide(1.0, tensor.encode)).clamp_(max=FMAX)
+    return byte, value, factor
+
+
+def two_level_scales(block_amax: torch.Tensor, constants: TwoLevel, tensor: TensorLevel) -> BlockScales:
+    """E4M3 block scales of the rules without a search: two_level, its 17/16 variant, torchao's order, one level."""
+    if constants.inverse_six is not None:
+        byte, _, factor = block_level(
+            block_amax * (tensor.encode * constants.inverse_six), constants.largest_scale, tensor
+        )
+    else:
+        target = divide(divide(block_amax, 6.0), tensor.stored.expand_as(block_amax))
+        byte, value = encode_e4m3(target, constants.smallest_scale, constants.largest_scale)
+        factor = divide(divide(1.0, tensor.stored), value)
+    return BlockScales(byte, factor)
