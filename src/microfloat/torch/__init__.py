@@ -1,0 +1,30 @@
+"""The PyTorch front end: low-precision layers, autocast, conversion, and the three verbs on tensors.
+
+Needs torch >= 2.11; never imports JAX. Every recipe runs on every device; `explain` says what is accelerated.
+"""
+
+from microfloat import formats, recipes
+from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe, get_default_recipe
+from microfloat.support import Support
+from microfloat.torch.autocast import autocast
+from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
+from microfloat.torch.deprecated import fp8_autocast, fp8_model_init
+from microfloat.torch.explain import (
+    explain,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from microfloat.torch.model_init import quantized_model_init
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.recompute import checkpoint
+from microfloat.torch.scaling import reset_scaling, update_scaling
+
+__all__ = [
+    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Linear", "Placement",
+    "Recipe", "Support", "autocast", "checkpoint", "convert", "explain", "formats", "fp8_autocast",
+    "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "plain_state_dict", "quantized_model_init", "recipes", "reset_scaling", "revert",
+    "update_scaling",
+]  # fmt: skip

@@ -1,0 +1,153 @@
+"""Which recipe runs here: a context variable per thread and per async task, and nothing else.
+
+Precedence (first that applies): ``autocast(enabled=False)``, the recipe pinned to a layer by `convert`, the recipe of
+the innermost autocast, nothing (high precision). Backward never reads this: it uses what its forward captured.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from microfloat.errors import NotSupportedError, invalid_type
+from microfloat.recipes import Placement, Recipe, from_name, get_default_recipe
+from microfloat.torch import scaling
+
+__all__ = ["Ambient", "Tape", "ambient", "as_recipe", "autocast", "entered"]
+
+
+class Tape:
+    """Encode scales in the order a checkpointed region used them, so that its recomputation uses the same ones."""
+
+    def __init__(self) -> None:
+        self.scales: list[Any] = []
+
+    def replay(self) -> Iterator[Any]:
+        """The recorded entries again, from the first."""
+        return iter(self.scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Ambient:
+    """What one autocast says, plus the delayed-scaling region it belongs to."""
+
+    enabled: bool
+    recipe: Recipe | None
+    calibrating: bool = False
+    group: Any = None
+    backend: str = "auto"
+    region: "scaling.Region | None" = None
+    record_tape: Tape | None = None
+    replay: Iterator[Any] | None = None
+
+
+_AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
+
+
+def ambient() -> Ambient | None:
+    """The innermost autocast of this thread and task, or None."""
+    return _AMBIENT.get()
+
+
+@contextlib.contextmanager
+def entered(state: Ambient | None) -> Iterator[None]:
+    """Make `state` the ambient one for the duration, without opening a delayed-scaling region."""
+    token = _AMBIENT.set(state)
+    try:
+        yield
+    finally:
+        _AMBIENT.reset(token)
+
+
+def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
+    """A Recipe from itself or its name; a helpful TypeError for anything else."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return from_name(recipe)
+    hint = "Call the class: recipes.NVFP4BlockScaling()." if isinstance(recipe, type) else ""
+    if isinstance(recipe, Placement):
+        hint = "A Placement goes to microfloat.torch.convert."
+    raise invalid_type(argument, type(recipe) if not isinstance(recipe, type) else f"the class {recipe.__name__}",
+                       "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)  # fmt: skip
+
+
+class autocast(contextlib.ContextDecorator):
+    """Run the microfloat layers inside under a recipe; a context manager and a decorator.
+
+    Parameters: `enabled` (False: a high-precision island, pinned layers included), `recipe` (None:
+    ``get_default_recipe()``, one constant on every device), `calibrating` (with ``enabled=False``: outputs stay in high
+    precision, delayed-scaling amaxes are recorded), `amax_reduction_group` (process group over which delayed amaxes are
+    MAX-reduced; None = world), `backend` ("auto", "reference", "triton", "native").
+
+    Nests; the inner one overrides fully; the state before is restored on any exit. Entering does no device work
+    except a pending delayed-scaling update. Raises InvalidTypeError for a wrong recipe and NotSupportedError when one
+    instance is entered again before it was left. Source: docs/recipes.md.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | str | None = None,
+        calibrating: bool = False,
+        amax_reduction_group: Any = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise invalid_type(name, type(value), "True or False", "A recipe goes to recipe=.")
+        from microfloat.torch import backends
+
+        backends.check_name(backend)
+        self._state = Ambient(
+            enabled=enabled,
+            recipe=get_default_recipe() if recipe is None else as_recipe(recipe),
+            calibrating=calibrating,
+            group=amax_reduction_group,
+            backend=backend,
+        )
+        self._busy = threading.Lock()
+
+    def _recreate_cm(self) -> "autocast":
+        """A fresh instance per decorated call, so that decorated functions may recurse and run in several threads."""
+        state = self._state
+        return autocast(state.enabled, state.recipe, state.calibrating, state.group, backend=state.backend)
+
+    def __enter__(self) -> "autocast":
+        if not self._busy.acquire(blocking=False):
+            raise NotSupportedError(
+                "autocast: got one instance entered a second time before it was left, needed one instance per nesting "
+                "level and thread. Create a new autocast(...) for the inner block; sequential reuse is fine."
+            )
+        try:
+            outer = _AMBIENT.get()
+            region = outer.region if outer is not None else None
+            self._opened = None
+            if region is None and (self._state.enabled or self._state.calibrating):
+                scaling.flush_backward()
+                region = self._opened = scaling.Region()
+            self._token = _AMBIENT.set(dataclasses.replace(self._state, region=region))
+        except BaseException:
+            self._busy.release()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            _AMBIENT.reset(self._token)
+            if self._opened is not None:
+                self._opened.close(completed=kind is None)
+        finally:
+            self._opened = self._token = None
+            self._busy.release()
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"autocast(enabled={state.enabled}, recipe={state.recipe!r}, calibrating={state.calibrating}, "
+            f"backend={state.backend!r})"
+        )

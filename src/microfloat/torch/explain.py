@@ -1,0 +1,145 @@
+"""`explain` and the availability queries: what runs where and why, before anything runs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from microfloat.recipes.core import GEMMS
+from microfloat.support import Support
+from microfloat.torch.autocast import as_recipe
+from microfloat.torch.backends.plans import plan
+
+__all__ = [
+    "Explanation", "GemmRow", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM: what its operands are, which backend and kernel run, and how well the hardware supports it."""
+
+    gemm: str
+    operands: str
+    backend: str
+    kernel: str
+    support: Support
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a recipe does on a device: a row per GEMM; prints as a table."""
+
+    recipe: Recipe
+    device: str
+    rows: tuple[GemmRow, ...]
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether every quantized GEMM runs on tensor cores of its format."""
+        return all(row.support.accelerated for row in self.rows)
+
+    def to_dict(self) -> dict:
+        """The same as JSON-ready data."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "device": self.device,
+            "gemms": [
+                {
+                    "gemm": row.gemm, "operands": row.operands, "backend": row.backend, "kernel": row.kernel,
+                    "available": row.support.available, "accelerated": row.support.accelerated,
+                    "reason": row.support.reason,
+                }
+                for row in self.rows
+            ],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        header = ("GEMM", "operands", "backend", "kernel", "runs", "accelerated", "why")
+        cells = [header]
+        for row in self.rows:
+            yes = {True: "yes", False: "no"}
+            cells.append((
+                row.gemm, row.operands, row.backend, row.kernel, yes[row.support.available],
+                yes[row.support.accelerated], row.support.reason,
+            ))  # fmt: skip
+        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([f"{self.recipe!r} on {self.device}", *lines])
+
+
+def explain(
+    recipe: Recipe | str,
+    device: torch.device | str | None = None,
+    shape: tuple[int, int, int] | None = None,
+    *,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
+
+    `device` None: CUDA where there is one, else the CPU. `shape` (M, K, N) of a Linear, for choices that depend on the
+    size. Nothing is run. Raises InvalidTypeError or InvalidValueError for arguments that are none.
+    """
+    recipe = as_recipe(recipe)
+    target = _device(device)
+    if shape is not None and not (len(shape) == 3 and all(isinstance(size, int) and size >= 0 for size in shape)):
+        raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
+    rows = []
+    for name in GEMMS:
+        gemm = getattr(recipe, name)
+        planned = plan(backend, target, gemm, shape)
+        operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
+        rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
+    return Explanation(recipe, str(target), tuple(rows))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(device, torch.device | str):
+        raise invalid_type("device", type(device), "a torch.device, its name, or None")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise invalid_value("device", repr(device), "a device that torch knows, such as 'cpu' or 'cuda:0'") from error
+
+
+def _availability(recipe: Recipe, device: torch.device | str | None) -> Support:
+    explanation = explain(recipe, device)
+    first = explanation.rows[0].support
+    available = all(row.support.available for row in explanation.rows)
+    return Support(available, explanation.accelerated, first.reason)
+
+
+def is_fp8_available(device: torch.device | str | None = None) -> Support:
+    """Whether per-tensor FP8 runs on `device` (it does everywhere), and whether tensor cores take it.
+
+    The answer unpacks into ``(available, reason)``; its truth value is `available`.
+    """
+    return _availability(Float8CurrentScaling(), device)
+
+
+def is_mxfp8_available(device: torch.device | str | None = None) -> Support:
+    """The same for MXFP8."""
+    return _availability(MXFP8BlockScaling(), device)
+
+
+def is_fp8_block_scaling_available(device: torch.device | str | None = None) -> Support:
+    """The same for FP8 with 1x128 and 128x128 blocks."""
+    return _availability(Float8BlockScaling(), device)
+
+
+def is_nvfp4_available(device: torch.device | str | None = None) -> Support:
+    """The same for NVFP4."""
+    return _availability(NVFP4BlockScaling(False, False, False), device)

@@ -1,0 +1,237 @@
+"""The quantized linear function: three GEMMs read off a recipe's table, six operands cast where the table says.
+
+    fprop  y_MN  = x_MK @ w_NK.T      contracts K   operands x [M, K],    w [N, K]
+    dgrad  dx_MK = dy_MN @ w_NK       contracts N   operands dy [M, N],   w.T [K, N]
+    wgrad  dw_NK = dy_MN.T @ x_MK     contracts M   operands dy.T [N, M], x.T [K, M]
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features. "row" is the operand form of the
+tensor as it lies, "column" that of its transpose. Only usages whose GEMM will run are cast (docs/numerics.md, 6).
+"""
+
+import contextlib
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import Cast, Delayed, Gemm, Recipe
+from microfloat.torch import scaling
+from microfloat.torch.backends.base import Operand
+
+__all__ = ["LinearCall", "quantized_linear"]
+
+# Counter word `stream` of each operand's random bytes (docs/numerics.md 5.3).
+STREAM = {"x": (0, 5), "w": (1, 3), "dy": (2, 4)}
+
+# An operand in high precision is the plain 2-D tensor in operand form.
+AnyOperand = Operand | torch.Tensor
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """Everything one forward fixes and its backward reads again: no ambient state is consulted later."""
+
+    recipe: Recipe
+    backend: Any
+    compute_dtype: torch.dtype
+    layer: "weakref.ref[torch.nn.Module] | None" = None
+    region: scaling.Region | None = None
+    group: Any = None
+    wants_grad: bool = True
+    records: bool = False
+    seed: torch.Tensor | None = None
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    weight_cache: "dict[Any, tuple[AnyOperand, AnyOperand | None]] | None" = None
+    weight_key: Any = None
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+) -> torch.Tensor:
+    """``y = x @ weight.T + bias`` under ``call.recipe``, differentiable once.
+
+    x [..., K], weight [N, K], bias [N] or None -> y [..., N] in the call's compute dtype. Sizes need not divide
+    anything. Source: docs/numerics.md, section 6.
+    """
+    return _QuantizedLinear.apply(x, weight, bias, call)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall):
+        recipe, backend = call.recipe, call.backend
+        wants_dx, wants_dw = (needed and call.wants_grad for needed in ctx.needs_input_grad[:2])
+        x_MK = x.reshape(-1, x.shape[-1]).to(call.compute_dtype)
+        with _plain_dtypes(x.device.type):
+            x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
+            w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
+            y_MN = _gemm(backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
+        saver = _Saver()
+        ctx.x_column, ctx.w_column = saver.add(x_column), saver.add(w_column)
+        ctx.save_for_backward(*saver.tensors)
+        ctx.call = call
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.w_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
+        return y_MN.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotSupportedError(
+                "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single "
+                "backward. Quantization has no second derivative; run this layer under autocast(enabled=False)."
+            )
+        (dy,) = gradients
+        call: LinearCall = ctx.call
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        saved = ctx.saved_tensors
+        dy_MN = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        with _plain_dtypes(dy.device.type):
+            dy_row, dy_column = _cast_both(
+                call, "dy", dy_MN,
+                call.recipe.dgrad.lhs if wants_dx else _UNUSED,
+                call.recipe.wgrad.lhs if wants_dw else _UNUSED,
+            )  # fmt: skip
+            if wants_dx:
+                w_column = _Saver.restore(ctx.w_column, saved)
+                dx = _gemm(call.backend, call.recipe.dgrad, dy_row, w_column, None, ctx.x_dtype).reshape(ctx.x_shape)
+            if wants_dw:
+                x_column = _Saver.restore(ctx.x_column, saved)
+                dw = _gemm(call.backend, call.recipe.wgrad, dy_column, x_column, None, ctx.w_dtype)
+            if wants_db:
+                db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+class _Unused:
+    """Marks a usage whose GEMM will not run; None already means high precision."""
+
+
+_UNUSED = _Unused()
+
+
+def _cast_both(
+    call: LinearCall, slot: str, tensor: torch.Tensor, row: Cast | _Unused | None, column: Cast | _Unused | None
+) -> tuple[AnyOperand | None, AnyOperand | None]:
+    """Both operand forms of one tensor; high-precision forms are views of it, unused ones None."""
+    row_cast = row if isinstance(row, Cast) else None
+    column_cast = column if isinstance(column, Cast) else None
+    row_stream, column_stream = STREAM[slot]
+    quantized: tuple[Operand | None, Operand | None] = (None, None)
+    if row_cast is not None or column_cast is not None:
+        scale_enc = _delayed_scale(call, slot, tensor, row_cast, column_cast)
+        quantized = call.backend.quantize_both(
+            tensor, row_cast, column_cast, seed=call.seed, row_stream=row_stream, column_stream=column_stream,
+            scale_enc=scale_enc,
+        )  # fmt: skip
+    return (
+        tensor if row is None else quantized[0],
+        tensor.t() if column is None else quantized[1],
+    )
+
+
+def _delayed_scale(
+    call: LinearCall, slot: str, tensor: torch.Tensor, row: Cast | None, column: Cast | None
+) -> torch.Tensor | None:
+    """The slot's encode scale when a cast is delayed, after recording this tensor's amax; None otherwise."""
+    cast = next((cast for cast in (row, column) if cast is not None and isinstance(cast.scaling, Delayed)), None)
+    if cast is None:
+        return None
+    layer = call.layer() if call.layer is not None else None
+    if slot == "dy":
+        if layer is None:
+            raise NotSupportedError(
+                "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
+                "Keep the model alive until backward is done."
+            )
+        scale = scaling.encode_scale(layer, slot)
+    else:
+        scale = call.scales[slot]
+    if call.records and layer is not None:
+        amax = call.backend.amax(tensor)
+        scaling.record(layer, slot, amax, cast.scaling, cast.format.element, group=call.group, region=call.region)
+    return scale
+
+
+def _cast_weight(
+    call: LinearCall, weight: torch.Tensor, column: Cast | _Unused | None
+) -> tuple[AnyOperand, AnyOperand | None]:
+    """The weight's two operands, from the cache when the caller allows it and the weight has not changed."""
+    if call.weight_cache is not None:
+        cached = call.weight_cache.get("operands")
+        covers = cached is not None and (cached[1] is not None or isinstance(column, _Unused))
+        if covers and call.weight_cache.get("key") == call.weight_key:
+            return cached[0], None if isinstance(column, _Unused) else cached[1]
+    w_NK = weight.detach().to(call.compute_dtype)
+    operands = _cast_both(call, "w", w_NK, call.recipe.fprop.rhs, column)
+    if call.weight_cache is not None:
+        call.weight_cache.update(key=call.weight_key, operands=operands)
+    return operands
+
+
+def _gemm(
+    backend: Any, gemm: Gemm, lhs: AnyOperand, rhs: AnyOperand, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``lhs @ rhs.T (+ bias)``: quantized when both operands are, else in high precision with the other dequantized."""
+    if isinstance(lhs, Operand) and isinstance(rhs, Operand):
+        return backend.scaled_matmul(lhs, rhs, bias=bias, out_dtype=out_dtype, accumulate=gemm.accumulate)
+    if not isinstance(lhs, Operand):
+        rhs = backend.dequantize(rhs, lhs.dtype) if isinstance(rhs, Operand) else rhs.to(lhs.dtype)
+    else:
+        lhs = backend.dequantize(lhs, rhs.dtype)
+    return _high_precision_gemm(lhs, rhs, bias, out_dtype)
+
+
+def _high_precision_gemm(
+    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``lhs @ rhs.T (+ bias)`` with float32 accumulation and one rounding to `out_dtype`."""
+    if lhs.device.type == "cpu":
+        # Products of 16-bit floats are exact in float32, and CPUs without bf16 units multiply float32 3-5x faster.
+        product = torch.nn.functional.linear(lhs.float(), rhs.float(), bias.float() if bias is not None else None)
+        return product.to(out_dtype)
+    if out_dtype in (lhs.dtype, torch.float16, torch.bfloat16):
+        return torch.nn.functional.linear(lhs, rhs, bias.to(lhs.dtype) if bias is not None else None).to(out_dtype)
+    product = torch.mm(lhs, rhs.t(), out_dtype=out_dtype)
+    return product if bias is None else product + bias.to(out_dtype)
+
+
+class _Saver:
+    """Flattens operands into the tensors that save_for_backward takes, so that saved-tensor hooks see codes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, operand: AnyOperand | None) -> Any:
+        if operand is None:
+            return None
+        start = len(self.tensors)
+        if not isinstance(operand, Operand):
+            self.tensors.append(operand)
+            return (start, None)
+        self.tensors += [operand.codes, operand.scale]
+        if operand.tensor_scale is not None:
+            self.tensors.append(operand.tensor_scale)
+        return (
+            start,
+            (operand.format, operand.rows, operand.length, operand.hadamard, operand.tensor_scale is not None),
+        )
+
+    @staticmethod
+    def restore(entry: Any, saved: tuple[torch.Tensor, ...]) -> AnyOperand:
+        start, description = entry
+        if description is None:
+            return saved[start]
+        fmt, rows, length, hadamard, has_tensor_scale = description
+        tensor_scale = saved[start + 2] if has_tensor_scale else None
+        return Operand(saved[start], saved[start + 1], tensor_scale, fmt, rows, length, hadamard)
+
+
+def _plain_dtypes(device_type: str) -> Any:
+    """Keep torch.autocast from touching the GEMMs inside: their dtypes are this module's business."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,5 @@
+"""Modules: nn layers whose GEMMs run under a recipe."""
+
+from microfloat.torch.nn.linear import Linear
+
+__all__ = ["Linear"]

@@ -1,0 +1,269 @@
+"""`Linear`: nn.Linear whose three GEMMs run under a recipe."""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microfloat.errors import CheckpointError, invalid_type, invalid_value
+from microfloat.recipes import Delayed, Recipe
+from microfloat.torch import backends, scaling
+from microfloat.torch.autocast import Ambient, ambient, as_recipe
+from microfloat.torch.linear import LinearCall, quantized_linear
+from microfloat.torch.model_init import active_model_init, quantize_parameter
+from microfloat.torch.seeds import draw_seed
+
+__all__ = ["UNPINNED", "Linear"]
+
+
+class _Unpinned:
+    """The layer follows the ambient autocast. (None would mean: pinned to high precision.)"""
+
+    def __repr__(self) -> str:
+        return "UNPINNED"
+
+    def __reduce__(self) -> str:
+        return "UNPINNED"
+
+    def __copy__(self) -> "_Unpinned":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "_Unpinned":
+        return self
+
+
+UNPINNED = _Unpinned()
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Linear(nn.Linear):
+    """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe; elsewhere exactly nn.Linear.
+
+    Same constructor, parameters and initialisation as nn.Linear. The recipe: a pinned one (`pin`, `convert`), else
+    that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
+    float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
+
+    Raises InvalidTypeError for other dtypes under a recipe, InvalidValueError for a wrong last dimension or device.
+    Source: docs/numerics.md, section 6.
+    """
+
+    pinned: Any = UNPINNED
+    backend: str = "auto"
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        *, recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        backends.check_name(backend)
+        self.backend = backend
+        request = active_model_init()
+        if request is not None:
+            quantize_parameter(self, request)
+        if recipe is not None:
+            self.pin(recipe)
+
+    def pin(self, recipe: Recipe | str | None) -> "Linear":
+        """Fix the recipe of this layer (None = high precision); it wins over the autocast's."""
+        self.pinned = None if recipe is None else as_recipe(recipe)
+        self._drop_weight_cache()
+        if self.pinned is not None and self.pinned.is_delayed:
+            scaling.ensure_buffers(self, _delayed_of(self.pinned))
+        return self
+
+    def unpin(self) -> "Linear":
+        """Follow the ambient autocast again."""
+        self.pinned = UNPINNED
+        self._drop_weight_cache()
+        return self
+
+    def effective_recipe(self) -> Recipe | None:
+        """The recipe that a call here and now would run; None = high precision."""
+        return self._resolve(ambient())
+
+    def _resolve(self, state: Ambient | None) -> Recipe | None:
+        if state is not None and not state.enabled:
+            return None
+        if self.pinned is not UNPINNED:
+            return self.pinned
+        return state.recipe if state is not None else None
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
+        codes if the weight is unchanged; None (default): keep nothing."""
+        state = ambient()
+        recipe = self._resolve(state)
+        if recipe is None:
+            if state is not None and state.calibrating:
+                self._calibrate(x, state)
+            return self._plain(x)
+        self._check_input(x)
+        if x.numel() == 0 or self.weight.numel() == 0:
+            return self._plain(x)
+        call = self._prepare(recipe, state, x, is_first_microbatch)
+        own_region = None
+        if recipe.is_delayed:
+            own_region = self._prepare_delayed(call, recipe, state)
+        y = quantized_linear(x, self.weight, self.bias, call)
+        if own_region is not None:
+            own_region.close()
+        return y
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type) or not x.is_floating_point():
+            return F.linear(x, self.weight, self.bias)
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise invalid_type("x", type(x), "a torch.Tensor")
+        for name, dtype in (("x", x.dtype), ("weight", self.weight.dtype)):
+            if dtype not in _COMPUTE_DTYPES:
+                raise invalid_type(
+                    name, dtype, "float32, bfloat16 or float16 under a low-precision recipe",
+                    f"Convert it with .to(torch.float32), or run under {'autocast(enabled=False)'}.",
+                )  # fmt: skip
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise invalid_value("x", f"shape {tuple(x.shape)}", f"a last dimension of in_features = {self.in_features}")
+        if x.device != self.weight.device:
+            raise invalid_value(
+                "x", f"a tensor on {x.device}", f"one on {self.weight.device}, where the weight is",
+                f"Move it: x.to({str(self.weight.device)!r}).",
+            )  # fmt: skip
+
+    def _prepare(self, recipe: Recipe, state: Ambient | None, x: torch.Tensor, first: bool | None) -> LinearCall:
+        kind = x.device.type
+        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        name = self.backend if self.backend != "auto" or state is None else state.backend
+        call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
+        if recipe.is_stochastic:
+            call.seed = draw_seed(x.device)
+        if first is not None:
+            call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
+            if first:
+                call.weight_cache.clear()
+            weight = self.weight
+            scale = scaling.encode_scale(self, "w") if recipe.is_delayed and scaling.has_buffers(self) else None
+            call.weight_key = (
+                weight.data_ptr(), weight._version, compute, recipe.fprop.rhs, recipe.dgrad.rhs, name,
+                None if scale is None else scale._version,
+            )  # fmt: skip
+        return call
+
+    def _prepare_delayed(self, call: LinearCall, recipe: Recipe, state: Ambient | None) -> scaling.Region | None:
+        """Fill the delayed-scaling part of a call; returns a region of this call's own when no autocast gives one."""
+        scaling.ensure_buffers(self, _delayed_of(recipe))
+        call.layer = weakref.ref(self)
+        call.group = state.group if state is not None else None
+        replayed = _recomputation(state)
+        if replayed is not None:
+            call.scales = replayed(self)
+            return None
+        scaling.flush_layer(self)
+        own_region = None
+        call.region = state.region if state is not None else None
+        if call.region is None:
+            call.region = own_region = scaling.Region()
+        call.records = torch.is_grad_enabled()
+        # Clones: the live buffers change when the region closes, the quantized tensors keep the scale of this step.
+        call.scales = {slot: scaling.encode_scale(self, slot).clone() for slot in ("x", "w")}
+        if state is not None and state.record_tape is not None:
+            state.record_tape.scales.append(call.scales)
+        return own_region if call.records else None
+
+    def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
+        recipe = self.pinned if isinstance(self.pinned, Recipe) else state.recipe
+        if recipe is None or not recipe.is_delayed or x.numel() == 0:
+            return
+        delayed = _delayed_of(recipe)
+        scaling.ensure_buffers(self, delayed)
+        backend = backends.choose("reference", x.device)
+        for slot, tensor, cast in (("x", x, recipe.fprop.lhs), ("w", self.weight, recipe.fprop.rhs)):
+            if cast is not None and isinstance(cast.scaling, Delayed):
+                amax = backend.amax(tensor.detach().reshape(-1, tensor.shape[-1]))
+                scaling.record(self, slot, amax, cast.scaling, cast.format.element, group=state.group)
+
+    def _drop_weight_cache(self) -> None:
+        self.__dict__.pop("_weight_cache", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        state.pop("_weight_cache", None)
+        return state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
+        """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
+        self._drop_weight_cache()
+        kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            moved = fn(buffer)
+            self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        scaling.flush_layer(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._drop_weight_cache()
+
+    def extra_repr(self) -> str:
+        pinned = "" if self.pinned is UNPINNED else f", recipe={self.pinned!r}"
+        return super().extra_repr() + pinned
+
+
+def _delayed_of(recipe: Recipe) -> Delayed:
+    return next(
+        cast.scaling for cast in recipe.casts.values() if cast is not None and isinstance(cast.scaling, Delayed)
+    )
+
+
+def _recomputation(state: Ambient | None) -> Any:
+    """How to find the scales of the forward that is being recomputed; None in an ordinary forward."""
+    if state is not None and state.replay is not None:
+        return lambda layer: next(state.replay)
+    if torch._C._current_graph_task_id() != -1:  # torch's own checkpoint recomputes inside a backward
+        return lambda layer: {slot: scaling.previous_scale(layer, slot) for slot in ("x", "w")}
+    return None
+
+
+def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[str]) -> None:
+    """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
+    if state_dict.pop(prefix + "_extra_state", None) is not None:
+        _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
+    names = [name for slot in scaling.SLOTS for name in scaling.buffer_names(slot)]
+    present = [name for name in names if prefix + name in state_dict]
+    if present:
+        missing = sorted(set(names) - set(present))
+        if missing:
+            raise CheckpointError(
+                f"state_dict: got {present} under {prefix!r} without {missing}, needed all six delayed-scaling entries "
+                "or none. Remove the rest to start with fresh scaling state."
+            )
+        for name in names:
+            loaded, current = state_dict[prefix + name], layer._buffers.get(name)
+            if current is None or current.shape != loaded.shape:
+                layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
+    elif scaling.has_buffers(layer) and prefix + "weight" in state_dict:
+        scaling.reset_scaling(layer)
+        state_dict.update({prefix + name: layer._buffers[name].clone() for name in names})
+        _warn_once_per_load(
+            load, "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
+        )
+
+
+# The list of error messages is one object per load_state_dict call; keeping the last one tells loads apart.
+_LAST_WARNED_LOAD: list[Any] = [None]
+
+
+def _warn_once_per_load(load: list[str], text: str) -> None:
+    if _LAST_WARNED_LOAD[0] is not load:
+        _LAST_WARNED_LOAD[0] = load
+        warnings.warn(text, UserWarning, stacklevel=2)

@@ -1,0 +1,155 @@
+"""convert, revert, Placement on models, plain_state_dict, quantized_model_init."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, PlacementError  # noqa: E402
+from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Placement  # noqa: E402
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.special = nn.Bilinear(32, 32, 32)
+        self.lm_head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.lm_head(x)
+
+
+def test_convert_is_in_place_and_shares_parameters() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layer, weight = model.blocks[0][0], model.blocks[0][0].weight
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    report = mf.convert(model, MXFP8BlockScaling())
+    assert model.blocks[0][0] is layer
+    assert type(layer) is mf.Linear
+    assert layer.weight is weight
+    assert report.converted == [f"blocks.{block}.{index}" for block in range(3) for index in (0, 2)]
+    assert "lm_head" in report.skipped["lm_head"]
+    assert "without calling it" in report.skipped["attention.out_proj"]
+    assert "6 of 8 linear layers" in str(report)
+    before = weight.detach().clone()
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    assert calls == [1]
+    assert not torch.equal(weight, before)
+
+
+def test_revert_gives_nn_linear_back() -> None:
+    model = Model()
+    x = torch.randn(4, 32)
+    expected, keys = model(x), set(model.state_dict())
+    mf.convert(model, DelayedScaling())
+    assert set(model.state_dict()) > keys
+    assert not torch.equal(model(x), expected)
+    assert mf.revert(model) is model
+    assert set(model.state_dict()) == keys
+    assert all(type(module) is not mf.Linear for module in model.modules())
+    assert torch.equal(model(x), expected)
+
+
+def test_placement_first_match_wins_and_none_is_high_precision() -> None:
+    model = Model()
+    placement = Placement([("blocks.0.*", None), ("re:blocks\\.1\\..*", NVFP4BlockScaling()), ("blocks.*", "x")][:2]
+                          + [("blocks.*", MXFP8BlockScaling())])  # fmt: skip
+    report = mf.convert(model, placement)
+    assert type(model.blocks[0][0]) is nn.Linear
+    assert model.blocks[1][0].pinned == NVFP4BlockScaling()
+    assert model.blocks[2][2].pinned == MXFP8BlockScaling()
+    assert report.skipped["blocks.0.0"] == "the placement says None"
+    again = mf.convert(model, Placement([("blocks.1.0", None), ("blocks.*", MXFP8BlockScaling())]))
+    assert model.blocks[1][0].pinned is None
+    assert {row.action for row in again if row.name == "blocks.2.0"} == {"repinned"}
+    assert {row.action for row in again if row.name == "blocks.0.0"} == {"converted"}
+
+
+def test_pattern_without_match_is_an_error_and_changes_nothing() -> None:
+    model = Model()
+    with pytest.raises(PlacementError, match=r"encoder\.\*"):
+        mf.convert(model, Placement([("blocks.*", MXFP8BlockScaling()), ("encoder.*", None)]))
+    assert all(type(module) is not mf.Linear for module in model.modules())
+
+
+def test_filter_exclude_subclasses_and_root() -> None:
+    model = Model()
+    report = mf.convert(model, "mxfp8", filter=lambda name, module: module.in_features == 32, exclude=())
+    assert report.converted == ["blocks.0.0", "blocks.1.0", "blocks.2.0", "lm_head"]
+
+    class Special(nn.Linear):
+        pass
+
+    holder = nn.Sequential(Special(4, 4), nn.Linear(4, 4))
+    report = mf.convert(holder, "mxfp8")
+    assert report.converted == ["1"]
+    assert "subclass" in report.skipped["0"]
+    root = nn.Linear(8, 8)
+    assert mf.convert(root, "mxfp8").converted == [""]
+    assert type(root) is mf.Linear
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "options", "words"),
+    [
+        (torch.ones(2), "mxfp8", {}, "Module"),
+        (nn.Linear(2, 2), None, {}, "Recipe"),
+        (nn.Linear(2, 2), "mxfp8", {"exclude": "lm_head"}, "sequence"),
+        (nn.Linear(2, 2), "mxfp8", {"filter": "x"}, "callable"),
+    ],
+)
+def test_bad_arguments(model, recipe, options, words) -> None:
+    with pytest.raises(InvalidTypeError, match=words):
+        mf.convert(model, recipe, **options)
+
+
+def test_fused_encoder_path_does_not_bypass_converted_layers() -> None:
+    encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).eval()
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        plain = encoder(x)
+        mf.convert(encoder, NVFP4BlockScaling())
+        converted = encoder(x)
+        mf.revert(encoder)
+        assert not torch.equal(converted, plain)
+        assert torch.equal(encoder(x), plain)
+
+
+def test_tied_and_parametrized_layers() -> None:
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+    mf.convert(model, "mxfp8")
+    assert model["head"].weight is model["embedding"].weight
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    report = mf.convert(normed, "mxfp8")
+    assert list(report.skipped) == [""]
+
+
+def test_deepcopy_of_a_converted_model_computes_the_same() -> None:
+    model = Model()
+    mf.convert(model, DelayedScaling(amax_history_len=3))
+    model(torch.randn(4, 32)).sum().backward()
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+
+
+def test_ddp_ignores_scaling_buffers() -> None:
+    model = Model()
+    mf.convert(model, DelayedScaling())
+    assert "blocks.0.0.scaling_x_scale" in model._ddp_params_and_buffers_to_ignore
+    mf.revert(model)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")

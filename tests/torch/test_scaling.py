@@ -1,0 +1,273 @@
+"""Delayed scaling: sequences against the oracle, when updates happen, calibration, state, checkpoints, reduction."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat import formats, reference  # noqa: E402
+from microfloat.errors import CheckpointError  # noqa: E402
+from microfloat.recipes import DelayedScaling, MXFP8BlockScaling  # noqa: E402
+from microfloat.torch import scaling  # noqa: E402
+
+KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
+
+
+class OracleSlot:
+    """One slot driven by the oracle's pure functions."""
+
+    def __init__(self, recipe: DelayedScaling, element) -> None:
+        self.recipe, self.element = recipe, element
+        self.history, self.scale = np.zeros(recipe.amax_history_len, np.float32), np.float32(1)
+
+    def record(self, tensor: torch.Tensor) -> None:
+        self.history = reference.record_amax(self.history, np.float32(tensor.detach().abs().max()))
+
+    def update(self) -> None:
+        self.history, self.scale = reference.update_delayed(
+            self.history, self.scale, self.element, margin=self.recipe.margin,
+            amax_compute_algo=self.recipe.amax_compute_algo,
+        )  # fmt: skip
+
+    def matches(self, layer, slot: str) -> bool:
+        scale, history = (layer._buffers[name] for name in scaling.buffer_names(slot))
+        return scale.numpy() == self.scale and np.array_equal(history.numpy(), self.history)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent", lambda history: history.max() * 0.5])
+@pytest.mark.parametrize(("margin", "length", "fp8_format"), [(0, 4, "HYBRID"), (2, 1, "E4M3"), (-1, 3, "HYBRID")])
+def test_sequence_follows_the_oracle(algo, margin, length, fp8_format) -> None:
+    recipe = DelayedScaling(margin, fp8_format, length, algo)
+    layer = mf.Linear(24, 16, bias=False)
+    gradient_element = recipe.dgrad.lhs.format.element
+    slots = {
+        "x": OracleSlot(recipe, formats.E4M3), "w": OracleSlot(recipe, formats.E4M3),
+        "dy": OracleSlot(recipe, gradient_element),
+    }  # fmt: skip
+    backward_pending = False
+    for step in range(7):
+        x = torch.randn(8, 24) * 10.0 ** (step - 3)
+        if step == 3:
+            x.zero_()
+        if backward_pending:
+            slots["dy"].update()
+        x_scale = slots["x"].scale
+        with mf.autocast(recipe=recipe):
+            y = layer(x)
+        quantized = reference.quantize(x.numpy(), recipe.fprop.lhs, scale_enc=x_scale)
+        weight = reference.quantize(layer.weight.detach().numpy(), recipe.fprop.rhs, scale_enc=slots["w"].scale)
+        expected = reference.scaled_matmul(quantized, weight)
+        assert np.linalg.norm(y.detach().numpy() - expected) <= 1e-5 * np.linalg.norm(expected) + 1e-30
+        for slot, tensor in (("x", x), ("w", layer.weight)):
+            slots[slot].record(tensor)
+            slots[slot].update()
+            assert slots[slot].matches(layer, slot)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        slots["dy"].record(dy)
+        assert slots["dy"].matches(layer, "dy")
+        backward_pending = True
+    slots["dy"].update()
+    layer.state_dict()
+    assert slots["dy"].matches(layer, "dy")
+
+
+def test_first_step_uses_one_and_documented_series() -> None:
+    recipe = DelayedScaling(fp8_format="E4M3", amax_history_len=4)
+    layer = mf.Linear(1, 1, bias=False)
+    seen = []
+    for amax in (2, 8, 1, 0, 4, 1, 1, 1, 1):
+        with mf.autocast(recipe=recipe):
+            layer(torch.full((1, 1), float(amax)))
+        seen.append(float(layer.scaling_x_scale))
+    assert seen == [224, 56, 56, 56, 56, 112, 112, 112, 448]
+
+
+def test_microbatches_in_one_region_equal_one_batch() -> None:
+    torch.manual_seed(0)
+    recipe = DelayedScaling(amax_history_len=4)
+    whole = mf.Linear(16, 8, bias=False)
+    parts = copy.deepcopy(whole)
+    for _step in range(3):
+        x = torch.randn(12, 16)
+        with mf.autocast(recipe=recipe):
+            y = whole(x)
+        y.sum().backward()
+        with mf.autocast(recipe=recipe):
+            outputs = [parts(part) for part in x.split(4)]
+        for output in outputs:
+            output.sum().backward()
+    ours, theirs = parts.state_dict(), whole.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in KEYS)
+
+
+def test_nested_autocasts_update_once_at_the_outermost_exit() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = mf.Linear(8, 8)
+    with mf.autocast(recipe=recipe):
+        with mf.autocast(recipe=recipe):
+            layer(torch.ones(2, 8))
+        assert float(layer.scaling_x_scale) == 1.0
+        assert float(layer.scaling_x_amax_history[0]) == 1.0
+        with mf.autocast(enabled=False):
+            layer(torch.full((2, 8), 100.0))
+    assert float(layer.scaling_x_scale) == 448.0
+    assert layer.scaling_x_amax_history.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_no_update_without_gradients_and_none_after_an_exception() -> None:
+    layer = mf.Linear(8, 8)
+    with torch.no_grad(), mf.autocast(recipe=DelayedScaling()):
+        layer(torch.ones(2, 8))
+    assert float(layer.scaling_x_scale) == 1.0
+    assert not layer.scaling_x_amax_history.any()
+
+    @mf.autocast(recipe=DelayedScaling())
+    def interrupted() -> None:
+        layer(torch.ones(2, 8))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert float(layer.scaling_x_scale) == 1.0
+
+
+def test_several_backwards_give_one_dy_update_and_none_gives_none() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = mf.Linear(8, 8, bias=False)
+    x = torch.ones(2, 8)
+    with mf.autocast(recipe=recipe):
+        first, second = layer(x), layer(x)
+    first.backward(torch.full_like(first, 2.0))
+    second.backward(torch.full_like(second, 4.0))
+    assert layer.scaling_dy_amax_history.tolist() == [4.0, 0.0, 0.0]
+    with mf.autocast(recipe=recipe):
+        assert layer.scaling_dy_amax_history.tolist() == [0.0, 0.0, 4.0]
+        layer(x)
+    with mf.autocast(recipe=recipe):
+        pass
+    assert layer.scaling_dy_amax_history.tolist() == [0.0, 0.0, 4.0]
+    assert float(layer.scaling_dy_scale) == 57344 / 4
+
+
+def test_pinned_layer_without_autocast_is_its_own_region() -> None:
+    layer = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=3))
+    for amax in (2.0, 4.0):
+        layer(torch.full((2, 8), amax)).sum().backward()
+    assert layer.scaling_x_amax_history.tolist() == [0.0, 2.0, 4.0]
+    assert layer.state_dict()["scaling_dy_amax_history"].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_calibration_records_only() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = mf.Linear(8, 8)
+    x = torch.full((2, 8), 7.0)
+    with torch.no_grad(), mf.autocast(enabled=False, calibrating=True, recipe=recipe):
+        y = layer(x)
+    assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert layer.scaling_x_amax_history.tolist() == [7.0, 0.0, 0.0]
+    assert float(layer.scaling_x_scale) == 1.0
+    mf.update_scaling(layer)
+    assert float(layer.scaling_x_scale) == 64.0
+    mf.reset_scaling(layer)
+    assert float(layer.scaling_x_scale) == 1.0
+    assert not layer.scaling_x_amax_history.any()
+
+
+def test_state_dict_both_ways(recwarn) -> None:
+    plain = torch.nn.Linear(8, 8)
+    ours = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=4))
+    ours(torch.ones(2, 8)).sum().backward()
+    assert set(ours.state_dict()) == {"weight", "bias"} | KEYS
+    with pytest.warns(UserWarning, match="starts fresh"):
+        ours.load_state_dict(plain.state_dict())
+    assert float(ours.scaling_x_scale) == 1.0
+    assert torch.equal(ours.weight, plain.weight)
+    ours(torch.ones(2, 8)).sum().backward()
+    fresh = mf.Linear(8, 8)
+    fresh.load_state_dict(ours.state_dict())
+    assert all(torch.equal(fresh.state_dict()[key], ours.state_dict()[key]) for key in KEYS)
+    plain.load_state_dict(mf.plain_state_dict(ours))
+    assert torch.equal(plain.weight, ours.weight)
+    unscaled = mf.Linear(8, 8, recipe=MXFP8BlockScaling())
+    plain.load_state_dict(unscaled.state_dict())
+    unscaled.load_state_dict(plain.state_dict())
+
+
+def test_one_warning_per_load_not_per_layer() -> None:
+    model = torch.nn.Sequential(*[mf.Linear(8, 8, recipe=DelayedScaling()) for _ in range(3)])
+    blobs = {f"{index}.{name}": torch.randn(shape) for index in range(3) for name, shape in
+             (("weight", (8, 8)), ("bias", (8,)))}  # fmt: skip
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="starts fresh") as caught:
+            model.load_state_dict(blobs)
+        assert len(caught) == 1
+    with pytest.warns(UserWarning, match="_extra_state"):
+        mf.Linear(8, 8).load_state_dict({**torch.nn.Linear(8, 8).state_dict(), "_extra_state": torch.zeros(3)})
+
+
+def test_partial_scaling_state_is_named() -> None:
+    state = mf.Linear(8, 8, recipe=DelayedScaling()).state_dict()
+    del state["scaling_dy_scale"]
+    with pytest.raises(CheckpointError, match="scaling_dy_scale"):
+        mf.Linear(8, 8).load_state_dict(state)
+
+
+def test_casting_the_model_keeps_the_state_float32() -> None:
+    layer = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=2))
+    layer(torch.full((1, 8), 3.3)).sum().backward()
+    before = layer.scaling_x_scale.clone()
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.scaling_x_scale.dtype == torch.float32
+    assert torch.equal(layer.scaling_x_scale, before)
+
+
+def test_history_length_follows_the_recipe() -> None:
+    layer = mf.Linear(8, 8)
+    for length in (4, 2, 5):
+        for _ in range(3):
+            with mf.autocast(recipe=DelayedScaling(amax_history_len=length)):
+                layer(torch.full((1, 8), float(length)))
+        assert layer.scaling_x_amax_history.shape == (length,)
+    assert layer.scaling_x_amax_history.tolist() == [0.0, 2.0, 5.0, 5.0, 5.0]
+
+
+def test_non_finite_amax_records_nothing() -> None:
+    layer = mf.Linear(2, 2)
+    for value in (float("inf"), float("nan"), 2.0):
+        with mf.autocast(recipe=DelayedScaling(amax_history_len=2)):
+            layer(torch.tensor([[value, value]]))
+    assert float(layer.scaling_x_scale) == 224.0
+
+
+def _reduced_worker(rank: int, world: int, path: str, results) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    layer = mf.Linear(8, 8)
+    for step in range(2):
+        with mf.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            y = layer(torch.full((2, 8), float(rank + step + 1)))
+        y.backward(torch.full_like(y, float(10 * rank + 1)))
+    mf.update_scaling(layer)
+    results.put((rank, {key: value.tolist() for key, value in layer.state_dict().items() if key in KEYS}))
+    torch.distributed.destroy_process_group()
+
+
+def test_amax_reduction_over_two_processes(tmp_path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [
+        context.Process(target=_reduced_worker, args=(rank, 2, str(tmp_path / "store"), results)) for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    states = dict(results.get(timeout=120) for _ in workers)
+    for worker in workers:
+        worker.join(60)
+    assert states[0] == states[1]
+    assert states[0]["scaling_x_amax_history"] == [0.0, 0.0, 2.0, 3.0]
+    assert states[0]["scaling_dy_amax_history"] == [0.0, 0.0, 11.0, 11.0]
