@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
@@ -124,7 +125,7 @@ def _real_array(argument: str, value: float | np.ndarray) -> np.ndarray:
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
         value = float(value)
     array = np.asarray(value)
-    if array.dtype.kind != "f":
+    if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         raise invalid_type(argument, getattr(value, "dtype", type(value)), "a float32 number or array")
     with np.errstate(all="ignore"):
         return array.astype(np.float32)
