@@ -1,0 +1,231 @@
+"""The three verbs on tensors: `quantize`, `dequantize`, `scaled_matmul`. Arguments are checked here, once.
+
+Legend: R = rows of an operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
+"""
+
+import numbers
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.formats import ScaledFormat
+from microfloat.recipes import Cast, Delayed, as_cast
+from microfloat.reference._operand import normalize_axis
+from microfloat.torch import backends
+from microfloat.torch.seeds import draw_seed, seed_words
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["dequantize", "quantize", "scaled_matmul"]
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
+_ACCUMULATE = ("fast", "split", "exact")
+
+
+def quantize(
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, *, axis: int = -1,
+    seed: int | Sequence[int] | torch.Tensor | None = None, stream: int = 0, amax: float | torch.Tensor | None = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> QuantizedTensor:  # fmt: skip
+    """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
+
+    `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
+    `axis`: the contraction axis, -1, or -2 of a matrix. `seed` (an int in [0, 2^64), or its two words, low first, as
+    int64 [2]) and `stream` feed stochastic rounding and are ignored by nearest; without a seed one is drawn from the
+    default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4 cast (float32 scalar;
+    [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly then. Not differentiable.
+
+    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
+    NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
+    Source: docs/numerics.md 2 to 5 and 7.
+
+    >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
+    tensor([[162,   5]], dtype=torch.uint8)
+    """
+    cast = as_cast(cast)
+    _check_input(x)
+    axis = normalize_axis(axis, x.dim())
+    _check_stream(stream)
+    module = backends.choose(backend, x.device)
+    x = x.detach().resolve_neg()
+    transposed = x.dim() == 2 and axis == 0
+    matrix = x if x.dim() == 2 else x.reshape(_rows(x), x.shape[-1] if x.dim() else 1)
+    amax_tensor = _check_amax(amax, cast, matrix.shape[1 if transposed else 0], x.device)
+    encode_scale = _check_scale_enc(scale_enc, cast, x.device)
+    words = None
+    if cast.is_stochastic:
+        words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+    operand = module.quantize(
+        matrix, cast, transposed=transposed, seed=words, stream=stream, amax=amax_tensor, scale_enc=encode_scale
+    )
+    return QuantizedTensor.from_operand(operand, cast, axis=axis, shape=x.shape, dtype=x.dtype)
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor that `q` stands for, in its original shape; `dtype` None is the original's.
+
+    FP32 and E8M0 scales: ``f32(dec(code) * scale)``; NVFP4: ``f32(dec(code) * f32(dec(sb) * tensor_scale))``; then one
+    rounding to `dtype`. A NaN scale gives NaN. Source: docs/numerics.md 8.1.
+    """
+    _check_quantized("q", q, "Call microfloat.torch.quantize(x, cast) first.")
+    return q.dequantize(dtype)
+
+
+def scaled_matmul(
+    a: QuantizedTensor, b: QuantizedTensor, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    accumulate: str = "split", backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """``y = round(a @ b.T + bias)``, contracting the `axis` of each operand: [R_a, R_b] in `out_dtype`.
+
+    `a`, `b`: quantized tensors of one family (FP32, E8M0 or E4M3 scales), equal stored contraction length and equal
+    `hadamard`. `bias`: [R_b] or None, added in float32 before the only rounding. `out_dtype` None is a's dtype.
+    `accumulate`: "split", "fast" or "exact" (float64; reference backend). A NaN scale gives NaN.
+
+    Raises InvalidTypeError for operands that are not quantized, InvalidValueError for a pair that cannot be multiplied,
+    NotSupportedError where `backend` cannot run. Source: docs/numerics.md 7.3 and 8.2.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        _check_quantized(name, operand, "Quantize it, or multiply a.dequantize() and b.dequantize().")
+    _check_pair(a, b)
+    if accumulate not in _ACCUMULATE:
+        raise unknown_name("accumulate", accumulate, _ACCUMULATE)
+    dtype = a.dtype if out_dtype is None else out_dtype
+    if dtype not in INPUT_DTYPES:
+        raise invalid_type("out_dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
+    left, right = a.to_operand(), b.to_operand()
+    _check_bias(bias, right.rows, a.device)
+    module = backends.choose(backend, a.device)
+    return module.scaled_matmul(left, right, bias=bias, out_dtype=dtype, accumulate=accumulate)
+
+
+def _rows(x: torch.Tensor) -> int:
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _check_input(x: torch.Tensor) -> None:
+    if isinstance(x, QuantizedTensor):
+        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", "Call x.dequantize() first.")
+    if not isinstance(x, torch.Tensor):
+        raise invalid_type("x", type(x), "a torch.Tensor", "Convert it with torch.as_tensor first.")
+    if x.dtype not in INPUT_DTYPES:
+        raise invalid_type(
+            "x", x.dtype, "torch.float32, torch.bfloat16 or torch.float16", "Convert it with x.to(torch.float32) first."
+        )
+    if x.layout != torch.strided:
+        raise invalid_type("x", f"layout {x.layout}", "a dense (strided) tensor", "Call x.to_dense() first.")
+
+
+def _check_quantized(argument: str, value: object, remedy: str) -> None:
+    if not isinstance(value, QuantizedTensor):
+        got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
+        raise invalid_type(argument, got, "a QuantizedTensor", remedy)
+
+
+def _check_stream(stream: int) -> None:
+    try:
+        number = -1 if isinstance(stream, bool) else operator.index(stream)
+    except TypeError:
+        raise invalid_type("stream", type(stream), "an int in [0, 2^32)") from None
+    if not 0 <= number < 1 << 32:
+        raise invalid_value("stream", stream, "an int in [0, 2^32)")
+
+
+def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:
+    """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
+    if amax is None:
+        return None
+    fmt = cast.format
+    measured = fmt.is_per_tensor and fmt.scale.name == "FP32" and not isinstance(cast.scaling, Delayed)
+    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
+    if not (measured or two_level):
+        raise invalid_value(
+            "amax", f"a value with {fmt.name}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
+            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
+            "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
+        )  # fmt: skip
+    tensor = _real_tensor("amax", amax, device)
+    needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+    if tuple(tensor.shape) != needed:
+        raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {fmt.name}")
+    if _readable(tensor) and not bool((tensor >= 0).all()):
+        raise invalid_value("amax", tensor.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
+    return tensor
+
+
+def _check_scale_enc(scale_enc: float | torch.Tensor | None, cast: Cast, device: torch.device) -> torch.Tensor | None:
+    """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is delayed."""
+    delayed = isinstance(cast.scaling, Delayed)
+    if scale_enc is None and not delayed:
+        return None
+    if scale_enc is None or not delayed:
+        raise invalid_value(
+            "scale_enc", "None" if scale_enc is None else "a value",
+            "a float32 for a cast with Delayed scaling, None otherwise",
+            "The first step uses 1.0." if scale_enc is None else "Leave it out here.",
+        )  # fmt: skip
+    tensor = _real_tensor("scale_enc", scale_enc, device)
+    if tensor.numel() != 1:
+        raise invalid_value("scale_enc", f"shape {tuple(tensor.shape)}", "one positive finite float32")
+    tensor = tensor.reshape(())
+    if _readable(tensor) and not 0 < float(tensor) < float("inf"):
+        raise invalid_value("scale_enc", float(tensor), "one positive finite float32")
+    return tensor
+
+
+def _real_tensor(argument: str, value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number or a floating-point tensor as float32 on `device`."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or isinstance(value, QuantizedTensor):
+            raise invalid_type(argument, value.dtype, "a float32 number or tensor")
+        return value.detach().to(device=device, dtype=torch.float32)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise invalid_type(argument, type(value), "a float32 number or tensor")
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether values may be looked at without waiting for a device or breaking a trace."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    if a.device != b.device:
+        raise invalid_value(
+            "b", f"a tensor on {b.device}", f"one on {a.device}, where a is", f"Move it: b.to({str(a.device)!r})."
+        )
+    if a.format.scale != b.format.scale:
+        raise invalid_value(
+            "b", f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a",
+            "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
+            "Quantize both with formats of one family, or dequantize both.",
+        )  # fmt: skip
+    if a.hadamard != b.hadamard:
+        raise invalid_value(
+            "b", f"hadamard {b.hadamard} against {a.hadamard} of a",
+            "the same Hadamard on both operands, or on neither",
+            "Quantize both with one Cast.hadamard, or dequantize the transformed operand first.",
+        )  # fmt: skip
+    left, right = a.to_operand(), b.to_operand()
+    if left.stored_length != right.stored_length:
+        raise invalid_value(
+            "b", f"contraction length {right.stored_length} (shape {tuple(b.shape)}, axis {b.axis})",
+            f"{left.stored_length}, as a has (shape {tuple(a.shape)}, axis {a.axis})",
+            "Both operands contract their quantization axis: y = a @ b.T.",
+        )  # fmt: skip
+
+
+def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or isinstance(bias, QuantizedTensor) or bias.dtype not in _OUTPUT_DTYPES:
+        got = bias.dtype if isinstance(bias, torch.Tensor) else type(bias)
+        raise invalid_type("bias", got, "None or a floating-point tensor")
+    if tuple(bias.shape) != (columns,):
+        raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape ({columns},): one value per row of b")
+    if bias.device != device:
+        raise invalid_value("bias", f"a tensor on {bias.device}", f"one on {device}, where a is")

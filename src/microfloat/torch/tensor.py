@@ -1,0 +1,309 @@
+"""`QuantizedTensor`: codes and scales that present the shape and dtype of the tensor they came from.
+
+Legend: R = rows of the operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
+Which operations it knows, and how, stands in `_tensor_ops`; every other one raises and names `.dequantize()`.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.formats import ScaledFormat, get_format
+from microfloat.recipes import Cast, Current, Delayed, Hadamard
+from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
+from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
+from microfloat.torch import backends
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.reference._elements import codes_dtype
+
+__all__ = ["QuantizedTensor"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantizedTensor(torch.Tensor):
+    """A quantized tensor: ``value = decode(codes) * scale * tensor_scale``, blocks along the contraction axis.
+
+    * `codes`: operand form (contraction axis last, leading axes kept); float8 dtypes for 8-bit elements, uint8 for 4
+      and 6 bit, 4-bit codes packed two per byte, the even one in the low nibble.
+    * `scale`: uint8 bytes (E8M0, E4M3) or float32; () per tensor, 2-D for tiles, else one entry per block of a row.
+    * `tensor_scale`: float32 of shape () or [R, 1], or None.
+    * `format`, `hadamard`: those of the Cast. `axis`: the contraction axis of `shape`, >= 0.
+    * `shape`, `dtype`: those of the original; `dtype` is what `dequantize` and products return unless told otherwise.
+
+    Made by `microfloat.torch.quantize` or `QuantizedTensor.from_parts`. Knows moving, cloning, saving, shape operations
+    that respect the blocks, and products with another QuantizedTensor. Any other operation raises InvalidTypeError:
+    nothing dequantizes in silence. In-place arithmetic (an optimizer's step) dequantizes, applies and requantizes with
+    the same Cast. Source: docs/numerics.md 7.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor | None
+    cast: Cast
+    axis: int
+
+    @staticmethod
+    def __new__(
+        cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
+        axis: int, shape: Any, dtype: torch.dtype,
+    ) -> "QuantizedTensor":  # fmt: skip
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
+        axis: int, shape: Any, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.codes, self.scale, self.tensor_scale = codes, scale, tensor_scale
+        # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
+        self.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
+        self.axis = axis
+
+    # ---- construction and the operand form -------------------------------------------------------------------------
+
+    @classmethod
+    def from_parts(
+        cls, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, format: ScaledFormat | str,
+        *, axis: int = -1, shape: Any = None, dtype: torch.dtype = torch.float32, hadamard: Hadamard | None = None,
+    ) -> "QuantizedTensor":  # fmt: skip
+        """Wrap codes and scales that exist already, for instance those of a checkpoint. Nothing is copied.
+
+        `codes`, `scale`, `tensor_scale`: as the attributes of that name; `format`: a ScaledFormat or its name. `shape`
+        None is that of the codes (unpacked), which have their contraction axis last. Raises InvalidValueError for
+        shapes that do not fit each other, InvalidTypeError for dtypes.
+        """
+        fmt = get_format(format) if isinstance(format, str) else format
+        if not isinstance(fmt, ScaledFormat):
+            raise invalid_type("format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+        one_level = fmt.scale.name == "E4M3" and tensor_scale is None
+        cast = Cast(fmt, "one_level_e4m3" if one_level else None, hadamard=hadamard)
+        if not isinstance(codes, torch.Tensor):
+            raise invalid_type("codes", type(codes), f"a torch.Tensor of {codes_dtype(fmt.element)}")
+        if shape is None:
+            last = codes.shape[-1] * fmt.element.codes_per_byte if codes.dim() else 1
+            shape = (*codes.shape[:-1], last)
+            if normalize_axis(axis, len(shape)) != len(shape) - 1:
+                shape = (shape[1], shape[0])
+        shape = tuple(int(size) for size in shape)
+        axis = normalize_axis(axis, len(shape))
+        if dtype not in _DTYPES:
+            raise invalid_type("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
+        _check_parts(codes, scale, tensor_scale, cast, axis, shape)
+        return cls(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=dtype)
+
+    @classmethod
+    def from_operand(
+        cls, operand: Operand, cast: Cast, *, axis: int, shape: Any, dtype: torch.dtype
+    ) -> "QuantizedTensor":
+        """Give an operand form the leading axes of the original `shape`; `axis` is normalised (>= 0)."""
+        shape = tuple(shape)
+        return cls(
+            operand.codes.reshape(codes_shape(shape, axis, operand.codes.shape[1])),
+            operand.scale.reshape(scale_shape(cast.format, shape, axis, tuple(operand.scale.shape))),
+            operand.tensor_scale, cast, axis=axis, shape=shape, dtype=dtype,
+        )  # fmt: skip
+
+    def to_operand(self) -> Operand:
+        """The matrix [R, C] that a GEMM sees, sharing storage."""
+        codes, scale = self.codes, self.scale
+        rows = 1
+        for size in codes.shape[:-1]:
+            rows *= size
+        if codes.dim() != 2:
+            codes = codes.reshape(rows, codes.shape[-1])
+        if scale.dim() > 2:
+            scale = scale.reshape(rows, scale.shape[-1])
+        length = self.shape[self.axis] if self.shape else 1
+        return Operand(codes, scale, self.tensor_scale, self.format, rows, length, self.hadamard)
+
+    @property
+    def format(self) -> ScaledFormat:
+        """The ScaledFormat."""
+        return self.cast.format
+
+    @property
+    def hadamard(self) -> Hadamard | None:
+        """The Hadamard transform that the codes are under, or None."""
+        return self.cast.hadamard
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """A plain tensor of the original shape in `dtype` (None: this tensor's); see `microfloat.torch.dequantize`."""
+        dtype = self.dtype if dtype is None else dtype
+        if dtype not in (*_DTYPES, torch.float64):
+            raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
+        values = backends.choose("reference", self.device).dequantize(self.to_operand(), dtype)
+        return values.t() if self.dim() == 2 and self.axis == 0 else values.reshape(self.shape)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The plain tensors inside, by attribute name."""
+        parts = {"codes": self.codes, "scale": self.scale}
+        return parts if self.tensor_scale is None else {**parts, "tensor_scale": self.tensor_scale}
+
+    def map_parts(self, function: Any, dtype: torch.dtype | None = None) -> "QuantizedTensor":
+        """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
+        parts = {name: function(part) for name, part in self.parts().items()}
+        return QuantizedTensor(
+            parts["codes"], parts["scale"], parts.get("tensor_scale"), self.cast,
+            axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
+        )  # fmt: skip
+
+    # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from microfloat.torch._tensor_ops import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.parts()), (self.cast, self.axis, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, outer_size: Any, outer_stride: Any) -> "QuantizedTensor":
+        cast, axis, dtype = context
+        return QuantizedTensor(
+            parts["codes"], parts["scale"], parts.get("tensor_scale"), cast, axis=axis, shape=outer_size, dtype=dtype
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        def described(part: torch.Tensor) -> str:
+            return f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}"
+
+        parts = ", ".join(f"{name}={described(part)}" for name, part in self.parts().items())
+        transform = f", {self.hadamard}" if self.hadamard else ""
+        device = f", device='{self.device}'" if self.device.type != "cpu" else ""
+        return (
+            f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, axis={self.axis}, "
+            f"{parts}{transform}{device})"
+        )
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "QuantizedTensor":
+        """Itself, or a copy whose codes and scales are contiguous."""
+        if all(part.is_contiguous() for part in self.parts().values()):
+            return self
+        return self.map_parts(lambda part: part.contiguous())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise self._refusal("numpy")
+
+    def item(self) -> Any:
+        raise self._refusal("item")
+
+    def tolist(self) -> Any:
+        raise self._refusal("tolist")
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise self._refusal("__array__")
+
+    def _refusal(self, operation: str) -> Exception:
+        return invalid_type(
+            operation, f"a QuantizedTensor ({self.format})", "a plain tensor",
+            "Call .dequantize() first; nothing dequantizes in silence.",
+        )  # fmt: skip
+
+    # ---- copies and files ------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        result = self.map_parts(lambda part: part.detach().clone())
+        if isinstance(self, torch.nn.Parameter):
+            result = torch.nn.Parameter(result, requires_grad=self.requires_grad)
+        memo[id(self)] = result
+        own = {*self.parts(), "tensor_scale", "cast", "axis", "_is_param"}
+        for name, value in self.__dict__.items():
+            if name not in own:
+                result.__dict__[name] = copy.deepcopy(value, memo)
+        return result  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        description = {
+            "cast": _cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
+            "requires_grad": self.requires_grad if is_parameter else None,
+        }  # fmt: skip
+        codes = self.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
+        return _rebuild_quantized_tensor, (codes, self.scale, self.tensor_scale, description)
+
+
+def _rebuild_quantized_tensor(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: dict[str, Any]
+) -> QuantizedTensor:
+    """What a file or a pickle says in place of a QuantizedTensor; checks the parts, since a file may be damaged."""
+    cast = _cast_from_data(description["cast"])
+    axis, shape = description["axis"], tuple(description["shape"])
+    codes = codes.view(codes_dtype(cast.format.element))
+    _check_parts(codes, scale, tensor_scale, cast, axis, shape)
+    q = QuantizedTensor(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=description["dtype"])
+    if description["requires_grad"] is None:
+        return q
+    return torch.nn.Parameter(q, requires_grad=description["requires_grad"])  # type: ignore[return-value]
+
+
+def _refuse_arithmetic() -> None:
+    """Replace Python's binary operators, since torch turns a TypeError inside them into NotImplemented.
+
+    Without this ``q == x`` would fall back to identity, and ``q + x`` would lose the message.
+    """
+
+    def refusing(name: str) -> Any:
+        def operator(self: QuantizedTensor, other: Any) -> Any:
+            raise self._refusal(name)
+
+        operator.__name__ = name
+        return operator
+
+    arithmetic = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), *"eq ne lt le gt ge".split()):
+        setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__"))
+    QuantizedTensor.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
+    QuantizedTensor.__matmul__ = lambda self, other: torch.matmul(self, other)  # type: ignore[method-assign]
+    QuantizedTensor.__rmatmul__ = lambda self, other: torch.matmul(other, self)  # type: ignore[method-assign]
+
+
+_refuse_arithmetic()
+torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor])
+
+
+def _check_parts(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, axis: int,
+    shape: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Dtypes, devices and shapes of the parts of one quantized tensor (docs/numerics.md 7.1)."""
+    fmt = cast.format
+    length = shape[axis] if shape else 1
+    stored = -(-length // 16) * 16 if cast.hadamard else length
+    rows = 1
+    for position, size in enumerate(shape):
+        rows *= 1 if position == axis else size
+    grid = (-(-rows // (fmt.block[0] or 1)), 1 if fmt.block[1] is None else -(-stored // fmt.block[1]))
+    one_level = cast.rule.two_level is not None and not cast.rule.two_level.tensor_scale
+    needed: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+        "codes": (codes_dtype(fmt.element), codes_shape(shape, axis, -(-stored // fmt.element.codes_per_byte))),
+        "scale": (torch.float32 if fmt.scale.bits == 32 else torch.uint8, scale_shape(fmt, shape, axis, grid)),
+        "tensor_scale": None,
+    }
+    if fmt.tensor_scale is not None and not one_level:
+        needed["tensor_scale"] = (torch.float32, (rows, 1) if fmt.tensor_scale == "row" else ())
+    for (name, expected), part in zip(needed.items(), (codes, scale, tensor_scale), strict=True):
+        if expected is None:
+            if part is not None:
+                raise invalid_value(name, "a tensor", f"None for {fmt.name} under rule {cast.scale_rule!r}")
+            continue
+        dtype, part_shape = expected
+        if not isinstance(part, torch.Tensor) or part.dtype != dtype:
+            got = part.dtype if isinstance(part, torch.Tensor) else type(part)
+            raise invalid_type(name, got, f"a tensor of {dtype} for {fmt.name}", "View or convert it first.")
+        if tuple(part.shape) != tuple(part_shape):
+            raise invalid_value(
+                name, f"shape {tuple(part.shape)}",
+                f"shape {tuple(part_shape)} for {fmt.name} of shape {shape}, axis {axis}",
+                "Stored parts are in operand form, unpadded, the contraction axis last.",
+            )  # fmt: skip
+        if part.device != codes.device:
+            raise invalid_value(name, f"a tensor on {part.device}", f"one on {codes.device}, where the codes are")
