@@ -61,6 +61,20 @@ def test_revert_gives_nn_linear_back() -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_revert_between_backward_and_the_next_step() -> None:
+    model = Model()
+    mf.convert(model, DelayedScaling())
+    with mf.autocast(recipe=DelayedScaling()):
+        y = model(torch.randn(4, 32))
+    y.sum().backward()  # records dy; its update would run when the next autocast is entered
+    mf.revert(model)
+    with mf.autocast(recipe=DelayedScaling()):
+        model(torch.randn(4, 32)).sum().backward()
+    mf.convert(model, DelayedScaling())
+    assert model.blocks[0][0].scaling_dy_scale == 1
+    assert not model.blocks[0][0].scaling_dy_amax_history.any()
+
+
 def test_placement_first_match_wins_and_none_is_high_precision() -> None:
     model = Model()
     placement = Placement([("blocks.0.*", None), ("re:blocks\\.1\\..*", NVFP4BlockScaling()), ("blocks.*", "x")][:2]

@@ -148,6 +148,7 @@ def revert(model: nn.Module) -> nn.Module:
     """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`."""
     if not isinstance(model, nn.Module):
         raise invalid_type("model", type(model), "a torch.nn.Module")
+    scaling.reset_scaling(model)  # also drops pending updates, which would look for the buffers at the next autocast
     for module in model.modules():
         if type(module) is Linear:
             for slot in scaling.SLOTS:
