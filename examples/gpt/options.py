@@ -1,0 +1,225 @@
+"""Command line -> Options (what a run is) and a list of Runs (one per recipe)."""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpt.model import Shape
+from microfloat import recipes
+from microfloat.errors import InvalidValueError, invalid_value, unknown_name
+from microfloat.recipes import NVFP4BlockScaling, Recipe
+
+__all__ = ["Options", "Run", "parse_options", "plan_runs"]
+
+BASELINE = "bf16"
+DEFAULT_RECIPES = ("bf16", "fp8_current", "mxfp8", "nvfp4")
+
+# --ablate name -> the aid of the NVFP4 recipe that it switches off
+ABLATIONS = {
+    "rht": {"disable_rht": True},
+    "sr": {"disable_stochastic_rounding": True},
+    "2d": {"disable_2d_quantization": True},
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model with the training settings that suit it."""
+
+    shape: Shape
+    steps: int
+    batch: int
+    lr: float
+    eval_windows: int
+    checkpoint_every: int
+
+
+PRESETS = {
+    # 0.9 million parameters: four runs in about three minutes on two CPU cores.
+    "tiny": Preset(Shape(dim=128, layers=4, heads=4, hidden=384, context=128), 150, 16, 2e-3, 128, 50),
+    # 124 million parameters, GPT-2 small's width and depth (its large vocabulary spent on a wider SwiGLU): for a GPU.
+    "124m": Preset(Shape(dim=768, layers=12, heads=12, hidden=3456, context=1024), 2000, 16, 6e-4, 128, 100),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its name in every table, and its recipe (None: the bf16 baseline)."""
+
+    name: str
+    recipe: Recipe | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that the command line decides, presets resolved."""
+
+    preset: str
+    shape: Shape
+    steps: int
+    batch: int
+    lr: float
+    weight_decay: float
+    seed: int
+    last_fraction_bf16: float
+    last_in: str
+    eval_windows: int
+    corpus_bytes: int
+    checkpoint_every: int
+    device: torch.device
+    folder: Path
+    resume: bool
+    runs: tuple[Run, ...]
+
+    @property
+    def warmup_steps(self) -> int:
+        """The learning rate rises over the first tenth of the steps, 1,000 at most."""
+        return min(max(1, self.steps // 10), 1000)
+
+    @property
+    def bf16_from_step(self) -> int:
+        """The first step that runs in bf16 whatever the recipe, rounded down; `steps` when there is none."""
+        return self.steps - (math.ceil(self.last_fraction_bf16 * self.steps) if self.last_in == "steps" else 0)
+
+    @property
+    def bf16_blocks(self) -> range:
+        """The last blocks, which run in bf16 whatever the recipe; rounded up."""
+        layers = self.shape.layers
+        count = math.ceil(self.last_fraction_bf16 * layers) if self.last_in == "blocks" else 0
+        return range(layers - count, layers)
+
+    def settings(self) -> dict:
+        """What the losses depend on, for results.json and to compare a checkpoint with."""
+        left_out = ("shape", "device", "folder", "resume", "checkpoint_every", "runs")
+        plain = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {**plain, **vars(self.shape), "device": self.device.type}
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Parse and check the command line. Raises InvalidValueError (or ValueError) whose message names the flag."""
+    given = _parser().parse_args(arguments)
+    preset = PRESETS[given.preset]
+
+    def choose(name: str, default: object):
+        value = getattr(given, name)
+        return getattr(default, name) if value is None else value
+
+    _check_ranges(given)
+    shape = Shape(**{name: choose(name, preset.shape) for name in vars(preset.shape)})
+    return Options(
+        preset=given.preset,
+        shape=shape,
+        steps=choose("steps", preset),
+        batch=choose("batch", preset),
+        lr=choose("lr", preset),
+        weight_decay=given.weight_decay,
+        seed=given.seed,
+        last_fraction_bf16=given.last_fraction_bf16,
+        last_in=given.last_in,
+        eval_windows=choose("eval_windows", preset),
+        corpus_bytes=given.corpus_bytes,
+        checkpoint_every=choose("checkpoint_every", preset),
+        device=_device(given.device),
+        folder=Path(given.out) / (given.name or given.preset),
+        resume=given.resume,
+        runs=tuple(plan_runs(_split(given.recipe) or DEFAULT_RECIPES, _split(given.ablate))),
+    )
+
+
+def plan_runs(names: list[str] | tuple[str, ...], ablations: list[str] | tuple[str, ...] = ()) -> list[Run]:
+    """The runs in order: the baseline always and first, then the recipes, then NVFP4 with one aid off each."""
+    runs = {BASELINE: Run(BASELINE, None)}
+    for name in names:
+        if name != BASELINE:
+            runs[name] = Run(name, _recipe(name))
+    for ablation in ablations:
+        if ablation not in ABLATIONS:
+            raise unknown_name("--ablate", ablation, ABLATIONS)
+        name = f"nvfp4-no-{ablation}"
+        runs[name] = Run(name, NVFP4BlockScaling(**ABLATIONS[ablation]))
+    return list(runs.values())
+
+
+def _recipe(name: str) -> Recipe:
+    try:
+        return recipes.from_name(name)
+    except InvalidValueError:
+        raise unknown_name("--recipe", name, [BASELINE, *recipes.RECIPES]) from None
+
+
+def _split(values: list[str] | None) -> list[str]:
+    """``["a,b", "c"] -> ["a", "b", "c"]``: a flag may be repeated, or hold a list, or both."""
+    return [name.strip() for value in values or [] for name in value.split(",") if name.strip()]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise invalid_value("--device", f"{name!r} ({reason})", "'auto', 'cpu', or a device of this machine") from None
+    return device
+
+
+def _check_ranges(given: argparse.Namespace) -> None:
+    for name in ("steps", "batch", "eval_windows", "checkpoint_every", "corpus_bytes"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise invalid_value(_flag(name), value, "a positive number")
+    for name in ("lr", "weight_decay"):
+        value = getattr(given, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise invalid_value(_flag(name), value, "a finite number >= 0")
+    if not 0 <= given.last_fraction_bf16 < 1:
+        raise invalid_value("--last-fraction-bf16", given.last_fraction_bf16, "a fraction in [0, 1), such as 0.15")
+    if not 0 <= given.seed < 2**63:
+        raise invalid_value("--seed", given.seed, "an int in [0, 2^63)")
+    if given.name is not None and Path(given.name).name != given.name:
+        raise invalid_value("--name", repr(given.name), "a plain folder name", "Choose the parent folder with --out.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        description="Train one small transformer in bf16 and under low-precision recipes, and compare the losses.",
+        epilog="Sizes and settings not given come from the preset.",
+    )
+    add = parser.add_argument
+    names = ", ".join([BASELINE, *recipes.RECIPES])
+    add("--recipe", action="append", metavar="NAME[,NAME]",
+        help=f"what to compare with bf16, always run: {names} (default: {','.join(DEFAULT_RECIPES)})")  # fmt: skip
+    add("--ablate", action="append", metavar="AID[,AID]",
+        help=f"also train NVFP4 with one aid off each: {', '.join(ABLATIONS)}")  # fmt: skip
+    add("--last-fraction-bf16", type=float, default=0.0, metavar="F",
+        help="run the last part in bf16 under every recipe, for instance 0.15")  # fmt: skip
+    add("--last-in", choices=("steps", "blocks"), default="steps",
+        help="the last part of the training steps, or of the model's blocks (default: steps)")  # fmt: skip
+    add("--preset", choices=tuple(PRESETS), default="tiny", help="model and training settings (default: tiny)")
+    add("--steps", type=int, help="optimizer steps")
+    add("--batch", type=int, help="windows per step")
+    add("--lr", type=float, help="peak learning rate")
+    add("--weight-decay", type=float, default=0.1, help="on matrices (default: 0.1)")
+    add("--seed", type=int, default=0, help="of parameters, batches and stochastic rounding (default: 0)")
+    add("--dim", type=int, help="width of the model")
+    add("--layers", type=int, help="number of blocks")
+    add("--heads", type=int, help="attention heads")
+    add("--hidden", type=int, help="inner width of the feed-forward")
+    add("--context", type=int, help="bytes per window")
+    add("--eval-windows", type=int, help="held-out windows that are evaluated")
+    add("--corpus-bytes", type=int, default=16 * 2**20, help="read at most this much text (default: 16 MiB)")
+    add("--device", default="auto", help="auto (cuda where there is one), cpu, cuda, cuda:1, ...")
+    add("--name", help="results go to runs/NAME (default: the preset's name)")
+    add("--out", default="runs", help="the folder that holds NAME (default: runs)")
+    add("--resume", action="store_true", help="continue what was interrupted, with the same losses bit for bit")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="save this often, besides at the end and on Ctrl-C")
+    return parser

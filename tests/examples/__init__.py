@@ -1,0 +1,1 @@
+"""The examples run, and what they promise holds."""

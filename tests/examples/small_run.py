@@ -1,0 +1,32 @@
+"""The smallest main job: one block, a few bytes per window, a few steps."""
+
+import json
+from pathlib import Path
+
+SMALL = """
+    --device cpu --layers 1 --dim 32 --heads 2 --hidden 32 --context 16 --batch 2
+    --eval-windows 4 --corpus-bytes 4000000 --checkpoint-every 100
+"""
+
+
+def arguments(out: Path, more: str = "") -> list[str]:
+    """The command line of a small run whose results go below `out`."""
+    return [*SMALL.split(), "--out", str(out), "--name", "small", *more.split()]
+
+
+def train(out: Path, more: str = "") -> int:
+    """Run the main job in this process; returns its exit status."""
+    import train_gpt
+
+    return train_gpt.main(arguments(out, more))
+
+
+def results(out: Path) -> dict:
+    """What the run below `out` wrote."""
+    return json.loads((out / "small" / "results.json").read_text())
+
+
+def losses(out: Path, name: str) -> dict:
+    """What must not depend on interruptions: one recipe's entry without its time."""
+    entry = results(out)["recipes"][name]
+    return {key: value for key, value in entry.items() if key != "seconds"}

@@ -1,0 +1,88 @@
+"""The command line: which runs it asks for, and what it refuses."""
+
+import pytest
+
+pytest.importorskip("torch")
+from gpt.options import DEFAULT_RECIPES, PRESETS, parse_options, plan_runs
+
+from microfloat import recipes
+from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling
+
+
+def test_bf16_is_always_the_first_run():
+    assert [run.name for run in plan_runs(["nvfp4", "bf16", "mxfp8", "nvfp4"])] == ["bf16", "nvfp4", "mxfp8"]
+    assert plan_runs([])[0].recipe is None
+
+
+def test_the_default_is_four_runs():
+    options = parse_options([])
+    assert tuple(run.name for run in options.runs) == DEFAULT_RECIPES == ("bf16", "fp8_current", "mxfp8", "nvfp4")
+
+
+def test_recipe_is_repeatable_and_takes_lists():
+    options = parse_options(["--recipe", "mxfp8,mxfp4", "--recipe", "delayed"])
+    assert [run.name for run in options.runs] == ["bf16", "mxfp8", "mxfp4", "delayed"]
+    assert options.runs[1].recipe == MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_every_stock_recipe_has_a_run(name):
+    assert plan_runs([name])[1].recipe == recipes.from_name(name)
+
+
+def test_ablations_switch_one_aid_off_each():
+    runs = plan_runs(["bf16"], ["rht", "sr", "2d"])
+    assert {run.name: run.recipe for run in runs[1:]} == {
+        "nvfp4-no-rht": NVFP4BlockScaling(disable_rht=True),
+        "nvfp4-no-sr": NVFP4BlockScaling(disable_stochastic_rounding=True),
+        "nvfp4-no-2d": NVFP4BlockScaling(disable_2d_quantization=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fraction", "last_in", "from_step", "blocks"),
+    [("0", "steps", 100, []), ("0.15", "steps", 85, []), ("0.151", "steps", 84, []), ("0.15", "blocks", 100, [3]),
+     ("0.5", "blocks", 100, [2, 3]), ("0.51", "blocks", 100, [1, 2, 3])],
+)  # fmt: skip
+def test_the_last_part_in_bf16(fraction, last_in, from_step, blocks):
+    options = parse_options(["--steps", "100", "--last-fraction-bf16", fraction, "--last-in", last_in])
+    assert options.bf16_from_step == from_step
+    assert list(options.bf16_blocks) == blocks
+
+
+def test_flags_override_the_preset():
+    options = parse_options(["--preset", "tiny", "--layers", "2", "--lr", "0.01", "--name", "mine"])
+    assert (options.shape.layers, options.shape.dim) == (2, PRESETS["tiny"].shape.dim)
+    assert options.lr == 0.01
+    assert options.folder.as_posix() == "runs/mine"
+
+
+def test_124m_has_124_million_parameters():
+    torch = pytest.importorskip("torch")
+    from gpt.model import GPT
+
+    with torch.device("meta"):
+        count = GPT(PRESETS["124m"].shape).parameter_count()
+    assert round(count / 1e6) == 124
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--recipe nvfp3", "--recipe: got 'nvfp3', .*'bf16'.*Did you mean 'nvfp4'"),
+        ("--recipe bf61", "Did you mean 'bf16'"),
+        ("--ablate rth", "--ablate: got 'rth', .*Did you mean 'rht'"),
+        ("--steps 0", "--steps: got 0, needed a positive number"),
+        ("--lr nan", "--lr: got nan"),
+        ("--last-fraction-bf16 1.5", r"--last-fraction-bf16: got 1.5, needed a fraction in \[0, 1\)"),
+        ("--dim 0", "--dim: got 0, needed a positive number"),
+        ("--heads 3", "--dim, --heads: got 128 and 3"),
+        ("--device quantum", "--device: got 'quantum'"),
+        ("--device cuda:99", "--device: got 'cuda:99'"),
+        ("--name ../up", "--name: got '../up', needed a plain folder name"),
+        ("--seed -1", "--seed: got -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse_options(arguments.split())

@@ -1,0 +1,268 @@
+"""The main job: it trains, reports, and continues after an interruption with the same losses bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+import train_gpt  # noqa: E402
+from gpt.checkpointing import load_checkpoint  # noqa: E402
+from gpt.options import parse_options  # noqa: E402
+
+from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Make Ctrl-C fall into the step after which `run` has done `steps` steps; once."""
+
+    def arrange(run, steps):
+        original = train_gpt.Trainer._train_step
+
+        def step_and_interrupt(self):
+            loss = original(self)
+            if (self.run.name, self.step + 1) == (run, steps) and not self.options.resume:
+                signal.raise_signal(signal.SIGINT)
+            return loss
+
+        monkeypatch.setattr(train_gpt.Trainer, "_train_step", step_and_interrupt)
+
+    return arrange
+
+
+# --------------------------------------------------------------------------------- training and report
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_the_loss_falls(tmp_path, recipe):
+    assert train(tmp_path, f"--recipe {recipe} --steps 6 --lr 0.02") == 0
+    for name in ("bf16", recipe):
+        curve = results(tmp_path)["recipes"][name]["train_loss"]
+        assert curve[-1] < curve[0] - 0.3
+
+
+def test_results_json(tmp_path):
+    assert train(tmp_path, "--recipe mxfp8,nvfp4 --steps 3") == 0
+    written = results(tmp_path)
+    assert list(written["recipes"]) == ["bf16", "mxfp8", "nvfp4"]
+    baseline = written["recipes"]["bf16"]
+    for entry in written["recipes"].values():
+        assert set(entry) == {"train_loss", "final_train", "final_heldout", "gap_to_bf16", "underflow", "seconds"}
+        assert len(entry["train_loss"]) == 3
+        assert entry["final_train"] == entry["train_loss"][-1]
+        assert entry["gap_to_bf16"] == entry["final_heldout"] - baseline["final_heldout"]
+        assert set(entry["underflow"]) == {"x", "w", "dy"}
+        assert all(0 <= share < 1 for share in entry["underflow"].values())
+        assert entry["seconds"] > 0
+    assert baseline["gap_to_bf16"] == 0
+    # Four bits flush some of every operand; bf16 has float32's range.
+    assert all(share > 0 for share in written["recipes"]["nvfp4"]["underflow"].values())
+    assert set(baseline["underflow"].values()) == {0.0}
+    assert written["complete"] is True
+    assert written["config"]["steps"] == 3
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["machine"]["device"] == "cpu"
+    assert (tmp_path / "small" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_share_seed_and_batches_and_differ_by_the_recipe_alone(tmp_path):
+    assert train(tmp_path, "--recipe mxfp8,nvfp4 --steps 2") == 0
+    first = [entry["train_loss"][0] for entry in results(tmp_path)["recipes"].values()]
+    assert len(set(first)) == 3
+    assert max(first) - min(first) < 0.05
+    assert train(tmp_path / "again", "--recipe nvfp4 --steps 2") == 0
+    assert losses(tmp_path / "again", "nvfp4") == losses(tmp_path, "nvfp4")
+
+
+def test_measuring_underflow_changes_nothing(tmp_path, monkeypatch):
+    from contextlib import contextmanager
+
+    from gpt.underflow import Underflow
+
+    assert train(tmp_path / "measured", "--recipe nvfp4 --steps 3") == 0
+    monkeypatch.setattr(train_gpt, "measure_underflow", contextmanager(lambda layers: iter([Underflow()])))
+    assert train(tmp_path / "not", "--recipe nvfp4 --steps 3") == 0
+    measured, unmeasured = losses(tmp_path / "measured", "nvfp4"), losses(tmp_path / "not", "nvfp4")
+    assert measured.pop("underflow") != unmeasured.pop("underflow")
+    assert measured == unmeasured
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path):
+    assert train(tmp_path, "--recipe bf16 --steps 3 --lr 1e30") == 0
+    assert results(tmp_path)["recipes"]["bf16"]["final_heldout"] is None
+
+
+# ------------------------------------------------------------------------------------- recipe variants
+
+
+def test_ablations_are_extra_runs(tmp_path):
+    assert train(tmp_path, "--recipe nvfp4 --ablate rht,sr,2d --steps 3") == 0
+    entries = results(tmp_path)["recipes"]
+    assert list(entries) == ["bf16", "nvfp4", "nvfp4-no-rht", "nvfp4-no-sr", "nvfp4-no-2d"]
+    assert len({tuple(entry["train_loss"]) for entry in entries.values()}) == len(entries)
+
+
+def recipes_by_step(monkeypatch):
+    """What is quantized at each step of each run: {run name: [set of layer names, ...]}."""
+    import microfloat.torch as mf
+
+    seen = {}
+    original = train_gpt.Trainer._train_step
+
+    def note(self):
+        quantized = {name for name, layer in self.model.named_modules() if isinstance(layer, mf.Linear)}
+        seen.setdefault(self.run.name, []).append(quantized)
+        return original(self)
+
+    monkeypatch.setattr(train_gpt.Trainer, "_train_step", note)
+    return seen
+
+
+def test_the_last_steps_in_bf16(tmp_path, monkeypatch):
+    seen = recipes_by_step(monkeypatch)
+    assert train(tmp_path, "--recipe mxfp4 --steps 4 --last-fraction-bf16 0.5") == 0
+    assert [bool(layers) for layers in seen["mxfp4"]] == [True, True, False, False]
+    assert results(tmp_path)["recipes"]["mxfp4"]["underflow"]["x"] > 0
+
+
+def test_the_last_blocks_in_bf16(tmp_path):
+    common = "--recipe mxfp4 --layers 2 --steps 2 --last-in blocks --last-fraction-bf16"
+    assert train(tmp_path / "none", f"{common} 0") == 0
+    assert train(tmp_path / "half", f"{common} 0.5") == 0
+    assert train(tmp_path / "all", f"{common} 0.9") == 0
+    none, half, every = (losses(tmp_path / name, "mxfp4") for name in ("none", "half", "all"))
+    assert every["train_loss"] == losses(tmp_path / "all", "bf16")["train_loss"]
+    assert len({tuple(entry["train_loss"]) for entry in (none, half, every)}) == 3
+
+
+def test_lm_head_and_embedding_stay_in_high_precision(tmp_path, monkeypatch):
+    seen = recipes_by_step(monkeypatch)
+    assert train(tmp_path, "--recipe mxfp8 --steps 1") == 0
+    layers = ("attention.qkv", "attention.out", "feed_forward.gate_up", "feed_forward.down")
+    assert seen == {"bf16": [set()], "mxfp8": [{f"blocks.0.{layer}" for layer in layers}]}
+
+
+# -------------------------------------------------------------------------------- interrupt and resume
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("nvfp4", ""),
+        ("delayed", ""),
+        ("nvfp4", "--last-fraction-bf16 0.4"),  # bf16 from step 3: interrupted just before the switch
+        ("delayed", "--last-fraction-bf16 0.7"),  # bf16 from step 1: interrupted after it
+        ("delayed", "--last-fraction-bf16 0.15"),  # bf16 from step 5: interrupted before it
+        ("nvfp4", "--last-fraction-bf16 0.5 --last-in blocks --layers 2"),
+    ],
+)
+def test_an_interrupted_run_ends_with_the_same_losses(tmp_path, interrupt, recipe, more):
+    common = f"--recipe {recipe} --steps 6 {more}"
+    assert train(tmp_path / "whole", common) == 0
+    interrupt(recipe, 3)
+    assert train(tmp_path / "halves", common) == 128 + signal.SIGINT
+    partial = results(tmp_path / "halves")
+    assert partial["complete"] is False
+    assert len(partial["recipes"][recipe]["train_loss"]) == 3
+    assert partial["recipes"][recipe]["final_heldout"] is None
+    assert train(tmp_path / "halves", f"{common} --resume") == 0
+    for name in ("bf16", recipe):
+        assert losses(tmp_path / "halves", name) == losses(tmp_path / "whole", name)
+
+
+def test_an_interrupted_first_run_keeps_the_others_for_later(tmp_path, interrupt):
+    interrupt("bf16", 2)
+    assert train(tmp_path, "--recipe mxfp8 --steps 3") == 128 + signal.SIGINT
+    assert list(results(tmp_path)["recipes"]) == ["bf16"]
+    assert train(tmp_path, "--recipe mxfp8 --steps 3 --resume") == 0
+    assert list(results(tmp_path)["recipes"]) == ["bf16", "mxfp8"]
+
+
+def test_resuming_a_finished_run_only_reports(tmp_path, monkeypatch):
+    assert train(tmp_path, "--recipe mxfp8 --steps 2") == 0
+    before = results(tmp_path)
+    monkeypatch.setattr(train_gpt.Trainer, "_train_step", lambda self: pytest.fail("trained again"))
+    assert train(tmp_path, "--recipe mxfp8 --steps 2 --resume") == 0
+    assert results(tmp_path)["recipes"] == before["recipes"]
+
+
+def test_checkpoints_are_also_written_on_the_way(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(train_gpt, "save_checkpoint", lambda path, state: saved.append((path.stem, state["step"])))
+    assert train(tmp_path, "--recipe bf16 --steps 5 --checkpoint-every 2") == 0
+    assert saved == [("bf16", 2), ("bf16", 4), ("bf16", 5), ("bf16", 5)]
+
+
+def test_ctrl_c_in_a_real_process(tmp_path, repository):
+    """SIGINT while it trains: status 130, partial results, and a checkpoint that a Trainer continues from."""
+    script = repository / "examples" / "train_gpt.py"
+    command = [sys.executable, "-W", "error", str(script), *arguments(tmp_path, "--recipe mxfp8 --steps 100000")]
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    checkpoint = tmp_path / "small" / "checkpoints" / "bf16.pt"
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert errors == ""
+    assert "To continue with the same losses: python" in output
+    assert "--resume" in output
+    assert results(tmp_path)["complete"] is False
+
+    options = parse_options(arguments(tmp_path, "--recipe mxfp8 --steps 100000"))
+    trainer = train_gpt.Trainer(options.runs[0], options, train_gpt.load_corpus(options.corpus_bytes))
+    trainer.restore(load_checkpoint(checkpoint))
+    assert trainer.step == len(results(tmp_path)["recipes"]["bf16"]["train_loss"]) > 0
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_corrupted_checkpoint_is_one_message(tmp_path, capsys):
+    assert train(tmp_path, "--recipe bf16 --steps 2") == 0
+    checkpoint = tmp_path / "small" / "checkpoints" / "bf16.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-100])
+    assert train(tmp_path, "--recipe bf16 --steps 2 --resume") == 2
+    errors = capsys.readouterr().err
+    assert f"cannot read the checkpoint {checkpoint}" in errors
+    assert "Delete that file" in errors
+    assert "Traceback" not in errors
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path, capsys):
+    assert train(tmp_path, "--recipe bf16 --steps 2") == 0
+    assert train(tmp_path, "--recipe bf16 --steps 3 --lr 0.5 --resume") == 2
+    errors = capsys.readouterr().err
+    assert "other settings: steps 2 (now 3), lr 0.002 (now 0.5)" in errors
+
+
+def test_an_unknown_recipe_is_one_message(tmp_path, capsys):
+    assert train(tmp_path, "--recipe nvfp5") == 2
+    errors = capsys.readouterr().err
+    assert "Did you mean 'nvfp4'?" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
+def test_on_cuda_an_interrupted_run_ends_with_the_same_losses(tmp_path, interrupt, capsys, recipe):
+    common = f"--recipe {recipe} --steps 6 --device cuda"
+    try:
+        assert train(tmp_path / "whole", common) == 0
+        assert "deterministic algorithms are on" in capsys.readouterr().out
+        interrupt(recipe, 3)
+        assert train(tmp_path / "halves", common) == 128 + signal.SIGINT
+        assert train(tmp_path / "halves", f"{common} --resume") == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert losses(tmp_path / "halves", recipe) == losses(tmp_path / "whole", recipe)
