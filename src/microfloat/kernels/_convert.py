@@ -1,0 +1,392 @@
+"""Every narrowing conversion of the kernels, in two forms with the same bits (docs/numerics.md 1.2, 1.5, 5.4).
+
+`HW` = False: integer arithmetic alone. It is what Triton's interpreter runs (whose own casts do not round) and what GPUs
+without FP8 conversions compile. `HW` = True: hardware conversions (compute capability 8.9 and newer) for 8-bit elements,
+float additions that round in the right place for 6 and 4 bits. `benchmarks/gpu_kernels.py` compares both exhaustively.
+
+An element is given by its mantissa width `MB` and exponent `BIAS`; everything else follows from these two:
+sign bit = (BIAS + 1) << (MB + 1); codes above the largest finite one: 1 in E4M3 (NaN), 4 in E5M2 (Inf, NaN), else 0.
+A *word* is an int32 that holds two neighbouring 16-bit inputs, the first in the low half.
+"""
+
+import triton
+import triton.language as tl
+
+# How an input is read: one element at a time (any dtype, any strides), or as words of two bf16 or fp16 elements.
+ELEMENTWISE = tl.constexpr(0)
+WORDS_BF16 = tl.constexpr(1)
+WORDS_F16 = tl.constexpr(2)
+
+
+@triton.jit
+def bits_of(x):
+    """The 32 bits of a float32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """The float32 with these 32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def low_half(word, KIND: tl.constexpr):
+    """The first element of a word as float32 (exact)."""
+    if KIND == WORDS_F16:
+        return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return float_of(word << 16)
+
+
+@triton.jit
+def high_half(word, KIND: tl.constexpr):
+    """The second element of a word as float32 (exact)."""
+    if KIND == WORDS_F16:
+        return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return float_of(word & -65536)
+
+
+# ---------------------------------------------------------------------------------------------- magnitudes of words
+
+
+@triton.jit
+def packed_abs(word, KIND: tl.constexpr):
+    """|.| of both halves."""
+    if KIND == WORDS_F16:
+        return tl.inline_asm_elementwise("abs.f16x2 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def max_bf16x2_nan(a, b):
+    """Halfwise maximum, NaN wins."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def max_bf16x2(a, b):
+    """Halfwise maximum, NaN loses."""
+    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def max_f16x2_nan(a, b):
+    """Halfwise maximum, NaN wins."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def max_f16x2(a, b):
+    """Halfwise maximum, NaN loses."""
+    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def packed_max(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Halfwise maximum of two words of magnitudes."""
+    if KIND == WORDS_F16:
+        if IGNORE_NAN:
+            return max_f16x2(a, b)
+        else:
+            return max_f16x2_nan(a, b)
+    else:
+        if IGNORE_NAN:
+            return max_bf16x2(a, b)
+        else:
+            return max_bf16x2_nan(a, b)
+
+
+@triton.jit
+def packed_reduce(words, AXIS: tl.constexpr, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Halfwise maximum along an axis."""
+    if KIND == WORDS_F16:
+        if IGNORE_NAN:
+            return tl.reduce(words, AXIS, max_f16x2)
+        else:
+            return tl.reduce(words, AXIS, max_f16x2_nan)
+    else:
+        if IGNORE_NAN:
+            return tl.reduce(words, AXIS, max_bf16x2)
+        else:
+            return tl.reduce(words, AXIS, max_bf16x2_nan)
+
+
+@triton.jit
+def drop_nan(magnitude_bits):
+    """Bits of a magnitude, with NaN replaced by zero."""
+    return tl.where(magnitude_bits > 0x7F800000, 0, magnitude_bits)
+
+
+@triton.jit
+def magnitude_bits(x, IGNORE_NAN: tl.constexpr):
+    """The bits of |x|: as integers they order like the magnitudes, NaN above Inf (or, ignored, as zero)."""
+    a = bits_of(x) & 0x7FFFFFFF
+    if IGNORE_NAN:
+        a = drop_nan(a)
+    return a
+
+
+# ------------------------------------------------------------------------------------------------------------ bf16
+
+
+@triton.jit
+def bf16_bits(x, HW: tl.constexpr):
+    """The 16 bits of a float32 rounded to bfloat16 (nearest even, NaN quiet), in the low half of an int32."""
+    if HW:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    else:
+        b = bits_of(x)
+        rounded = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF
+        return tl.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+
+
+@triton.jit
+def round_bf16(x, HW: tl.constexpr):
+    """The float32 value of x rounded to bfloat16."""
+    if HW:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return float_of(bf16_bits(x, HW) << 16)
+
+
+@triton.jit
+def bf16_word(low, high, HW: tl.constexpr):
+    """Two float32 values as one word of bfloat16."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return bf16_bits(low, HW) | (bf16_bits(high, HW) << 16)
+
+
+# --------------------------------------------------------------------------------------------------------- encoding
+
+
+@triton.jit
+def encode_integer(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The code of y by integer arithmetic: nearest even, or up where ``floor(256 * fraction) + random >= 256``."""
+    SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
+    MAX_CODE: tl.constexpr = SIGN - 1 - (1 if BIAS == 7 else (4 if BIAS == 15 else 0))
+    b = bits_of(y)
+    a = b & 0x7FFFFFFF
+    field = a >> 23
+    significand = (a & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
+    exponent = tl.maximum(field, 1) - 127
+    local = tl.maximum(exponent, 1 - BIAS)
+    shift = 23 - MB + (local - exponent)
+    if STOCHASTIC:
+        # A shift of 32 and more leaves neither integer nor fraction: select, since clamping would not (numerics 5.4).
+        small = tl.minimum(shift, 31)
+        fraction = (significand & ((1 << small) - 1)) >> (small - 8)
+        count = (significand >> small) + tl.where(fraction + random >= 256, 1, 0)
+        count = tl.where(shift >= 32, 0, count)
+    else:
+        small = tl.minimum(shift, 25)
+        count = (significand + (1 << (small - 1)) - 1 + ((significand >> small) & 1)) >> small
+    code = tl.where(count < (1 << MB), count, ((local + BIAS - 1) << MB) + count)
+    code = tl.where(a >= 0x7F800000, MAX_CODE, tl.minimum(code, MAX_CODE))
+    code = code | tl.where(b < 0, SIGN, 0)
+    return tl.where(a > 0x7F800000, SIGN - 1, code)
+
+
+@triton.jit
+def encode_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
+    """Nearest-even code of 6 and 4 bit elements: adding 2^(23-MB) units of the local step rounds there, once.
+
+    A NaN becomes the largest code; it must have its sign bit clear, as the result of a hardware multiplication has.
+    """
+    SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
+    MAX: tl.constexpr = (2.0 - 1.0 / (1 << MB)) * (2 << BIAS)
+    MIN_NORMAL: tl.constexpr = 2.0 / (1 << BIAS)
+    magnitude = tl.minimum(tl.abs(y), MAX)
+    binade = bits_of(tl.maximum(magnitude, MIN_NORMAL)) & 0x7F800000
+    unit = binade + ((23 - MB) << 23)
+    count = bits_of(magnitude + float_of(unit)) - unit
+    code = count + (binade >> (23 - MB)) - ((128 - BIAS) << MB)
+    return code | ((bits_of(y) >> 31) & SIGN)
+
+
+@triton.jit
+def multiply_toward_zero(x, y):
+    """x * y, truncated (also where the product is subnormal)."""
+    return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def encode_stochastic_hw(y, random, MB: tl.constexpr, BIAS: tl.constexpr):
+    """Stochastic code: scaled by 2^(BIAS-127) a float32 *is* the code with 23 - MB fraction bits, so add and shift."""
+    SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
+    MAX_CODE: tl.constexpr = SIGN - 1 - (1 if BIAS == 7 else (4 if BIAS == 15 else 0))
+    FACTOR: tl.constexpr = 2.0 ** (BIAS - 127)
+    scaled = bits_of(multiply_toward_zero(tl.abs(y), FACTOR))
+    code = tl.minimum((scaled + (random << (15 - MB))) >> (23 - MB), MAX_CODE)
+    code = code | ((bits_of(y) >> 31) & SIGN)
+    return tl.where(scaled > 0x7F800000, SIGN - 1, code)
+
+
+@triton.jit
+def encode(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
+    """The code of y as int32, where no packed conversion exists or applies."""
+    if HW and STOCHASTIC:
+        return encode_stochastic_hw(y, random, MB, BIAS)
+    else:
+        if HW and BIAS < 7:
+            return encode_by_addition(y, MB, BIAS)
+        else:
+            return encode_integer(y, random, MB, BIAS, STOCHASTIC)
+
+
+@triton.jit
+def cvt_pair(low, high, MB: tl.constexpr):
+    """Hardware: two floats to two FP8 codes, as int16."""
+    if MB == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $3, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $2; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def cvt_quad(a, b, c, d, MB: tl.constexpr):
+    """Hardware: four floats to four FP8 codes, as int32."""
+    if MB == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $3; "
+            "mov.b32 $0, {p, q}; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, q; cvt.rn.satfinite.e5m2x2.f32 p, $2, $1; cvt.rn.satfinite.e5m2x2.f32 q, $4, $3; "
+            "mov.b32 $0, {p, q}; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def encode_pair(low, high, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
+    """Two neighbours along the contraction axis as stored: int16 of two bytes, or (4 bit) int8 of two nibbles.
+
+    `random` holds the byte of `low` in bits 0..7 and that of `high` in bits 8..15.
+    """
+    if HW and not STOCHASTIC and BIAS >= 7:
+        return cvt_pair(low, high, MB)
+    else:
+        a = encode(low, random & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        b = encode(high, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        if MB + BIAS == 2:
+            return (a | (b << 4)).to(tl.int8)
+        else:
+            return (a | (b << 8)).to(tl.int16)
+
+
+@triton.jit
+def encode_quad(a, b, c, d, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
+    """Four neighbours along the contraction axis as stored: int32 of four bytes, or (4 bit) int16 of four nibbles.
+
+    `random` holds their bytes, the first in bits 0..7.
+    """
+    if HW and not STOCHASTIC and BIAS >= 7:
+        return cvt_quad(a, b, c, d, MB)
+    else:
+        p = encode(a, random & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        q = encode(b, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        r = encode(c, (random >> 16) & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        s = encode(d, (random >> 24) & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        if MB + BIAS == 2:
+            return (p | (q << 4) | (r << 8) | (s << 12)).to(tl.int16)
+        else:
+            return p | (q << 8) | (r << 16) | (s << 24)
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+
+
+@triton.jit
+def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
+    """The exact float32 value of a code (int32, one element): its bits, shifted, are the value times 2^(BIAS - 127)."""
+    SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
+    magnitude = code & (SIGN - 1)
+    FACTOR: tl.constexpr = 2.0 ** (127 - BIAS)
+    value = float_of(magnitude << (23 - MB)) * FACTOR
+    if BIAS == 7:
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    if BIAS == 15:
+        value = tl.where(magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value))
+    return tl.where((code & SIGN) != 0, -value, value)
+
+
+@triton.jit
+def encode_e4m3_scale(value, HW: tl.constexpr):
+    """The E4M3 byte (int32) of a non-negative float32, saturating: NVFP4's block scale."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $1; mov.b32 $0, {p, 0}; }",
+            "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return encode_integer(value, 0, 3, 7, False)
+
+
+# ------------------------------------------------------------------------------------------- quantize and decode at once
+
+
+@triton.jit
+def round_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
+    """``decode(encode_by_addition(y))`` without forming the code."""
+    MAX: tl.constexpr = (2.0 - 1.0 / (1 << MB)) * (2 << BIAS)
+    MIN_NORMAL: tl.constexpr = 2.0 / (1 << BIAS)
+    magnitude = tl.minimum(tl.abs(y), MAX)
+    binade = bits_of(tl.maximum(magnitude, MIN_NORMAL)) & 0x7F800000
+    unit = float_of(binade + ((23 - MB) << 23))
+    value = (magnitude + unit) - unit
+    return float_of(bits_of(value) | (bits_of(y) & -2147483648))
+
+
+@triton.jit
+def cvt_values(low, high, MB: tl.constexpr):
+    """Hardware: two floats rounded to FP8 and back."""
+    if MB == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
+            "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=r,=r,r,r", [low, high], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.e5m2x2.f32 p, $3, $2; cvt.rn.f16x2.e5m2x2 h, p; "
+            "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=r,=r,r,r", [low, high], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def quantized_pair(
+    low, high, random_low, random_high, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """The values of the codes of two floats; a random byte each, in bits 0..7."""
+    if HW and not STOCHASTIC and BIAS >= 7:
+        return cvt_values(low, high, MB)
+    else:
+        if HW and not STOCHASTIC:
+            return round_by_addition(low, MB, BIAS), round_by_addition(high, MB, BIAS)
+        else:
+            a = encode(low, random_low & 0xFF, MB, BIAS, STOCHASTIC, HW)
+            b = encode(high, random_high & 0xFF, MB, BIAS, STOCHASTIC, HW)
+            return decode(a, MB, BIAS), decode(b, MB, BIAS)

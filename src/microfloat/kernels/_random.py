@@ -1,0 +1,53 @@
+"""Random bytes of stochastic rounding: a function of (seed, stream, batch, row, column), never of threads.
+
+One Philox4x32-10 call serves the 16 elements of a row that share ``column // 16``: their bytes, little-endian, are its
+four words. Rows and columns are those of the operand form (docs/numerics.md 5.3).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_seed(seed_ptr):
+    """The 64-bit call seed from its two 32-bit words (int64[2] in device memory, low first)."""
+    low = tl.load(seed_ptr).to(tl.uint64)
+    high = tl.load(seed_ptr + 1).to(tl.uint64)
+    return low | (high << 32)
+
+
+@triton.jit
+def block_words(seed, row, block, stream, batch):
+    """The four words (uint32) of block ``column // 16`` of a row; `row` and `block` broadcast against each other."""
+    zero = tl.zeros_like(row + block)
+    return tl.philox(seed, zero + block, zero + row, zero + stream, zero + batch)
+
+
+@triton.jit
+def pair_bytes(seed, row, word_column, stream, batch):
+    """For elements 2 * word_column and 2 * word_column + 1 of a row: their bytes in bits 0..7 and 8..15 (int32)."""
+    w0, w1, w2, w3 = block_words(seed, row, word_column >> 3, stream, batch)
+    place = word_column & 7
+    word = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
+    return (word >> ((place & 1) * 16).to(tl.uint32)).to(tl.int32, bitcast=True) & 0xFFFF
+
+
+@triton.jit
+def column_quads(seed, row, first_block, stream, batch, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr):
+    """Bytes for [GROUPS, 4 * BLOCKS, W] quads: quad q of a group is elements 4q .. 4q+3 from block `first_block` on.
+
+    `row` [1, 1, W] and `first_block` [GROUPS, 1, 1] (int32) index the operand form; the result is int32.
+    """
+    block = first_block + tl.arange(0, BLOCKS)[None, :, None]
+    w0, w1, w2, w3 = block_words(seed, row, block, stream, batch)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [GROUPS, BLOCKS, W, 4])
+    return tl.reshape(tl.permute(words, [0, 1, 3, 2]), [GROUPS, 4 * BLOCKS, W]).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def column_bytes(seed, row, quad, stream, batch):
+    """Bytes of elements 4 * quad .. 4 * quad + 3 of a row of the operand, the first in bits 0..7 (int32)."""
+    w0, w1, w2, w3 = block_words(seed, row, quad >> 2, stream, batch)
+    place = (quad & 3) + tl.zeros_like(row)
+    word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    return word.to(tl.int32, bitcast=True)

@@ -1,0 +1,128 @@
+"""How a tile of a matrix is read and written, so that whole blocks lie in the registers of one thread.
+
+Triton gives the axis with contiguous addresses to neighbouring lanes first, then the other axes in ascending order, and
+what is left over to registers. The index tensors here are shaped for that: thread axes first, register axes last.
+
+Legend: R x C = the matrix in memory; a row *operand* has R rows and contracts C; a column operand is the transposed matrix,
+has C rows and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four neighbouring rows).
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import ELEMENTWISE, high_half, low_half
+
+# Where block scales go: [rows, blocks]; the same transposed (what FP8 block GEMMs read); 128x4 tiles (Blackwell).
+SCALE_ROW_MAJOR = tl.constexpr(0)
+SCALE_COLUMN_MAJOR = tl.constexpr(1)
+SCALE_SWIZZLED = tl.constexpr(2)
+
+
+@triton.jit
+def load_pair(
+    tile_ptr, r, w, rows, cols, stride_r, stride_c, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Elements (r, 2w) and (r, 2w+1) of a tile: (raw word, first, second); zeros outside `rows` x `cols`.
+
+    `ALIGN` (bytes, 0 = leave it to Triton) bounds how many words one thread reads at once along w.
+    """
+    if KIND == ELEMENTWISE:
+        at = tile_ptr + r * stride_r + (2 * w) * stride_c
+        low = tl.load(at, mask=(r < rows) & (2 * w < cols), other=0.0)
+        high = tl.load(at + stride_c, mask=(r < rows) & (2 * w + 1 < cols), other=0.0)
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        return low, low, high
+    else:
+        at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + w)
+        if ALIGN > 0:
+            at = tl.multiple_of(at, [ALIGN, ALIGN, ALIGN])
+        if EVEN:
+            raw = tl.load(at)
+        else:
+            raw = tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
+        return raw, low_half(raw, KIND), high_half(raw, KIND)
+
+
+@triton.jit
+def store_pairs(tile_ptr, codes, r, w, rows, cols, ld, BITS: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """Store packed neighbours of a row: one byte of two nibbles, or two bytes, or (BITS = 16) two bf16 as a word.
+
+    `ld` counts stored units (bytes, or bf16) per row. `PAIRS`: ld is even, so that a pair is aligned.
+    """
+    inside = (r < rows) & (2 * w < cols)
+    if BITS == 4:
+        if EVEN:
+            tl.store(tile_ptr + (r * ld + w), codes.to(tl.uint8, bitcast=True))
+        else:
+            codes = tl.where(2 * w + 1 < cols, codes, codes & 15)
+            tl.store(tile_ptr + (r * ld + w), codes.to(tl.uint8, bitcast=True), mask=inside)
+    elif PAIRS:
+        if BITS == 16:
+            at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (ld // 2) + w)
+        else:
+            at = tile_ptr.to(tl.pointer_type(tl.int16)) + (r * (ld // 2) + w)
+        if EVEN:
+            tl.store(at, codes)
+        else:
+            tl.store(at, codes, mask=inside)
+    else:
+        also = (r < rows) & (2 * w + 1 < cols)
+        if BITS == 16:
+            at = tile_ptr.to(tl.pointer_type(tl.int16)) + (r * ld + 2 * w)
+            tl.store(at, codes.to(tl.int16), mask=inside)
+            tl.store(at + 1, (codes >> 16).to(tl.int16), mask=also)
+        else:
+            at = tile_ptr.to(tl.pointer_type(tl.int8)) + (r * ld + 2 * w)
+            tl.store(at, codes.to(tl.int8), mask=inside)
+            tl.store(at + 1, (codes >> 8).to(tl.int8), mask=also)
+
+
+@triton.jit
+def store_quads(
+    tile_ptr, codes, c, quads, rows, cols, ld,
+    BITS: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store a [columns, quads] tile of packed neighbours of a column: int32 of four bytes, or int16 of four nibbles.
+
+    `c` [columns, 1] and `quads` [1, quads] are local indices, `ld` bytes per column. `QUADS`: ld holds whole units, so
+    that one is aligned; otherwise bytes are stored one by one.
+    """
+    inside = (4 * quads < rows) & (c < cols)
+    if QUADS:
+        if BITS == 4:
+            at = tile_ptr.to(tl.pointer_type(tl.int16)) + (c * (ld // 2) + quads)
+        else:
+            at = tile_ptr.to(tl.pointer_type(tl.int32)) + (c * (ld // 4) + quads)
+        if EVEN:
+            tl.store(at, codes)
+        else:
+            tl.store(at, codes, mask=inside)
+    elif BITS == 4:
+        for j in tl.static_range(2):
+            byte = (codes >> (8 * j)) & 0xFF
+            byte = tl.where(4 * quads + 2 * j + 1 < rows, byte, byte & 15)
+            at = tile_ptr + (c * ld + 2 * quads + j)
+            tl.store(at, byte.to(tl.uint8), mask=inside & (4 * quads + 2 * j < rows))
+    else:
+        for j in tl.static_range(4):
+            byte = (codes >> (8 * j)) & 0xFF
+            tl.store(tile_ptr + (c * ld + 4 * quads + j), byte.to(tl.uint8), mask=inside & (4 * quads + j < rows))
+
+
+@triton.jit
+def transpose_quads(codes, GROUPS: tl.constexpr, Q: tl.constexpr, W: tl.constexpr):
+    """[GROUPS, Q, W] quads of one column of every word -> [W, GROUPS * Q], rows contiguous."""
+    return tl.permute(tl.reshape(codes, [GROUPS * Q, W]), [1, 0])
+
+
+@triton.jit
+def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
+    """Where the scale of `block` of `row` (global indices of the operand) is stored."""
+    if LAYOUT == SCALE_COLUMN_MAJOR:
+        return block * rows + row
+    else:
+        if LAYOUT == SCALE_SWIZZLED:
+            tile = (row // 128) * ((blocks + 3) // 4) + block // 4
+            return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
+        else:
+            return row * blocks + block

@@ -1,0 +1,130 @@
+"""Absolute maxima of whole tensors, of rows and of columns, NaN ignored (docs/numerics.md 2.3).
+
+A tensor's maximum needs no cleared buffer: programs meet in two words of scratch memory (a maximum and a count of
+arrivals), and the last one to arrive publishes the result and clears the scratch for the next launch of the same stream.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    ELEMENTWISE,
+    bits_of,
+    drop_nan,
+    float_of,
+    high_half,
+    low_half,
+    magnitude_bits,
+    packed_abs,
+    packed_max,
+    packed_reduce,
+)
+from microfloat.kernels._tiles import load_pair
+
+# What the last program does with the maximum: store it as float32, or merge it into a history if it is finite.
+STORE = tl.constexpr(0)
+RECORD = tl.constexpr(1)
+
+
+@triton.jit
+def publish_amax(amax_bits, out_ptr, scratch_ptr, WHAT: tl.constexpr):
+    """Merge one program's maximum; the last program of the launch writes the result of all.
+
+    `scratch_ptr`: int32[2], zero at launch, zero again afterwards. With RECORD, ``out = max(out, A)`` unless A is
+    infinite (docs/numerics.md 3.3).
+    """
+    tl.atomic_max(scratch_ptr, amax_bits)
+    arrived = tl.atomic_add(scratch_ptr + 1, 1)
+    if arrived == tl.num_programs(0) - 1:
+        total = tl.atomic_xchg(scratch_ptr, 0)
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+        if WHAT == RECORD:
+            finite = tl.where(total < 0x7F800000, total, 0)
+            tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
+        else:
+            tl.store(out_ptr, float_of(total))
+
+
+@triton.jit
+def amax_contiguous(
+    x_ptr, out_ptr, scratch_ptr, N, KIND: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+):
+    """amax of N contiguous elements (N even when KIND reads words); a program reads UNROLL blocks."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * UNROLL)
+    lanes = tl.arange(0, BLOCK // 2)
+    total = tl.zeros([BLOCK // 2], tl.int32)
+    for step in tl.static_range(UNROLL):
+        start = first + step * BLOCK
+        raw, low, high = load_pair(x_ptr + start, 0, lanes, 1, N - start, 0, 1, KIND, False, 0)
+        if HW and KIND != ELEMENTWISE:
+            total = packed_max(total, packed_abs(raw, KIND), KIND, True)
+        else:
+            total = tl.maximum(total, tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True)))
+    if HW and KIND != ELEMENTWISE:
+        m = packed_reduce(total, 0, KIND, True)
+        amax = drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+    else:
+        amax = tl.max(total, 0)
+    publish_amax(amax, out_ptr, scratch_ptr, STORE)
+
+
+@triton.jit
+def amax_strided(
+    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, INDEX64: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """amax of an R x C matrix of any strides: one program per tile."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    r = tl.arange(0, BM)[:, None]
+    w = tl.arange(0, BN // 2)[None, :]
+    if INDEX64:
+        r, w = r.to(tl.int64), w.to(tl.int64)
+    raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
+    m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
+    publish_amax(tl.max(tl.max(m, 1), 0), out_ptr, scratch_ptr, STORE)
+
+
+@triton.jit
+def amax_rows_columns(
+    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    rows = R - row0
+    cols = C - col0
+    if INDEX64:
+        stride_r, stride_c = stride_r.to(tl.int64), stride_c.to(tl.int64)
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    t = tl.arange(0, BN // 8)[:, None, None]
+    r = tl.arange(0, BM)[None, :, None]
+    w = t * 4 + tl.arange(0, 4)[None, None, :]
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    if HW and KIND != ELEMENTWISE:
+        m = packed_abs(raw, KIND)
+        if COLUMN:
+            c = packed_reduce(m, 1, KIND, True)
+            column_low, column_high = drop_nan(bits_of(low_half(c, KIND))), drop_nan(bits_of(high_half(c, KIND)))
+        if ROW:
+            p = packed_reduce(packed_reduce(m, 2, KIND, True), 0, KIND, True)
+            rowmax = drop_nan(tl.maximum(bits_of(low_half(p, KIND)), bits_of(high_half(p, KIND))))
+    else:
+        low, high = magnitude_bits(low, True), magnitude_bits(high, True)
+        if COLUMN:
+            column_low, column_high = tl.max(low, 1), tl.max(high, 1)
+        if ROW:
+            rowmax = tl.max(tl.max(tl.maximum(low, high), 2), 0)
+    if ROW:
+        at = tl.arange(0, BM)
+        tl.atomic_max(row_amax + row0 + at, rowmax, mask=at < rows)
+    if COLUMN:
+        at = tl.arange(0, BN // 8)[:, None] * 8 + tl.arange(0, 4)[None, :] * 2
+        tl.atomic_max(column_amax + col0 + at, column_low, mask=at < cols)
+        tl.atomic_max(column_amax + col0 + at + 1, column_high, mask=at + 1 < cols)

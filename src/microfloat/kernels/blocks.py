@@ -1,0 +1,226 @@
+"""Casts with one-row blocks: MX 1x32 and FP8 1x128, row and column operand in one pass over the input.
+
+One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
+along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache.
+
+A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT)``: element, scale family
+(`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block length,
+rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) and where scales go.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    ELEMENTWISE,
+    bf16_word,
+    bits_of,
+    drop_nan,
+    encode_pair,
+    encode_quad,
+    float_of,
+    high_half,
+    low_half,
+    magnitude_bits,
+    packed_abs,
+    packed_max,
+    packed_reduce,
+    quantized_pair,
+)
+from microfloat.kernels._random import column_quads, load_seed, pair_bytes
+from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
+from microfloat.kernels._tiles import load_pair, scale_offset, store_pairs, store_quads, transpose_quads
+
+CODES = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+
+
+@triton.jit
+def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
+    """(stored, encode factor, decode factor) of a block."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    if CAST[2] == E8M0:
+        stored, factor = e8m0_scale(amax_bits, BIAS + (0 if BIAS == 15 else 1), CAST[3])
+        value = float_of(tl.where(stored == 0, 0x00400000, stored << 23))
+        return stored.to(tl.uint8), factor, tl.where(stored == 255, float("nan"), value)
+    else:
+        MAX: tl.constexpr = 448.0 if MB == 3 else 57344.0
+        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST[3] == 1)
+        return stored, factor, stored
+
+
+@triton.jit
+def quantize_rows(
+    x_tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, stride_r, stride_c, row0, col0,
+    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The row operand of one tile: blocks along C."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    IGNORE_NAN: tl.constexpr = CAST[2] == FP32
+    BLOCK: tl.constexpr = CAST[4]
+    STOCHASTIC: tl.constexpr = CAST[5]
+    T: tl.constexpr = BLOCK // 16  # lanes that share a block, 16 elements each
+    NB: tl.constexpr = BN // BLOCK
+    BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    rows = R - row0
+    cols = C - col0
+    t = tl.arange(0, NB * T)[:, None, None, None]
+    r = tl.arange(0, BM)[None, :, None, None]
+    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    if HW and KIND != ELEMENTWISE:
+        m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
+        amax = tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND)))
+        if IGNORE_NAN:
+            amax = drop_nan(amax)
+    else:
+        m = tl.maximum(magnitude_bits(low, IGNORE_NAN), magnitude_bits(high, IGNORE_NAN))
+        amax = tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, BM]), 1)
+    stored, factor, value = block_scale(amax, epsilon, CAST)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
+    if STOCHASTIC:
+        random = pair_bytes(load_seed(seed_ptr), row0 + r, col0 // 2 + w, stream, batch)
+    else:
+        random = 0
+    if CAST[6] == CODES:
+        codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
+        ld = (C // 2 if PAIRS else (C + 1) // 2) if BITS == 4 else C
+        store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, PAIRS, EVEN)
+        k = tl.arange(0, NB)[:, None]
+        rs = tl.arange(0, BM)[None, :]
+        blocks = (C + BLOCK - 1) // BLOCK
+        at = scale_ptr + scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST[7])
+        if EVEN:
+            tl.store(at, stored)
+        else:
+            tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))
+    else:
+        value = tl.reshape(tl.broadcast_to(value[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
+        a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, STOCHASTIC, HW)
+        word = bf16_word(a * value, b * value, HW)
+        store_pairs(out_tile, word, r, w, rows, cols, C, 16, PAIRS, EVEN)
+
+
+@triton.jit
+def quantize_columns(
+    x_tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, stride_r, stride_c, row0, col0,
+    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The column operand of one tile: blocks along R."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    IGNORE_NAN: tl.constexpr = CAST[2] == FP32
+    BLOCK: tl.constexpr = CAST[4]
+    STOCHASTIC: tl.constexpr = CAST[5]
+    Q: tl.constexpr = 8 if BLOCK >= 32 else 4
+    GROUPS: tl.constexpr = BM // (4 * Q)
+    NB: tl.constexpr = BM // BLOCK
+    G: tl.constexpr = GROUPS // NB  # threads (warps) that share a block
+    W: tl.constexpr = BN // 2
+    BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    rows = R - row0
+    cols = C - col0
+    g = tl.arange(0, GROUPS)[:, None, None]
+    w = tl.arange(0, W)[None, None, :]
+    r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
+    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    if HW and KIND != ELEMENTWISE:
+        m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
+        m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
+        m = packed_reduce(packed_max(m01, m23, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
+        amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
+        if IGNORE_NAN:
+            amax_low, amax_high = drop_nan(amax_low), drop_nan(amax_high)
+    else:
+        m = tl.maximum(magnitude_bits(low0, IGNORE_NAN), magnitude_bits(low1, IGNORE_NAN))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, IGNORE_NAN), magnitude_bits(low3, IGNORE_NAN)))
+        amax_low = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
+        m = tl.maximum(magnitude_bits(high0, IGNORE_NAN), magnitude_bits(high1, IGNORE_NAN))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(high2, IGNORE_NAN), magnitude_bits(high3, IGNORE_NAN)))
+        amax_high = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
+    stored_low, factor_low, value_low = block_scale(amax_low, epsilon, CAST)
+    stored_high, factor_high, value_high = block_scale(amax_high, epsilon, CAST)
+    fl = tl.reshape(tl.broadcast_to(factor_low[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+    fh = tl.reshape(tl.broadcast_to(factor_high[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+    random_low, random_high = 0, 0
+    if STOCHASTIC:
+        seed = load_seed(seed_ptr)
+        block16 = row0 // 16 + g * (Q // 4)
+        random_low = column_quads(seed, col0 + 2 * w, block16, stream, batch, Q // 4, GROUPS, W)
+        random_high = column_quads(seed, col0 + 2 * w + 1, block16, stream, batch, Q // 4, GROUPS, W)
+    if CAST[6] == CODES:
+        ld = (R // 2 if QUADS else (R + 1) // 2) if BITS == 4 else R
+        quads = tl.arange(0, GROUPS * Q)[None, :]
+        c = tl.arange(0, W)[:, None] * 2
+        codes = encode_quad(low0 * fl, low1 * fl, low2 * fl, low3 * fl, random_low, MB, BIAS, STOCHASTIC, HW)
+        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), c, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        codes = encode_quad(high0 * fh, high1 * fh, high2 * fh, high3 * fh, random_high, MB, BIAS, STOCHASTIC, HW)
+        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), c + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        k = tl.arange(0, NB)[:, None]
+        cs = tl.arange(0, W)[None, :] * 2
+        blocks = (R + BLOCK - 1) // BLOCK
+        at_low = scale_ptr + scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST[7])
+        at_high = scale_ptr + scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST[7])
+        if EVEN:
+            tl.store(at_low, stored_low)
+            tl.store(at_high, stored_high)
+        else:
+            tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols))
+            tl.store(at_high, stored_high, mask=(k * BLOCK < rows) & (cs + 1 < cols))
+    else:
+        vl = tl.reshape(tl.broadcast_to(value_low[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+        vh = tl.reshape(tl.broadcast_to(value_high[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+        a, b = quantized_pair(low0 * fl, high0 * fh, random_low, random_high, MB, BIAS, STOCHASTIC, HW)
+        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r, w, rows, cols, C, 16, PAIRS, EVEN)
+        a, b = quantized_pair(low1 * fl, high1 * fh, random_low >> 8, random_high >> 8, MB, BIAS, STOCHASTIC, HW)
+        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 1, w, rows, cols, C, 16, PAIRS, EVEN)
+        a, b = quantized_pair(low2 * fl, high2 * fh, random_low >> 16, random_high >> 16, MB, BIAS, STOCHASTIC, HW)
+        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 2, w, rows, cols, C, 16, PAIRS, EVEN)
+        a, b = quantized_pair(low3 * fl, high3 * fh, random_low >> 24, random_high >> 24, MB, BIAS, STOCHASTIC, HW)
+        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 3, w, rows, cols, C, 16, PAIRS, EVEN)
+
+
+@triton.jit
+def quantize_blocks(
+    x_ptr, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, batch,
+    row_epsilon, column_epsilon, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
+    INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    if ROW is not None:
+        if ROW[6] == CODES and ROW[0] + ROW[1] == 2:
+            row_tile = row_out + row0.to(tl.int64) * ((C + 1) // 2) + col0 // 2
+        else:
+            row_tile = row_out + row0.to(tl.int64) * C + col0
+        quantize_rows(
+            x_tile, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, stride_r, stride_c, row0, col0,
+            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
+        )  # fmt: skip
+    if COLUMN is not None:
+        if COLUMN[6] == VALUES:
+            column_tile = column_out + row0.to(tl.int64) * C + col0
+        elif COLUMN[0] + COLUMN[1] == 2:
+            column_tile = column_out + col0.to(tl.int64) * ((R + 1) // 2) + row0 // 2
+        else:
+            column_tile = column_out + col0.to(tl.int64) * R + row0
+        quantize_columns(
+            x_tile, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C, stride_r, stride_c,
+            row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+        )  # fmt: skip

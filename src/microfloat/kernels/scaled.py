@@ -1,0 +1,201 @@
+"""FP8 casts whose scale spans more than a block: per tensor, per row and column, and 128 x 128 tiles.
+
+One program reads a tile of BM x BN once and writes its codes in both layouts: as they lie, and transposed (FP8 tensor
+cores want the contraction axis contiguous). A thread owns four rows of eight columns, so that both kinds of four
+neighbouring codes are packed in registers; the transposed words are staged in shared memory.
+
+Where the factor comes from (`SOURCE`):
+* GIVEN: an encode factor in device memory (delayed scaling), with the live amax recorded in passing if asked;
+* AMAX: the tensor amax in device memory (current scaling); AXES: the amaxes of rows and of columns;
+* TILE: the amax of the tile itself (BM = BN = the tile of the format).
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    ELEMENTWISE,
+    bits_of,
+    drop_nan,
+    encode_pair,
+    encode_quad,
+    high_half,
+    low_half,
+    magnitude_bits,
+    packed_abs,
+    packed_max,
+    packed_reduce,
+)
+from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
+from microfloat.kernels._scales import fp32_scale
+from microfloat.kernels._tiles import load_pair, store_pairs, store_quads
+from microfloat.kernels.amax import RECORD, publish_amax
+
+GIVEN = tl.constexpr(0)
+AMAX = tl.constexpr(1)
+AXES = tl.constexpr(2)
+TILE = tl.constexpr(3)
+
+
+@triton.jit
+def tile_amax(
+    raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND: tl.constexpr, HW: tl.constexpr
+):
+    """Bits of the largest magnitude of a tile of four row phases, NaN ignored."""
+    if HW and KIND != ELEMENTWISE:
+        m = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, True)
+        n = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, True)
+        m = packed_max(m, n, KIND, True)
+        m = packed_reduce(packed_reduce(packed_reduce(m, 2, KIND, True), 1, KIND, True), 0, KIND, True)
+        return drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+    else:
+        m = tl.maximum(magnitude_bits(low0, True), magnitude_bits(high0, True))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(low1, True), magnitude_bits(high1, True)))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, True), magnitude_bits(high2, True)))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(low3, True), magnitude_bits(high3, True)))
+        return tl.max(tl.max(tl.max(m, 2), 1), 0)
+
+
+@triton.jit
+def cast_tile_rows(
+    out_tile, low, high, factor, r, w, row, word, rows, cols, C, seed_ptr, stream, batch,
+    MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """Codes of one row phase, as they lie."""
+    random = 0
+    if STOCHASTIC:
+        random = pair_bytes(load_seed(seed_ptr), row, word, stream, batch)
+    codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
+    store_pairs(out_tile, codes, r, w, rows, cols, C, 8, PAIRS, EVEN)
+
+
+@triton.jit
+def cast_tile_columns(
+    out_tile, a, b, c, d, factor, column, quad, local_column, rows, cols, R, seed_ptr, stream, batch,
+    MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Codes of one column of every word, transposed."""
+    random = 0
+    if STOCHASTIC:
+        random = column_bytes(load_seed(seed_ptr), column, quad, stream, batch)
+    codes = encode_quad(a * factor, b * factor, c * factor, d * factor, random, MB, BIAS, STOCHASTIC, HW)
+    codes = tl.reshape(tl.permute(codes, [0, 2, 1]), [BN // 2, BM // 4])
+    quads = tl.arange(0, BM // 4)[None, :]
+    store_quads(out_tile, codes, local_column, quads, rows, cols, R, 8, QUADS, EVEN)
+
+
+@triton.jit
+def cast_scaled(
+    x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
+    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    rows = R - row0
+    cols = C - col0
+    if INDEX64:
+        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    t = tl.arange(0, BN // 8)[:, None, None]
+    i = tl.arange(0, BM // 4)[None, :, None]
+    w = t * 4 + tl.arange(0, 4)[None, None, :]
+    r = i * 4
+    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    ANY: tl.constexpr = ROW if ROW is not None else COLUMN
+    MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
+    if RECORDS or SOURCE == TILE:
+        amax = tile_amax(
+            raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW
+        )  # fmt: skip
+        if RECORDS:
+            publish_amax(amax, record_ptr, scratch_ptr, RECORD)
+    if SOURCE == AXES:
+        row_bits = tl.load(source_ptr + row0 + r, mask=r < rows, other=0)
+        scale0, f0 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
+        row_bits = tl.load(source_ptr + row0 + r + 1, mask=r + 1 < rows, other=0)
+        scale1, f1 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
+        row_bits = tl.load(source_ptr + row0 + r + 2, mask=r + 2 < rows, other=0)
+        scale2, f2 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
+        row_bits = tl.load(source_ptr + row0 + r + 3, mask=r + 3 < rows, other=0)
+        scale3, f3 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
+        bits = tl.load(source2_ptr + col0 + 2 * w, mask=2 * w < cols, other=0)
+        scale_low, f_low = fp32_scale(bits, epsilon, MAX, ANY[2])
+        bits = tl.load(source2_ptr + col0 + 2 * w + 1, mask=2 * w + 1 < cols, other=0)
+        scale_high, f_high = fp32_scale(bits, epsilon, MAX, ANY[2])
+        if ROW is not None:
+            if col0 == 0:
+                tl.store(row_scale + row0 + r, scale0, mask=r < rows)
+                tl.store(row_scale + row0 + r + 1, scale1, mask=r + 1 < rows)
+                tl.store(row_scale + row0 + r + 2, scale2, mask=r + 2 < rows)
+                tl.store(row_scale + row0 + r + 3, scale3, mask=r + 3 < rows)
+        if COLUMN is not None:
+            if row0 == 0:
+                tl.store(column_scale + col0 + 2 * w, scale_low, mask=2 * w < cols)
+                tl.store(column_scale + col0 + 2 * w + 1, scale_high, mask=2 * w + 1 < cols)
+    else:
+        if SOURCE == GIVEN:
+            f0 = tl.load(source_ptr)
+            scale0 = tl.div_rn(1.0, f0)
+        elif SOURCE == AMAX:
+            scale0, f0 = fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2])
+        else:
+            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2])
+        f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
+        if SOURCE == TILE:
+            if ROW is not None:
+                tl.store(row_scale + (row0 // BM) * tiles + col0 // BN, scale0)
+            if COLUMN is not None:
+                tl.store(column_scale + (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM, scale0)
+        else:
+            if pid == 0:
+                if ROW is not None:
+                    tl.store(row_scale, scale0)
+                if COLUMN is not None:
+                    tl.store(column_scale, scale0)
+    if ROW is not None:
+        out = row_out + row0.to(tl.int64) * C + col0
+        word = col0 // 2 + w
+        MB: tl.constexpr = ROW[0]
+        BIAS: tl.constexpr = ROW[1]
+        SR: tl.constexpr = ROW[3]
+        cast_tile_rows(
+            out, low0, high0, f0, r, w, row0 + r, word, rows, cols, C, seed_ptr, row_stream, 0,
+            MB, BIAS, SR, PAIRS, EVEN, HW,
+        )  # fmt: skip
+        cast_tile_rows(
+            out, low1, high1, f1, r + 1, w, row0 + r + 1, word, rows, cols, C, seed_ptr, row_stream, 0,
+            MB, BIAS, SR, PAIRS, EVEN, HW,
+        )  # fmt: skip
+        cast_tile_rows(
+            out, low2, high2, f2, r + 2, w, row0 + r + 2, word, rows, cols, C, seed_ptr, row_stream, 0,
+            MB, BIAS, SR, PAIRS, EVEN, HW,
+        )  # fmt: skip
+        cast_tile_rows(
+            out, low3, high3, f3, r + 3, w, row0 + r + 3, word, rows, cols, C, seed_ptr, row_stream, 0,
+            MB, BIAS, SR, PAIRS, EVEN, HW,
+        )  # fmt: skip
+    if COLUMN is not None:
+        out = column_out + col0.to(tl.int64) * R + row0
+        local = tl.arange(0, BN // 2)[:, None] * 2
+        CMB: tl.constexpr = COLUMN[0]
+        CBIAS: tl.constexpr = COLUMN[1]
+        CSR: tl.constexpr = COLUMN[3]
+        cast_tile_columns(
+            out, low0, low1, low2, low3, f_low, col0 + 2 * w, row0 // 4 + i, local, rows, cols, R,
+            seed_ptr, column_stream, 0, CMB, CBIAS, CSR, QUADS, EVEN, HW, BM, BN,
+        )  # fmt: skip
+        cast_tile_columns(
+            out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
+            seed_ptr, column_stream, 0, CMB, CBIAS, CSR, QUADS, EVEN, HW, BM, BN,
+        )  # fmt: skip
