@@ -126,8 +126,7 @@ class Cast:
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
                 "Its one quantization serves both orientations; use a blocked format.",
             )  # fmt: skip
-        chooses_by_error = self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
-        if chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+        if self._chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
                 "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
@@ -153,8 +152,16 @@ class Cast:
 
     @property
     def transposes(self) -> bool:
-        """Whether the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs."""
-        return self.format.transposes and self.hadamard is None and not self.is_stochastic
+        """Whether the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
+
+        Rules that choose by an error do not promise it: rows are summed first, so a near tie may fall the other way.
+        """
+        deterministic = self.hadamard is None and not self.is_stochastic and not self._chooses_by_error
+        return self.format.transposes and deterministic
+
+    @property
+    def _chooses_by_error(self) -> bool:
+        return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
 
 
 def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
