@@ -18,13 +18,15 @@ from microfloat.torch.explain import (
 )
 from microfloat.torch.model_init import quantized_model_init
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.ops import dequantize, quantize, scaled_matmul
 from microfloat.torch.recompute import checkpoint
 from microfloat.torch.scaling import reset_scaling, update_scaling
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Linear", "Placement",
-    "Recipe", "Support", "autocast", "checkpoint", "convert", "explain", "formats", "fp8_autocast",
+    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Linear", "Placement", "QuantizedTensor",
+    "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "formats", "fp8_autocast",
     "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "plain_state_dict", "quantized_model_init", "recipes", "reset_scaling", "revert",
-    "update_scaling",
+    "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes", "reset_scaling", "revert",
+    "scaled_matmul", "update_scaling",
 ]  # fmt: skip

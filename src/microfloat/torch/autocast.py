@@ -7,59 +7,14 @@ the innermost autocast, nothing (high precision). Backward never reads this: it 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Placement, Recipe, from_name, get_default_recipe
-from microfloat.torch import scaling
+from microfloat.torch import backends, scaling
+from microfloat.torch.context import Ambient, ambient, reset_ambient, set_ambient
 
-__all__ = ["Ambient", "Tape", "ambient", "as_recipe", "autocast", "entered"]
-
-
-class Tape:
-    """Encode scales in the order a checkpointed region used them, so that its recomputation uses the same ones."""
-
-    def __init__(self) -> None:
-        self.scales: list[Any] = []
-
-    def replay(self) -> Iterator[Any]:
-        """The recorded entries again, from the first."""
-        return iter(self.scales)
-
-
-@dataclass(frozen=True, eq=False)
-class Ambient:
-    """What one autocast says, plus the delayed-scaling region it belongs to."""
-
-    enabled: bool
-    recipe: Recipe | None
-    calibrating: bool = False
-    group: Any = None
-    backend: str = "auto"
-    region: "scaling.Region | None" = None
-    record_tape: Tape | None = None
-    replay: Iterator[Any] | None = None
-
-
-_AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
-
-
-def ambient() -> Ambient | None:
-    """The innermost autocast of this thread and task, or None."""
-    return _AMBIENT.get()
-
-
-@contextlib.contextmanager
-def entered(state: Ambient | None) -> Iterator[None]:
-    """Make `state` the ambient one for the duration, without opening a delayed-scaling region."""
-    token = _AMBIENT.set(state)
-    try:
-        yield
-    finally:
-        _AMBIENT.reset(token)
+__all__ = ["as_recipe", "autocast"]
 
 
 def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
@@ -100,8 +55,6 @@ class autocast(contextlib.ContextDecorator):
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
                 raise invalid_type(name, type(value), "True or False", "A recipe goes to recipe=.")
-        from microfloat.torch import backends
-
         backends.check_name(backend)
         self._state = Ambient(
             enabled=enabled,
@@ -124,13 +77,13 @@ class autocast(contextlib.ContextDecorator):
                 "level and thread. Create a new autocast(...) for the inner block; sequential reuse is fine."
             )
         try:
-            outer = _AMBIENT.get()
+            outer = ambient()
             region = outer.region if outer is not None else None
             self._opened = None
             if region is None and (self._state.enabled or self._state.calibrating):
                 scaling.flush_backward()
                 region = self._opened = scaling.Region()
-            self._token = _AMBIENT.set(dataclasses.replace(self._state, region=region))
+            self._token = set_ambient(dataclasses.replace(self._state, region=region))
         except BaseException:
             self._busy.release()
             raise
@@ -138,7 +91,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         try:
-            _AMBIENT.reset(self._token)
+            reset_ambient(self._token)
             if self._opened is not None:
                 self._opened.close(completed=kind is None)
         finally:

@@ -20,7 +20,10 @@ from microfloat.recipes import Cast, Delayed, Gemm, Recipe
 from microfloat.torch import scaling
 from microfloat.torch.backends.base import Operand
 
-__all__ = ["LinearCall", "quantized_linear"]
+__all__ = [
+    "STREAM", "LinearCall", "bias_gradient", "linear_backward", "linear_forward", "quantized_linear",
+    "refuse_double_backward",
+]  # fmt: skip
 
 # Counter word `stream` of each operand's random bytes (docs/numerics.md 5.3).
 STREAM = {"x": (0, 5), "w": (1, 3), "dy": (2, 4)}
@@ -61,49 +64,75 @@ def quantized_linear(
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall):
-        recipe, backend = call.recipe, call.backend
         wants_dx, wants_dw = (needed and call.wants_grad for needed in ctx.needs_input_grad[:2])
-        x_MK = x.reshape(-1, x.shape[-1]).to(call.compute_dtype)
-        with _plain_dtypes(x.device.type):
-            x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
-            w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
-            y_MN = _gemm(backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
+        y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
         saver = _Saver()
         ctx.x_column, ctx.w_column = saver.add(x_column), saver.add(w_column)
         ctx.save_for_backward(*saver.tensors)
         ctx.call = call
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.w_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
-        return y_MN.reshape(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotSupportedError(
-                "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single "
-                "backward. Quantization has no second derivative; run this layer under autocast(enabled=False)."
-            )
+        refuse_double_backward()
         (dy,) = gradients
-        call: LinearCall = ctx.call
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
-        dy_MN = dy.reshape(-1, dy.shape[-1])
-        dx = dw = db = None
-        with _plain_dtypes(dy.device.type):
-            dy_row, dy_column = _cast_both(
-                call, "dy", dy_MN,
-                call.recipe.dgrad.lhs if wants_dx else _UNUSED,
-                call.recipe.wgrad.lhs if wants_dw else _UNUSED,
-            )  # fmt: skip
-            if wants_dx:
-                w_column = _Saver.restore(ctx.w_column, saved)
-                dx = _gemm(call.backend, call.recipe.dgrad, dy_row, w_column, None, ctx.x_dtype).reshape(ctx.x_shape)
-            if wants_dw:
-                x_column = _Saver.restore(ctx.x_column, saved)
-                dw = _gemm(call.backend, call.recipe.wgrad, dy_column, x_column, None, ctx.w_dtype)
-            if wants_db:
-                db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None
+        x_column = _Saver.restore(ctx.x_column, saved) if wants_dw else None
+        w_column = _Saver.restore(ctx.w_column, saved) if wants_dx else None
+        dx, dw = linear_backward(ctx.call, dy, x_column, w_column, ctx.x_dtype, ctx.w_dtype)
+        db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
+        return None if dx is None else dx.reshape(ctx.x_shape), dw, db, None
+
+
+def refuse_double_backward() -> None:
+    """Raise NotSupportedError where backward is itself being differentiated."""
+    if torch.is_grad_enabled():
+        raise NotSupportedError(
+            "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single backward. "
+            "Quantization has no second derivative; run this layer under autocast(enabled=False)."
+        )
+
+
+def linear_forward(
+    call: LinearCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
+) -> tuple[torch.Tensor, AnyOperand | None, AnyOperand | None]:
+    """fprop. Returns y [..., N], and what backward needs: x.T for wgrad and w.T for dgrad (None if not wanted)."""
+    recipe = call.recipe
+    x_MK = x.reshape(-1, x.shape[-1]).to(call.compute_dtype)
+    with _plain_dtypes(x.device.type):
+        x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
+        w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
+        y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
+    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), x_column, w_column
+
+
+def linear_backward(
+    call: LinearCall, dy: torch.Tensor, x_column: AnyOperand | None, w_column: AnyOperand | None,
+    x_dtype: torch.dtype, w_dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """dgrad and wgrad, each where its other operand is given: (dx [M, K], dw [N, K])."""
+    recipe, backend = call.recipe, call.backend
+    dy_MN = dy.reshape(-1, dy.shape[-1])
+    dx = dw = None
+    with _plain_dtypes(dy.device.type):
+        dy_row, dy_column = _cast_both(
+            call, "dy", dy_MN,
+            _UNUSED if w_column is None else recipe.dgrad.lhs,
+            _UNUSED if x_column is None else recipe.wgrad.lhs,
+        )  # fmt: skip
+        if w_column is not None:
+            dx = _gemm(backend, recipe.dgrad, dy_row, w_column, None, x_dtype)
+        if x_column is not None:
+            dw = _gemm(backend, recipe.wgrad, dy_column, x_column, None, w_dtype)
+    return dx, dw
+
+
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``db = sum over rows of dy``, summed in float32 from the unquantized dy and rounded once."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 class _Unused:
@@ -141,15 +170,14 @@ def _delayed_scale(
     if cast is None:
         return None
     layer = call.layer() if call.layer is not None else None
-    if slot == "dy":
+    scale = call.scales.get(slot)
+    if scale is None:  # dy's scale is read when backward runs: forward could not know it
         if layer is None:
             raise NotSupportedError(
                 "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
                 "Keep the model alive until backward is done."
             )
         scale = scaling.encode_scale(layer, slot)
-    else:
-        scale = call.scales[slot]
     if call.records and layer is not None:
         amax = call.backend.amax(tensor)
         scaling.record(layer, slot, amax, cast.scaling, cast.format.element, group=call.group, region=call.region)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.utils.checkpoint as torch_checkpoint
 
 from microfloat.errors import invalid_type
-from microfloat.torch.autocast import Ambient, Tape, ambient, entered
+from microfloat.torch.context import Ambient, Tape, ambient, entered
 
 __all__ = ["checkpoint"]
 

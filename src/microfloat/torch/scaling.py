@@ -6,6 +6,7 @@ outside any is its own region. Forward slots update when a region closes; dy, wh
 updates at the next opening, at a read of the state, or by `update_scaling` (docs/numerics.md 3.3).
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from microfloat.errors import NotSupportedError
 from microfloat.formats import ElementFormat
-from microfloat.recipes import Delayed
+from microfloat.recipes import Cast, Delayed
 
 __all__ = [
     "SLOTS", "Region", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward", "flush_layer",
-    "has_buffers", "previous_scale", "record", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
+    "has_buffers", "number_layer", "previous_scale", "record", "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -40,6 +42,11 @@ class _Pending:
 # Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
 _PENDING: "weakref.WeakKeyDictionary[nn.Module, dict[str, _Pending]]" = weakref.WeakKeyDictionary()
 _PREVIOUS: "weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]]" = weakref.WeakKeyDictionary()
+# The region and reduction group of each layer's latest compiled forward, for the amax that its backward records.
+_COMPILED: "weakref.WeakKeyDictionary[nn.Module, tuple[Region, Any]]" = weakref.WeakKeyDictionary()
+# Layers by number, so that an operator of compiled code, which takes no objects, finds the state of its layer.
+_NUMBERED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 # Layers whose dy may be pending, per thread: the next outermost autocast of the same thread rolls them together.
 _LOCAL = threading.local()
 
@@ -91,6 +98,14 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
             if keep:
                 fitted[-keep:] = history[-keep:]
             layer._buffers[history_name] = fitted
+    number_layer(layer)
+
+
+def number_layer(layer: nn.Module) -> None:
+    """Give `layer` a number of its own, under which `record_compiled` finds it."""
+    if _NUMBERED.get(layer.__dict__.get("_number", -1)) is not layer:
+        layer._number = next(_NUMBERS)  # type: ignore[assignment]
+        _NUMBERED[layer._number] = layer  # type: ignore[index]
 
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -105,10 +120,10 @@ def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def record(
     layer: nn.Module, slot: str, amax: torch.Tensor, delayed: Delayed, element: ElementFormat,
-    *, group: Any = None, region: Region | None = None,
+    *, group: Any = None, region: Region | None = None, history: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """``history[0] = max(history[0], amax)`` in place; a non-finite amax records nothing (docs/numerics.md 3.3)."""
-    live = layer._buffers[buffer_names(slot)[1]][0]
+    live = (layer._buffers[buffer_names(slot)[1]] if history is None else history)[0]
     with torch.no_grad():
         live.copy_(torch.where(torch.isfinite(amax), torch.maximum(live, amax), live))
     _PENDING.setdefault(layer, {})[slot] = _Pending(delayed, element, group, region)
@@ -116,6 +131,25 @@ def record(
         region.add(layer)
         # Noted here and not in backward, which may run on another thread of the autograd engine.
         _LOCAL.__dict__.setdefault("waiting", weakref.WeakKeyDictionary())[layer] = True
+
+
+def record_compiled(
+    number: int, history: torch.Tensor, slot: str, amax: torch.Tensor, cast: Cast, region: Region | None, group: Any
+) -> None:
+    """`record` for compiled code: the layer by number, dy under the region of the layer's latest forward."""
+    layer = _NUMBERED.get(number)
+    if layer is None:
+        raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
+    if slot == "dy":
+        region, group = _COMPILED.get(layer, (region, group))
+    elif region is None:
+        raise NotSupportedError(
+            "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an enclosing "
+            "one, because its exit is what updates the scales. Call the compiled function inside `with autocast():`."
+        )
+    else:
+        _COMPILED[layer] = (region, group)
+    record(layer, slot, amax, cast.scaling, cast.format.element, group=group, region=region, history=history)  # type: ignore[arg-type]
 
 
 def update_delayed_(

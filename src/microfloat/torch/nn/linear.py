@@ -11,10 +11,13 @@ from torch import nn
 from microfloat.errors import CheckpointError, invalid_type, invalid_value
 from microfloat.recipes import Delayed, Recipe
 from microfloat.torch import backends, scaling
-from microfloat.torch.autocast import Ambient, ambient, as_recipe
+from microfloat.torch.autocast import as_recipe
+from microfloat.torch.compiled import compiled_linear
+from microfloat.torch.context import Ambient, ambient
 from microfloat.torch.linear import LinearCall, quantized_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.seeds import draw_seed
+from microfloat.torch.tokens import token_of
 
 __all__ = ["UNPINNED", "Linear"]
 
@@ -52,6 +55,8 @@ class Linear(nn.Linear):
 
     pinned: Any = UNPINNED
     backend: str = "auto"
+    _pin_token: str | None = None
+    _number: int = -1
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
@@ -69,6 +74,7 @@ class Linear(nn.Linear):
     def pin(self, recipe: Recipe | str | None) -> "Linear":
         """Fix the recipe of this layer (None = high precision); it wins over the autocast's."""
         self.pinned = None if recipe is None else as_recipe(recipe)
+        self._pin_token = token_of(self.pinned)
         self._drop_weight_cache()
         if self.pinned is not None and self.pinned.is_delayed:
             scaling.ensure_buffers(self, _delayed_of(self.pinned))
@@ -77,6 +83,7 @@ class Linear(nn.Linear):
     def unpin(self) -> "Linear":
         """Follow the ambient autocast again."""
         self.pinned = UNPINNED
+        self._pin_token = None
         self._drop_weight_cache()
         return self
 
@@ -94,6 +101,8 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
         codes if the weight is unchanged; None (default): keep nothing."""
+        if torch.compiler.is_compiling():
+            return compiled_linear(self, x)
         state = ambient()
         recipe = self._resolve(state)
         if recipe is None:
@@ -192,8 +201,16 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        state.pop("_weight_cache", None)
+        for name in ("_weight_cache", "_number", "_pin_token"):
+            state.pop(name, None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.pinned is not UNPINNED:
+            self._pin_token = token_of(self.pinned)
+        if scaling.has_buffers(self):
+            scaling.number_layer(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""

@@ -1,0 +1,267 @@
+"""The quantized linear under torch.compile: one opaque operator forward, one backward, plain tensors between them.
+
+Compiled code cannot read the context variable of `autocast`. It reads a string instead that mirrors the innermost
+autocast of whichever thread entered or left one last, and that Dynamo guards; when the operator runs, it compares with
+the true context of its caller and raises where they differ, so a stale recipe never runs in silence (DESIGN, law 6).
+Recipes pinned by `convert` need no mirror; for them only an ``autocast(enabled=False)`` island is checked.
+
+Legend: M = rows of x, K = in features, N = out features.
+"""
+
+from typing import Any
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.formats import ScaledFormat
+from microfloat.recipes import Cast, Delayed, Hadamard, Recipe
+from microfloat.recipes.core import OPERANDS
+from microfloat.torch import backends, context, scaling, tokens
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.linear import (
+    LinearCall,
+    bias_gradient,
+    linear_backward,
+    linear_forward,
+    refuse_double_backward,
+)
+from microfloat.torch.seeds import draw_seed
+
+__all__ = ["compiled_linear"]
+
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define(
+    "linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, str token, "
+    "bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw) -> Tensor[]"
+)
+_library.define(
+    "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, str token, "
+    "str backend, ScalarType compute, bool wants_dx, bool wants_dw) -> Tensor[]"
+)
+_library.define("record_amax_(Tensor(a!) history, Tensor value, str token, str slot, int layer, str backend) -> ()")
+# The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
+# draws of two layers, which would give each the other's noise.
+_library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+_library.define("check_autocast_(Tensor(a!) marker, str token) -> ()")
+
+# What the check of a plain layer mutates, so that no compiler drops the check.
+MARKER = torch.zeros(1)
+
+
+def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
+    token, pinned = layer._pin_token, layer._pin_token is not None
+    mirror = context.MIRROR
+    if mirror == context.ISLAND:
+        token = tokens.PLAIN
+    elif not pinned:
+        token = mirror
+    if token == tokens.PLAIN:
+        if not pinned or mirror == context.ISLAND:
+            torch.ops.microfloat.check_autocast_(MARKER, mirror)
+        return layer._plain(x)
+    layer._check_input(x)
+    compute = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        compute = torch.get_autocast_dtype(x.device.type)
+    seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
+    state: tuple[Any, ...] = (None, None, None, None)
+    if tokens.is_delayed(token):
+        if not scaling.has_buffers(layer):
+            raise NotSupportedError(
+                "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
+                "Convert the model with the DelayedScaling recipe first, or run one step in eager mode."
+            )
+        state = (
+            layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
+            layer.scaling_dy_amax_history,
+        )  # fmt: skip
+        if torch.is_grad_enabled():
+            record = torch.ops.microfloat.record_amax_
+            record(layer.scaling_x_amax_history, x, token, "x", layer._number, layer.backend)
+            record(layer.scaling_w_amax_history, layer.weight, token, "w", layer._number, layer.backend)
+    return _CompiledLinear.apply(
+        x, layer.weight, layer.bias, seed, *state, token, pinned, layer.backend, compute,
+        layer._number, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+class _CompiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, dy_scale: Any,
+        dy_history: Any, token: str, pinned: bool, backend: str, compute: torch.dtype, number: int, wants_grad: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        wants_dx, wants_dw = x.requires_grad and wants_grad, weight.requires_grad and wants_grad
+        y, *saved = torch.ops.microfloat.linear_forward(
+            x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw
+        )
+        ctx.save_for_backward(x, weight, seed, dy_scale, dy_history, *saved)
+        ctx.settings = (token, backend, compute, wants_dx, wants_dw, number)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if not torch.compiler.is_compiling():
+            refuse_double_backward()
+        x, weight, seed, dy_scale, dy_history, *saved = ctx.saved_tensors
+        token, backend, compute, wants_dx, wants_dw, number = ctx.settings
+        scale = None
+        if dy_history is not None and (wants_dx or wants_dw):
+            scale = dy_scale.clone()
+            torch.ops.microfloat.record_amax_(dy_history, dy, token, "dy", number, backend)
+        gradients = torch.ops.microfloat.linear_backward(
+            dy, x, weight, saved, seed, scale, token, backend, compute, wants_dx, wants_dw
+        )
+        dx, dw = gradients[0] if wants_dx else None, gradients[-1] if wants_dw else None
+        db = bias_gradient(dy, ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        return (dx, dw, db, *(None,) * 11)
+
+
+def _call(token: str, backend: str, device: torch.device, compute: torch.dtype, seed: Any) -> LinearCall:
+    # Not forced on a fake device: shapes of saved operands are those of the same backend on the real one.
+    module = backends.choose(backend, device)
+    return LinearCall(tokens.recipe_of(token), module, compute, seed=seed)
+
+
+def _linear_forward(
+    x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    _check_caller(token, pinned)
+    call = _call(token, backend, x.device, compute, seed)
+    call.scales = {"x": x_scale, "w": w_scale}
+    recipe = call.recipe
+    y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
+    saved = []
+    for operand, cast in ((x_column, recipe.wgrad.rhs), (w_column, recipe.dgrad.rhs)):
+        if operand is not None and cast is not None:
+            saved += operand_tensors(operand)
+    # Outputs of an operator may not share memory with its inputs or with each other.
+    return [y, *(tensor.clone() if tensor._is_view() else tensor for tensor in saved)]
+
+
+def _linear_backward(
+    dy: Any, x: Any, weight: Any, saved: list[torch.Tensor], seed: Any, dy_scale: Any, token: str, backend: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    call = _call(token, backend, dy.device, compute, seed)
+    call.scales = {"dy": dy_scale}
+    recipe, rest = call.recipe, list(saved)
+    x_column = w_column = None
+    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
+    if wants_dw:
+        x_column = x.reshape(-1, in_features).to(compute).t()
+        if recipe.wgrad.rhs is not None:
+            x_column = _take_operand(rest, recipe.wgrad.rhs, in_features, rows)
+    if wants_dx:
+        w_column = weight.to(compute).t()
+        if recipe.dgrad.rhs is not None:
+            w_column = _take_operand(rest, recipe.dgrad.rhs, in_features, out_features)
+    dx, dw = linear_backward(call, dy, x_column, w_column, x.dtype, weight.dtype)
+    return [gradient for gradient in (None if dx is None else dx.reshape(x.shape), dw) if gradient is not None]
+
+
+def _check_caller(token: str, pinned: bool) -> None:
+    """Raise where the recipe that was compiled is not the one that this thread's autocast asks for."""
+    state = context.ambient()
+    island = state is not None and not state.enabled
+    actual = tokens.PLAIN if island else token if pinned else tokens.token_of(state.recipe if state else None)
+    if actual != token:
+        raise NotSupportedError(
+            "autocast: got compiled code of another recipe than this thread's autocast asks for, because several "
+            "threads entered different autocasts around one compiled function. Pin the recipes with "
+            "microfloat.torch.convert, or give each thread its own compiled function."
+        )
+
+
+def _check_autocast_(marker: torch.Tensor, token: str) -> None:
+    if context.mirror_of(context.ambient()) != token:
+        _check_caller("another recipe", False)
+
+
+def _record_amax_(history: torch.Tensor, value: torch.Tensor, token: str, slot: str, layer: int, backend: str) -> None:
+    casts = tokens.recipe_of(token).casts.items()
+    cast = next((cast for key, cast in casts if OPERANDS[key] == slot and _is_delayed(cast)), None)
+    if cast is None or value.numel() == 0:
+        return
+    amax = backends.choose(backend, value.device).amax(value.reshape(-1, value.shape[-1]))
+    state = context.ambient()
+    region, group = (state.region, state.group) if state is not None else (None, None)
+    scaling.record_compiled(layer, history, slot, amax, cast, region, group)
+
+
+def _is_delayed(cast: Cast | None) -> bool:
+    return cast is not None and isinstance(cast.scaling, Delayed)
+
+
+def operand_tensors(operand: Operand) -> list[torch.Tensor]:
+    """The tensors of an operand, in the order in which `_take_operand` reads them."""
+    tensors = [operand.codes, operand.scale]
+    return tensors if operand.tensor_scale is None else [*tensors, operand.tensor_scale]
+
+
+def _has_tensor_scale(cast: Cast) -> bool:
+    return cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
+
+
+def _take_operand(tensors: list[torch.Tensor], cast: Cast, rows: int, length: int) -> Operand:
+    codes, scale = tensors.pop(0), tensors.pop(0)
+    tensor_scale = tensors.pop(0) if _has_tensor_scale(cast) else None
+    return Operand(codes, scale, tensor_scale, cast.format, rows, length, cast.hadamard)
+
+
+def _fake_operand(cast: Cast, rows: Any, length: Any, like: torch.Tensor) -> list[torch.Tensor]:
+    """Empty tensors of the shapes of docs/numerics.md 7.1 for an operand [rows, length]."""
+    fmt: ScaledFormat = cast.format
+    hadamard: Hadamard | None = cast.hadamard
+    stored = -(-length // 16) * 16 if hadamard else length
+    width = -(-stored // 2) if fmt.element.bits == 4 else stored
+    code_dtype = torch.uint8
+    if fmt.element.bits == 8:
+        code_dtype = torch.float8_e4m3fn if fmt.element.name == "E4M3" else torch.float8_e5m2
+    block_rows, block_columns = fmt.block
+    if fmt.is_per_tensor:
+        scale_shape: tuple[Any, ...] = ()
+    else:
+        scale_shape = (-(-rows // block_rows), 1 if block_columns is None else -(-stored // block_columns))
+    scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
+    tensors = [like.new_empty((rows, width), dtype=code_dtype), like.new_empty(scale_shape, dtype=scale_dtype)]
+    if _has_tensor_scale(cast):
+        tensors.append(like.new_empty((rows, 1) if fmt.tensor_scale == "row" else (), dtype=torch.float32))
+    return tensors
+
+
+def _fake_forward(
+    x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    recipe: Recipe = tokens.recipe_of(token)
+    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
+    outputs = [x.new_empty((*x.shape[:-1], out_features), dtype=compute)]
+    if wants_dw and recipe.wgrad.rhs is not None:
+        outputs += _fake_operand(recipe.wgrad.rhs, in_features, rows, x)
+    if wants_dx and recipe.dgrad.rhs is not None:
+        outputs += _fake_operand(recipe.dgrad.rhs, in_features, out_features, x)
+    return outputs
+
+
+def _fake_backward(
+    dy: Any, x: Any, weight: Any, saved: Any, seed: Any, dy_scale: Any, token: str, backend: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    wanted = ((wants_dx, x), (wants_dw, weight))
+    return [tensor.new_empty(tensor.shape) for is_wanted, tensor in wanted if is_wanted]
+
+
+_library.impl("linear_forward", _linear_forward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", _linear_backward, "CompositeExplicitAutograd")
+_library.impl("draw_seed_for", lambda x: draw_seed(x.device), "CompositeExplicitAutograd")
+_library.impl("record_amax_", _record_amax_, "CompositeExplicitAutograd")
+_library.impl("check_autocast_", _check_autocast_, "CompositeExplicitAutograd")
+torch.library.register_fake("microfloat::linear_forward", _fake_forward, lib=_library)
+torch.library.register_fake("microfloat::linear_backward", _fake_backward, lib=_library)
+torch.library.register_fake("microfloat::draw_seed_for", lambda x: x.new_empty(2, dtype=torch.int64), lib=_library)
+torch.library.register_fake("microfloat::record_amax_", lambda *_: None, lib=_library)
+torch.library.register_fake("microfloat::check_autocast_", lambda *_: None, lib=_library)

@@ -1,0 +1,182 @@
+"""torch.compile(fullgraph=True): the bits of eager mode, no stale recipe, no recompilation, state and seeds at run time."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.recipes import (  # noqa: E402
+    RECIPES,
+    CustomRecipe,
+    DelayedScaling,
+    Float8RowScaling,
+    Gemm,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+
+# What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, **options):
+    # aot_eager traces, functionalizes and partitions like inductor, without a C++ compiler run per test.
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def step(function, layer, x):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    torch.manual_seed(7)
+    y = function(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+
+
+CASES = {
+    **{name: maker() for name, maker in RECIPES.items() if name != "delayed"},
+    "gw_hp": Float8RowScaling(wgrad="high_precision"),
+    "one_none": CustomRecipe(Gemm(None, "nvfp4_2d"), Gemm("mxfp8", None), Gemm(None, None)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:
+    layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=CASES[name])
+    x = torch.randn(2, 9, 40, dtype=torch.bfloat16)
+    expected = step(layer, layer, x)
+    actual = step(compiled(layer), layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_model_gives_the_bits_of_eager(backend: str) -> None:
+    # ReLU and no bias: Inductor's own GELU and sums differ from eager's in the last bit, which casts would magnify.
+    shapes = ((32, 48), (48, 32))
+    layers = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
+    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
+    mf.convert(model, NVFP4BlockScaling())
+    x = torch.randn(16, 32)
+
+    def run(function) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+        gradients = [layer.weight.grad for layer in layers]
+        model.zero_grad()
+        return [y, leaf.grad, *gradients]
+
+    expected = run(model)
+    actual = run(torch.compile(model, fullgraph=True, backend=backend))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:
+    layer = mf.Linear(32, 16)
+    function = compiled(layer)
+    x = torch.randn(8, 32)
+    for recipe in (MXFP8BlockScaling(), MXFP4BlockScaling(), None, NVFP4BlockScaling(), MXFP8BlockScaling()):
+        if recipe is None:
+            expected, actual = step(layer, layer, x), step(function, layer, x)
+        else:
+            with mf.autocast(recipe=recipe):
+                expected, actual = step(layer, layer, x), step(function, layer, x)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_second_thread_gets_its_own_recipe_or_an_error_but_never_a_stale_one() -> None:
+    layer = mf.Linear(32, 16)
+    function = compiled(layer)
+    x = torch.randn(8, 32)
+    results: dict[str, object] = {}
+
+    def alone() -> None:
+        with mf.autocast(recipe=MXFP4BlockScaling()):
+            results["alone"] = torch.equal(function(x), layer(x))
+
+    def beside() -> None:
+        try:
+            results["beside"] = torch.equal(function(x), layer(x))
+        except Exception as error:
+            results["beside"] = "several threads" in str(error)
+
+    with mf.autocast(recipe=MXFP8BlockScaling()):
+        function(x)
+    for worker in (alone, beside):
+        if worker is beside:
+            with mf.autocast(recipe=MXFP8BlockScaling()):
+                thread = threading.Thread(target=worker)
+                thread.start()
+                thread.join()
+        else:
+            thread = threading.Thread(target=worker)
+            thread.start()
+            thread.join()
+    assert results == {"alone": True, "beside": True}
+
+
+def test_island_around_a_compiled_pinned_layer() -> None:
+    layer = mf.Linear(32, 16, recipe=MXFP8BlockScaling())
+    function = compiled(layer)
+    x = torch.randn(8, 32)
+    quantized = function(x)
+    with mf.autocast(enabled=False):
+        plain = function(x)
+    assert torch.equal(plain, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert torch.equal(function(x), quantized)
+    assert not torch.equal(plain, quantized)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed"])
+def test_no_recompilation_per_step_or_for_equal_recipes(name: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = mf.Linear(32, 16, recipe=DelayedScaling(amax_history_len=4) if name == "delayed" else None)
+    function = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for index in range(12):
+        recipe = DelayedScaling(amax_history_len=4) if name == "delayed" else RECIPES[name]()
+        with mf.autocast(recipe=recipe):
+            y = function(torch.randn((8, 12, 20)[index % 3], 32))
+        y.sum().backward()
+        with torch.no_grad():
+            layer.weight.sub_(layer.weight.grad, alpha=0.01)
+        if index == 2:
+            after_first_round = counter.frame_count
+    assert counter.frame_count == after_first_round
+
+
+def test_delayed_scaling_state_is_that_of_eager() -> None:
+    states = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        layer = mf.Linear(16, 8, recipe=DelayedScaling(amax_history_len=3))
+        function = compiled(layer) if compile_it else layer
+        outputs = []
+        for index in range(4):
+            x = torch.randn(4, 16) * 2.0**index
+            with mf.autocast(recipe=DelayedScaling(amax_history_len=3)):
+                y = function(x)
+            y.square().sum().backward()
+            outputs.append(y.detach())
+        states.append([*outputs, layer.weight.grad, *layer.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
+    layer = mf.Linear(16, 8, recipe=DelayedScaling())
+    with pytest.raises(Exception, match="Call the compiled function inside"):
+        compiled(layer)(torch.randn(4, 16))
