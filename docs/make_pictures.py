@@ -1,0 +1,189 @@
+"""Draw the pictures of the documentation from the library's own tables: python docs/make_pictures.py
+
+Every line, block and label comes from `microfloat.formats` and `microfloat.recipes`, so a changed format changes its
+picture. Files go to docs/pictures; give another folder as the only argument.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from microfloat import reference
+from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, decode
+
+FOLDER = Path(__file__).parent / "pictures"
+# Okabe and Ito's palette, which stays apart for colour-blind readers.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
+
+
+def magnitudes(element: ElementFormat) -> np.ndarray:
+    """All finite values >= 0."""
+    values = decode(np.arange(element.sign_code, dtype=np.uint8), element)
+    return values[np.isfinite(values)].astype(np.float64)
+
+
+def number_lines() -> Figure:
+    """Every value of every element format: on a line up to its maximum, and over powers of two."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    linear, binary = figure.subplots(1, 2)
+    for row, element in enumerate(reversed(ELEMENTS.values())):
+        values = magnitudes(element)
+        normal = values >= element.min_normal
+        for axes, position in ((linear, values / element.max), (binary, np.log2(np.maximum(values, 2.0**-40)))):
+            for mask, color in ((normal, BLUE), (~normal & (values > 0), ORANGE)):
+                axes.vlines(position[mask], row - 0.32, row + 0.32, color=color, linewidth=0.9)
+        linear.vlines(0, row - 0.32, row + 0.32, color="black", linewidth=1.2)
+        binary.text(
+            np.log2(element.max) + 0.7, row, f"{len(values)} magnitudes\nmax {element.max:g}", va="center", size=8
+        )
+    for axes in (linear, binary):
+        axes.set_yticks(range(len(ELEMENTS)), list(reversed(ELEMENTS)))
+        axes.tick_params(left=False)
+        axes.set_ylim(-0.6, len(ELEMENTS) - 0.4)
+        for side in ("left", "right", "top"):
+            axes.spines[side].set_visible(False)
+    linear.set(
+        xlabel="value / maximum", title="how dense: evenly spaced inside a power of two, twice as far in the next"
+    )
+    binary.set(xlabel="log2 of the value", title="how wide: exponent bits buy range", xlim=(-17.5, 21))
+    binary.plot([], [], color=BLUE, label="normal")
+    binary.plot([], [], color=ORANGE, label="subnormal")
+    binary.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def blocks() -> Figure:
+    """Which elements share a scale: the scales that one and the same matrix gets under eight formats."""
+    names = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
+    x_RC = example_matrix(160, 256)
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    for axes, name in zip(figure.subplots(2, 4).flat, names, strict=True):
+        fmt = FORMATS[name]
+        image = axes.imshow(scale_picture(x_RC, fmt), cmap="viridis", aspect="equal", interpolation="nearest")
+        image.set_clim(-3.5, 6.5)
+        draw_grid(axes, fmt, x_RC.shape)
+        axes.set_title(
+            f"{name}: {fmt.element}, {fmt.block_text}\n{bits_per_element(fmt):.4g} bits per element", size=9.5
+        )
+        axes.set(xticks=[], yticks=[])
+    figure.axes[0].set_ylabel("rows")
+    figure.axes[4].set(ylabel="rows")
+    for axes in figure.axes[4:]:
+        axes.set_xlabel("contraction axis")
+    bar = figure.colorbar(image, ax=figure.axes, shrink=0.75, pad=0.01)
+    bar.set_label("log2 of the largest value that the block's scale allows")
+    return figure
+
+
+def example_matrix(rows: int, cols: int) -> np.ndarray:
+    """Gaussian data whose magnitude drifts along both axes, with a few outlier columns."""
+    random = np.random.default_rng(1)
+    x_RC = random.normal(size=(rows, cols)) * 2.0 ** (1.5 * np.sin(np.arange(rows) / 25))[:, None]
+    x_RC *= 2.0 ** (1.2 * np.cos(np.arange(cols) / 40))
+    x_RC[:, random.integers(cols, size=3)] *= 12
+    return x_RC.astype(np.float32)
+
+
+def scale_picture(x_RC: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
+    """Per element: log2(element max x scale x tensor scale), read off the oracle's scales."""
+    ones = reference.Quantized(*ones_with_scales_of(reference.quantize(x_RC, fmt)), fmt, 1, x_RC.shape)
+    return np.log2(reference.dequantize(ones) * fmt.element.max)
+
+
+def ones_with_scales_of(q: reference.Quantized) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The parts of a tensor of ones under the scales of `q`, so that dequantizing it shows the scales."""
+    element = q.format.element
+    one = np.uint8(element.bias << element.mantissa_bits)
+    codes = np.full((q.rows, q.length), one)
+    packed = reference.pack_fp4(codes) if element.codes_per_byte == 2 else codes
+    return packed, q.scale, q.tensor_scale
+
+
+def draw_grid(axes: Axes, fmt: ScaledFormat, shape: tuple[int, int]) -> None:
+    """Block boundaries, where they are far enough apart to be seen."""
+    for size, extent, line in zip(fmt.block, shape, (axes.axhline, axes.axvline), strict=True):
+        if size is not None and size >= 16:
+            for position in range(size, extent, size):
+                line(position - 0.5, color="white", linewidth=0.7)
+
+
+def bits_per_element(fmt: ScaledFormat) -> float:
+    """Element bits plus the share of the block's scale; whole-row and whole-tensor scales count nothing."""
+    rows, cols = fmt.block
+    return fmt.element.bits + (fmt.scale.bits / (rows * cols) if rows and cols else 0.0)
+
+
+# name -> (equation, contracted axis, operands as the GEMM reads them: (label, rows, columns), result)
+GEMM_PICTURES = {
+    "fprop": ("y = x @ w.T", "K", (("x", "M", "K"), ("w", "N", "K")), ("y", "M", "N")),
+    "dgrad": ("dx = dy @ w", "N", (("dy", "M", "N"), ("w.T", "K", "N")), ("dx", "M", "K")),
+    "wgrad": ("dw = dy.T @ x", "M", (("dy.T", "N", "M"), ("x.T", "K", "M")), ("dw", "N", "K")),
+}
+EXTENT = {"M": 2.4, "N": 1.8, "K": 1.2}
+TENSOR_COLORS = {"x": BLUE, "w": GREEN, "d": ORANGE}
+GAP = 1.0
+
+
+def three_gemms() -> Figure:
+    """The three products of a linear layer: every operand in its operand form, blocks along the contracted axis."""
+    figure = Figure(figsize=(12, 2.5))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.88, bottom=0.12, wspace=0.02)
+    for axes, (name, (equation, contracted, operands, result)) in zip(
+        figure.subplots(1, 3), GEMM_PICTURES.items(), strict=True
+    ):
+        left = 0.0
+        for operand, sign in zip(operands, ("@", "="), strict=True):
+            left = draw_operand(axes, left, *operand)
+            if sign == "=":
+                axes.text(left + 0.06, 0.02, "T", size=12, weight="bold")
+            axes.text(left + 0.42, -0.9, sign, ha="center", va="center", size=15)
+            left += GAP
+        draw_matrix(axes, left, *result, GREY)
+        axes.set_title(f"{name}: {equation}, contracts {contracted}", size=12)
+        axes.set(xlim=(-0.5, 8.2), ylim=(-2.75, 0.78), aspect="equal")
+        axes.axis("off")
+    figure.text(
+        0.5, 0.03, "Operands as the GEMM reads them, the contracted axis last. Stripes are blocks that share a scale: "
+        "x, w and dy are each quantized along two axes.", ha="center", size=10,
+    )  # fmt: skip
+    return figure
+
+
+def draw_operand(axes: Axes, left: float, label: str, rows: str, cols: str) -> float:
+    """A matrix striped by its blocks, with an arrow along the contracted axis; returns its right edge."""
+    height, width, color = EXTENT[rows], EXTENT[cols], TENSOR_COLORS[label[0]]
+    for top in np.arange(0.0, height - 1e-9, 0.15):
+        for start in np.arange(0.0, width - 1e-9, 0.6):
+            corner = left + start + 0.02, -top - 0.13
+            axes.add_patch(Rectangle(corner, 0.56, 0.11, facecolor=color, alpha=0.55, edgecolor="none"))
+    arrow = FancyArrowPatch((left, -height - 0.16), (left + width, -height - 0.16), arrowstyle="<->", color=color)
+    arrow.set_mutation_scale(9)
+    axes.add_patch(arrow)
+    return draw_matrix(axes, left, label, rows, cols, color)
+
+
+def draw_matrix(axes: Axes, left: float, label: str, rows: str, cols: str, color: str) -> float:
+    """A matrix with its top at y = 0, its name and its extents; returns its right edge."""
+    height, width = EXTENT[rows], EXTENT[cols]
+    corner = left, -height
+    axes.add_patch(Rectangle(corner, width, height, facecolor=color, alpha=0.15, edgecolor="none"))
+    axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=color, linewidth=1.6))
+    axes.text(left + width / 2, 0.52, label, ha="center", va="center", size=12, color=color, weight="bold")
+    axes.text(left + width / 2, 0.16, cols, ha="center", va="center", size=9)
+    axes.text(left - 0.18, -height / 2, rows, ha="center", va="center", size=9)
+    return left + width
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write the three pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for draw in (number_lines, blocks, three_gemms):
+        draw().savefig(folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:2]))

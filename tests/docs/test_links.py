@@ -1,0 +1,54 @@
+"""Links between the pages resolve, headings included; the pictures can be drawn again and are small."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.docs.test_code_blocks import PAGES, ROOT
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LARGEST_PICTURE = 150_000  # bytes
+
+
+def anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page):
+    """Yield the links of a page that lead nowhere; addresses on the network are not looked up."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            yield link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert not list(broken(page))
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[x](#a-b-c) [y](#nope) ![z](no.png) [w](https://example.com)\n```\n[q](none)\n```\n")
+    assert list(broken(page)) == ["#nope", "no.png"]
+
+
+def test_every_picture_can_be_drawn_again(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(tmp_path)
+    committed = sorted((ROOT / "docs" / "pictures").iterdir())
+    assert [path.name for path in committed] == sorted(path.name for path in tmp_path.iterdir())
+    for path in [*committed, *tmp_path.iterdir()]:
+        assert path.read_bytes()[:4] == b"\x89PNG"
+        assert path.stat().st_size < LARGEST_PICTURE
