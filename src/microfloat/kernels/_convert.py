@@ -328,7 +328,8 @@ def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
         value = tl.where(magnitude == 0x7F, float("nan"), value)
     if BIAS == 15:
         value = tl.where(magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value))
-    return tl.where((code & SIGN) != 0, -value, value)
+    SHIFT: tl.constexpr = 24 if BIAS >= 7 else (28 if MB + BIAS == 2 else 26)
+    return float_of(bits_of(value) | ((code & SIGN) << SHIFT))  # a minus sign would turn -0 into 0 - 0
 
 
 @triton.jit

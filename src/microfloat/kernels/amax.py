@@ -30,19 +30,36 @@ RECORD = tl.constexpr(1)
 def publish_amax(amax_bits, out_ptr, scratch_ptr, WHAT: tl.constexpr):
     """Merge one program's maximum; the last program of the launch writes the result of all.
 
-    `scratch_ptr`: int32[2], zero at launch, zero again afterwards. With RECORD, ``out = max(out, A)`` unless A is
+    `scratch_ptr`: int64[2], zero at launch, zero again afterwards. With RECORD, ``out = max(out, A)`` unless A is
     infinite (docs/numerics.md 3.3).
     """
-    tl.atomic_max(scratch_ptr, amax_bits)
-    arrived = tl.atomic_add(scratch_ptr + 1, 1)
+    tl.atomic_max(scratch_ptr, amax_bits.to(tl.int64), sem="relaxed")
+    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
-        total = tl.atomic_xchg(scratch_ptr, 0)
+        total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
         tl.atomic_xchg(scratch_ptr + 1, 0)
         if WHAT == RECORD:
             finite = tl.where(total < 0x7F800000, total, 0)
             tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
         else:
             tl.store(out_ptr, float_of(total))
+
+
+@triton.jit
+def publish_counts(first, second, out_ptr, scratch_ptr):
+    """Sum two counts over the programs of a launch into ``out`` (int64[2]); `scratch_ptr`: int64[3], zero before and after.
+
+    Programs that counted nothing only arrive.
+    """
+    if first > 0:
+        tl.atomic_add(scratch_ptr, first.to(tl.int64), sem="relaxed")
+    if second > 0:
+        tl.atomic_add(scratch_ptr + 2, second.to(tl.int64), sem="relaxed")
+    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(out_ptr, tl.atomic_xchg(scratch_ptr, 0))
+        tl.store(out_ptr + 1, tl.atomic_xchg(scratch_ptr + 2, 0))
+        tl.atomic_xchg(scratch_ptr + 1, 0)
 
 
 @triton.jit

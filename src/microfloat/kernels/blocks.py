@@ -51,6 +51,60 @@ def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
 
 
 @triton.jit
+def rows_amax(
+    raw, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, T: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Amax bits [NB, BM] of a [NB * T, BM, 2, 4] tile of words, T lanes to a block."""
+    if HW and KIND != ELEMENTWISE:
+        m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
+        amax = tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND)))
+        if IGNORE_NAN:
+            amax = drop_nan(amax)
+        return amax
+    else:
+        m = tl.maximum(magnitude_bits(low, IGNORE_NAN), magnitude_bits(high, IGNORE_NAN))
+        return tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, BM]), 1)
+
+
+@triton.jit
+def columns_amax(
+    raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3,
+    KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Amax bits [NB, W] of the first and of the second column of every word; [NB * G, Q, W] tiles of four row phases."""
+    if HW and KIND != ELEMENTWISE:
+        m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
+        m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
+        m = packed_reduce(packed_max(m01, m23, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
+        amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
+        if IGNORE_NAN:
+            amax_low, amax_high = drop_nan(amax_low), drop_nan(amax_high)
+        return amax_low, amax_high
+    else:
+        m = tl.maximum(magnitude_bits(low0, IGNORE_NAN), magnitude_bits(low1, IGNORE_NAN))
+        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, IGNORE_NAN), magnitude_bits(low3, IGNORE_NAN)))
+        n = tl.maximum(magnitude_bits(high0, IGNORE_NAN), magnitude_bits(high1, IGNORE_NAN))
+        n = tl.maximum(n, tl.maximum(magnitude_bits(high2, IGNORE_NAN), magnitude_bits(high3, IGNORE_NAN)))
+        m = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
+        return m, tl.max(tl.reshape(tl.max(n, 1), [NB, G, W]), 1)
+
+
+@triton.jit
+def spread_rows(x, NB: tl.constexpr, T: tl.constexpr, BM: tl.constexpr):
+    """[NB, BM] per block -> [NB * T, BM, 1, 1] per lane."""
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
+
+
+@triton.jit
+def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
+    """[NB, W] per block -> [NB * G, 1, W] per group of rows."""
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [NB, G, W]), [NB * G, W])[:, None, :]
+
+
+@triton.jit
 def quantize_rows(
     x_tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, stride_r, stride_c, row0, col0,
     CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
@@ -71,17 +125,9 @@ def quantize_rows(
     r = tl.arange(0, BM)[None, :, None, None]
     w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    if HW and KIND != ELEMENTWISE:
-        m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
-        m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
-        amax = tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND)))
-        if IGNORE_NAN:
-            amax = drop_nan(amax)
-    else:
-        m = tl.maximum(magnitude_bits(low, IGNORE_NAN), magnitude_bits(high, IGNORE_NAN))
-        amax = tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, BM]), 1)
+    amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
     stored, factor, value = block_scale(amax, epsilon, CAST)
-    factor = tl.reshape(tl.broadcast_to(factor[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
+    factor = spread_rows(factor, NB, T, BM)
     if STOCHASTIC:
         random = pair_bytes(load_seed(seed_ptr), row0 + r, col0 // 2 + w, stream, batch)
     else:
@@ -99,7 +145,7 @@ def quantize_rows(
         else:
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))
     else:
-        value = tl.reshape(tl.broadcast_to(value[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
+        value = spread_rows(value, NB, T, BM)
         a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, STOCHASTIC, HW)
         word = bf16_word(a * value, b * value, HW)
         store_pairs(out_tile, word, r, w, rows, cols, C, 16, PAIRS, EVEN)
@@ -132,25 +178,13 @@ def quantize_columns(
     raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
     raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
     raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    if HW and KIND != ELEMENTWISE:
-        m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
-        m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
-        m = packed_reduce(packed_max(m01, m23, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
-        m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
-        amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
-        if IGNORE_NAN:
-            amax_low, amax_high = drop_nan(amax_low), drop_nan(amax_high)
-    else:
-        m = tl.maximum(magnitude_bits(low0, IGNORE_NAN), magnitude_bits(low1, IGNORE_NAN))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, IGNORE_NAN), magnitude_bits(low3, IGNORE_NAN)))
-        amax_low = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
-        m = tl.maximum(magnitude_bits(high0, IGNORE_NAN), magnitude_bits(high1, IGNORE_NAN))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(high2, IGNORE_NAN), magnitude_bits(high3, IGNORE_NAN)))
-        amax_high = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
+    amax_low, amax_high = columns_amax(
+        raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, IGNORE_NAN, HW, NB, G, W
+    )
     stored_low, factor_low, value_low = block_scale(amax_low, epsilon, CAST)
     stored_high, factor_high, value_high = block_scale(amax_high, epsilon, CAST)
-    fl = tl.reshape(tl.broadcast_to(factor_low[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
-    fh = tl.reshape(tl.broadcast_to(factor_high[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+    fl = spread_columns(factor_low, NB, G, W)
+    fh = spread_columns(factor_high, NB, G, W)
     random_low, random_high = 0, 0
     if STOCHASTIC:
         seed = load_seed(seed_ptr)
@@ -177,8 +211,8 @@ def quantize_columns(
             tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols))
             tl.store(at_high, stored_high, mask=(k * BLOCK < rows) & (cs + 1 < cols))
     else:
-        vl = tl.reshape(tl.broadcast_to(value_low[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
-        vh = tl.reshape(tl.broadcast_to(value_high[:, None, :], [NB, G, W]), [GROUPS, W])[:, None, :]
+        vl = spread_columns(value_low, NB, G, W)
+        vh = spread_columns(value_high, NB, G, W)
         a, b = quantized_pair(low0 * fl, high0 * fh, random_low, random_high, MB, BIAS, STOCHASTIC, HW)
         store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r, w, rows, cols, C, 16, PAIRS, EVEN)
         a, b = quantized_pair(low1 * fl, high1 * fh, random_low >> 8, random_high >> 8, MB, BIAS, STOCHASTIC, HW)
@@ -193,8 +227,8 @@ def quantize_columns(
 def quantize_blocks(
     x_ptr, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, batch,
     row_epsilon, column_epsilon, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
-    INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
     pid = tl.program_id(0)

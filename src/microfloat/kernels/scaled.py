@@ -118,8 +118,6 @@ def cast_scaled(
         amax = tile_amax(
             raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW
         )  # fmt: skip
-        if RECORDS:
-            publish_amax(amax, record_ptr, scratch_ptr, RECORD)
     if SOURCE == AXES:
         row_bits = tl.load(source_ptr + row0 + r, mask=r < rows, other=0)
         scale0, f0 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
@@ -199,3 +197,5 @@ def cast_scaled(
             out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
             seed_ptr, column_stream, 0, CMB, CBIAS, CSR, QUADS, EVEN, HW, BM, BN,
         )  # fmt: skip
+    if RECORDS:
+        publish_amax(amax, record_ptr, scratch_ptr, RECORD)

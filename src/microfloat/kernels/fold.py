@@ -1,0 +1,184 @@
+"""MX casts folded to one FP8 scale per 128 elements (or 128 x 128), straight from the input (docs/numerics.md, section 9).
+
+The elements are quantized by the MX rule first, block by block, and then shifted to the largest scale of their group:
+``q' = enc(dec(q) * 2^(b - Eg))``. Only elements that land below the smallest normal number can change; they are counted.
+The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in `blocks`.
+
+A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TILE` folds over 128 x 128.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import encode_pair, encode_quad, float_of, quantized_pair
+from microfloat.kernels._random import column_quads, load_seed, pair_bytes
+from microfloat.kernels._scales import e8m0_scale
+from microfloat.kernels._tiles import load_pair, store_pairs, store_quads, transpose_quads
+from microfloat.kernels.amax import publish_counts
+from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
+
+
+@triton.jit
+def group_scale(largest, MB: tl.constexpr, BIAS: tl.constexpr):
+    """Exponent Eg of a group from its largest byte (255 = NaN), and the FP32 scale ``2^(Eg - 127)``."""
+    # How many binades the element leaves free below E4M3's largest: 6 for E2M1, 5 for E2M3, 4 for E3M2 (numerics 9.2).
+    OFFSET: tl.constexpr = 0 if BIAS >= 7 else (4 if BIAS == 3 else (6 if MB == 1 else 5))
+    exponent = tl.maximum(largest - OFFSET, 1)
+    return exponent, float_of(tl.where(largest == 255, 0x7FC00000, exponent << 23))
+
+
+@triton.jit
+def group_shift(byte, exponent, largest):
+    """``2^(byte - Eg)`` as a float32, not below 2^-64 (every element is lost long before); NaN in a NaN group."""
+    shift = tl.maximum(byte - exponent, -64)
+    return float_of(tl.where(largest == 255, 0x7FC00000, (127 + shift) << 23))
+
+
+@triton.jit
+def is_lossy(shifted, BIAS: tl.constexpr):
+    """1 where a shifted value is no multiple of the smallest subnormal, so that its code cannot be exact."""
+    SMALLEST: tl.constexpr = 2.0**-14 if BIAS == 15 else 2.0**-6
+    MAGIC: tl.constexpr = 2.0**7 if BIAS == 15 else 2.0**14
+    magnitude = tl.minimum(tl.abs(shifted), SMALLEST)
+    changes = ((magnitude + MAGIC) - MAGIC != magnitude) & (shifted == shifted)  # NaN does not count
+    return tl.where(changes, 1, 0)
+
+
+@triton.jit
+def fold_rows(
+    x_tile, out_tile, scale_ptr, seed_ptr, stream, R, C, stride_r, stride_c, row0, col0,
+    CAST: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The row operand of a BM x 128 tile; returns the number of lossy elements."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    rows = R - row0
+    cols = C - col0
+    t = tl.arange(0, 8)[:, None, None, None]
+    r = tl.arange(0, BM)[None, :, None, None]
+    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    amax = rows_amax(raw, low, high, KIND, False, HW, 4, 2, BM)
+    byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST[2])
+    largest = tl.max(byte, 0)  # [BM]
+    if TILE:
+        largest = tl.max(largest, 0)
+        exponent, scale = group_scale(largest, MB, BIAS)
+        shift = group_shift(byte, exponent, largest)
+        tl.store(scale_ptr + (row0 // BM) * ((C + 127) // 128) + col0 // 128, scale)
+    else:
+        exponent, scale = group_scale(largest, MB, BIAS)
+        shift = group_shift(byte, exponent[None, :], largest[None, :])
+        rs = tl.arange(0, BM)
+        tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
+    factor = spread_rows(factor, 4, 2, BM)
+    shift = spread_rows(shift, 4, 2, BM)
+    random = 0
+    if CAST[3]:
+        random = pair_bytes(load_seed(seed_ptr), row0 + r, col0 // 2 + w, stream, 0)
+    a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, CAST[3], HW)
+    a, b = a * shift, b * shift
+    codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
+    store_pairs(out_tile, codes, r, w, rows, cols, C, 8, PAIRS, EVEN)
+    lossy = is_lossy(a, TBIAS) + is_lossy(b, TBIAS)
+    return tl.sum(tl.sum(tl.sum(tl.sum(lossy, 3), 2), 1), 0)
+
+
+@triton.jit
+def fold_columns(
+    x_tile, out_tile, scale_ptr, seed_ptr, stream, R, C, stride_r, stride_c, row0, col0,
+    CAST: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr,
+    HW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The column operand of a 128 x BN tile; returns the number of lossy elements."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    W: tl.constexpr = BN // 2
+    rows = R - row0
+    cols = C - col0
+    g = tl.arange(0, 4)[:, None, None]
+    w = tl.arange(0, W)[None, None, :]
+    r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
+    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    amax_low, amax_high = columns_amax(
+        raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, False, HW, 4, 1, W
+    )
+    EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
+    byte_low, fl = e8m0_scale(amax_low, EMAX, CAST[2])
+    byte_high, fh = e8m0_scale(amax_high, EMAX, CAST[2])
+    cs = tl.arange(0, W) * 2
+    if TILE:
+        largest = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
+        exponent, scale = group_scale(largest, MB, BIAS)
+        shift_low, shift_high = group_shift(byte_low, exponent, largest), group_shift(byte_high, exponent, largest)
+        tl.store(scale_ptr + (col0 // BN) * ((R + 127) // 128) + row0 // 128, scale)
+    else:
+        largest = tl.max(byte_low, 0)
+        exponent, scale = group_scale(largest, MB, BIAS)
+        shift_low = group_shift(byte_low, exponent[None, :], largest[None, :])
+        tl.store(scale_ptr + (row0 // 128) * C + col0 + cs, scale, mask=cs < cols)
+        largest = tl.max(byte_high, 0)
+        exponent, scale = group_scale(largest, MB, BIAS)
+        shift_high = group_shift(byte_high, exponent[None, :], largest[None, :])
+        tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
+    fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
+    sl, sh = spread_columns(shift_low, 4, 1, W), spread_columns(shift_high, 4, 1, W)
+    rl, rh = 0, 0
+    if CAST[3]:
+        seed = load_seed(seed_ptr)
+        rl = column_quads(seed, col0 + 2 * w, row0 // 16 + g * 2, stream, 0, 2, 4, W)
+        rh = column_quads(seed, col0 + 2 * w + 1, row0 // 16 + g * 2, stream, 0, 2, 4, W)
+    a0, b0 = quantized_pair(low0 * fl, high0 * fh, rl, rh, MB, BIAS, CAST[3], HW)
+    a1, b1 = quantized_pair(low1 * fl, high1 * fh, rl >> 8, rh >> 8, MB, BIAS, CAST[3], HW)
+    a2, b2 = quantized_pair(low2 * fl, high2 * fh, rl >> 16, rh >> 16, MB, BIAS, CAST[3], HW)
+    a3, b3 = quantized_pair(low3 * fl, high3 * fh, rl >> 24, rh >> 24, MB, BIAS, CAST[3], HW)
+    a0, a1, a2, a3 = a0 * sl, a1 * sl, a2 * sl, a3 * sl
+    b0, b1, b2, b3 = b0 * sh, b1 * sh, b2 * sh, b3 * sh
+    quads = tl.arange(0, 32)[None, :]
+    c = tl.arange(0, W)[:, None] * 2
+    codes = encode_quad(a0, a1, a2, a3, 0, TMB, TBIAS, False, HW)
+    store_quads(out_tile, transpose_quads(codes, 4, 8, W), c, quads, rows, cols, R, 8, QUADS, EVEN)
+    codes = encode_quad(b0, b1, b2, b3, 0, TMB, TBIAS, False, HW)
+    store_quads(out_tile, transpose_quads(codes, 4, 8, W), c + 1, quads, rows, cols, R, 8, QUADS, EVEN)
+    lossy = is_lossy(a0, TBIAS) + is_lossy(a1, TBIAS) + is_lossy(a2, TBIAS) + is_lossy(a3, TBIAS)
+    lossy += is_lossy(b0, TBIAS) + is_lossy(b1, TBIAS) + is_lossy(b2, TBIAS) + is_lossy(b3, TBIAS)
+    return tl.sum(tl.sum(tl.sum(lossy, 2), 1), 0)
+
+
+@triton.jit
+def fold_blocks(
+    x_ptr, row_out, row_scale, column_out, column_scale, lossy_ptr, scratch_ptr, seed_ptr, row_stream, column_stream,
+    R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; lossy counts go to int64[2]."""
+    pid = tl.program_id(0)
+    tiles = (C + 127) // 128
+    row0 = (pid // tiles) * 128
+    col0 = (pid % tiles) * 128
+    if INDEX64:
+        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    lossy_rows, lossy_columns = 0, 0
+    if ROW is not None:
+        lossy_rows = fold_rows(
+            x_tile, row_out + row0.to(tl.int64) * C + col0, row_scale, seed_ptr, row_stream, R, C, stride_r, stride_c,
+            row0, col0, ROW, TILE, KIND, EVEN, PAIRS, HW, 128,
+        )  # fmt: skip
+    if COLUMN is not None:
+        lossy_columns = fold_columns(
+            x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
+            stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
+        )  # fmt: skip
+    publish_counts(
+        lossy_rows + tl.zeros([], tl.int32), lossy_columns + tl.zeros([], tl.int32), lossy_ptr, scratch_ptr
+    )
