@@ -9,6 +9,7 @@ tensor as it lies, "column" that of its transpose. Only usages whose GEMM will r
 """
 
 import contextlib
+import dataclasses
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Delayed, Gemm, Recipe
 from microfloat.torch import scaling
 from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.reference import transpose_operand
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "STREAM", "LinearCall", "bias_gradient", "linear_backward", "linear_forward", "quantized_linear",
@@ -193,11 +196,31 @@ def _cast_weight(
         covers = cached is not None and (cached[1] is not None or isinstance(column, _Unused))
         if covers and call.weight_cache.get("key") == call.weight_key:
             return cached[0], None if isinstance(column, _Unused) else cached[1]
+    if isinstance(weight, QuantizedTensor):
+        return _stored_weight(call, weight, column)
     w_NK = weight.detach().to(call.compute_dtype)
     operands = _cast_both(call, "w", w_NK, call.recipe.fprop.rhs, column)
     if call.weight_cache is not None:
         call.weight_cache.update(key=call.weight_key, operands=operands)
     return operands
+
+
+def _stored_weight(
+    call: LinearCall, weight: QuantizedTensor, column: Cast | _Unused | None
+) -> tuple[AnyOperand, AnyOperand | None]:
+    """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
+    row = call.recipe.fprop.rhs
+    w_NK = weight.dequantize(call.compute_dtype)
+    w_row, w_column = _cast_both(call, "w", w_NK, _UNUSED if _is_stored(weight, row) else row, column)
+    if _is_stored(weight, row):
+        w_row = weight.to_operand()
+    if isinstance(column, Cast) and column.transposes and _is_stored(weight, column):
+        w_column = transpose_operand(weight.to_operand())
+    return w_row, w_column  # type: ignore[return-value]
+
+
+def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
+    return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
 
 
 def _gemm(

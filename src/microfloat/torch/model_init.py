@@ -85,8 +85,3 @@ def quantize_parameter(layer: nn.Module, request: ModelInit) -> None:
     if request.preserve_high_precision_init_val:
         parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
     layer.weight = parameter
-
-
-def high_precision_init_val(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The CPU copy of a parameter's initial value, or None when it was not kept or has been cleared."""
-    return getattr(parameter, "_high_precision_init_val", None)

@@ -150,6 +150,14 @@ class QuantizedTensor(torch.Tensor):
             axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
         )  # fmt: skip
 
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """The CPU copy of a parameter's initial value that `quantized_model_init` was asked to keep, or None."""
+        return self.__dict__.get("_high_precision_init_val")
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free that copy."""
+        self.__dict__.pop("_high_precision_init_val", None)
+
     # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
 
     __torch_function__ = torch._C._disabled_torch_function_impl

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from microfloat.errors import CheckpointError, invalid_type, invalid_value
-from microfloat.recipes import Delayed, Recipe
+from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.compiled import compiled_linear
@@ -17,6 +17,7 @@ from microfloat.torch.context import Ambient, ambient
 from microfloat.torch.linear import LinearCall, quantized_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.seeds import draw_seed
+from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.tokens import token_of
 
 __all__ = ["UNPINNED", "Linear"]
@@ -39,6 +40,7 @@ class _Unpinned:
 
 
 UNPINNED = _Unpinned()
+HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -122,6 +124,9 @@ class Linear(nn.Linear):
         return y
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, QuantizedTensor):
+            self._check_input(x)
+            return quantized_linear(x, self.weight, self.bias, self._prepare(HIGH_PRECISION, None, x, None))
         if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type) or not x.is_floating_point():
             return F.linear(x, self.weight, self.bias)
         bias = self.bias.to(x.dtype) if self.bias is not None else None
@@ -151,7 +156,7 @@ class Linear(nn.Linear):
         call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
         if recipe.is_stochastic:
             call.seed = draw_seed(x.device)
-        if first is not None:
+        if first is not None and not isinstance(self.weight, QuantizedTensor):
             call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
             if first:
                 call.weight_cache.clear()
