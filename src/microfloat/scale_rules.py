@@ -115,8 +115,7 @@ def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:
 
 def resolve_scale_rule(name: str | None, fmt: ScaledFormat) -> str:
     """The canonical rule name for `fmt` (None = its default); InvalidValueError for a rule of another family."""
-    if name is None:
-        return fmt.default_scale_rule
+    name = fmt.default_scale_rule if name is None else name
     canonical = _ALIASES.get(name, name) if isinstance(name, str) else repr(name)
     if canonical not in SCALE_RULES:
         raise unknown_name("scale_rule", name, [*SCALE_RULES, *_ALIASES])

@@ -5,6 +5,7 @@ contracts M (dy, x). Validity is checked when an object is built (docs/numerics.
 asks a recipe what it is.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
@@ -255,12 +256,12 @@ class Recipe:
         """The six operands in the order of the random streams."""
         return {(gemm, side): self.cast(gemm, side) for gemm, side in OPERANDS}
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether any operand is rounded stochastically, so that a call seed is needed."""
         return any(cast is not None and cast.is_stochastic for cast in self.casts.values())
 
-    @property
+    @functools.cached_property
     def is_delayed(self) -> bool:
         """Whether any operand carries delayed-scaling state."""
         return any(cast is not None and isinstance(cast.scaling, Delayed) for cast in self.casts.values())

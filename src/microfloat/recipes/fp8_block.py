@@ -30,8 +30,11 @@ class Float8BlockScaling(NamedRecipe):
         object.__setattr__(self, "fp8_format", as_format(self.fp8_format, (Format.E4M3,)))
         check_bool("use_f32_scales", self.use_f32_scales)
         for name in ("x", "w", "dy"):
-            if getattr(self, name) not in _FORMATS:
-                raise invalid_value(name, getattr(self, name), "a block of (1, 128) or (128, 128)")
+            block = getattr(self, name)
+            block = tuple(block) if isinstance(block, list) else block
+            if block not in _FORMATS:
+                raise invalid_value(name, block, "a block of (1, 128) or (128, 128)")
+            object.__setattr__(self, name, block)
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:

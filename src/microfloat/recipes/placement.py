@@ -26,6 +26,8 @@ class Placement:
         checked = []
         if isinstance(rules, dict):
             rules = list(rules.items())
+        if not isinstance(rules, list | tuple):
+            raise invalid_type("rules", type(rules), "a list of pairs (pattern, Recipe or None), or a dictionary")
         for index, rule in enumerate(rules):
             if not (isinstance(rule, tuple | list) and len(rule) == 2):
                 raise invalid_type(f"rules[{index}]", repr(rule), "a pair (pattern, Recipe or None)")

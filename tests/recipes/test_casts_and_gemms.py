@@ -1,0 +1,166 @@
+"""Cast, Gemm, Hadamard, Current, Delayed: what they resolve, and the refusals of docs/numerics.md, section 10."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+from microfloat import formats
+from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.formats import FORMATS, MXFP8, NVFP4, ScaledFormat
+from microfloat.recipes import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, MXFP8BlockScaling, as_cast
+
+ROTATED = Cast("nvfp4", hadamard=Hadamard())
+
+
+def test_a_cast_stores_its_resolved_rule():
+    assert Cast(MXFP8) == Cast("mxfp8", "rceil") == as_cast("mxfp8") == as_cast(MXFP8)
+    assert Cast(NVFP4, "four_over_six") == Cast(NVFP4, "four_over_six_mae_256")
+    assert hash(Cast(MXFP8)) == hash(Cast("mxfp8", "rceil"))
+    assert Cast(MXFP8) != Cast(MXFP8, "floor")
+    for fmt in FORMATS.values():
+        assert Cast(fmt).scale_rule == fmt.default_scale_rule
+        assert Cast(fmt).rule.name == fmt.default_scale_rule
+
+
+def test_casts_are_frozen_values():
+    cast = Cast(NVFP4, hadamard=Hadamard())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cast.rounding = "stochastic"
+    assert pickle.loads(pickle.dumps(cast)) == cast
+    assert len({cast, Cast("nvfp4", "two_level", "nearest", Hadamard(16, 0xD7E8))}) == 1
+
+
+def test_which_casts_serve_two_gemms():
+    shared = [name for name in FORMATS if Cast(name).transposes]
+    assert shared == ["fp8_tensor", "fp8_tensor_e5m2", "fp8_128x128", "fp8_128x128_e5m2", "nvfp4_2d"]
+    assert not Cast("nvfp4_2d", rounding="stochastic").transposes
+    assert not Cast("nvfp4_2d", hadamard=Hadamard()).transposes
+    assert not Cast("nvfp4_2d", "four_over_six").transposes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("mxfp9",), InvalidValueError, "Did you mean 'mxfp8"),
+        ((3,), InvalidTypeError, r"Cast\.format: got int"),
+        ((MXFP8, "two_level"), InvalidValueError, "Choose one of floor, ceil, even, rceil, oas"),
+        ((MXFP8, "rciel"), InvalidValueError, "Did you mean 'rceil'"),
+        (("nvfp4", "floor"), InvalidValueError, "a rule that writes E4M3 scales"),
+        (("fp8_row", "rceil"), InvalidValueError, "Choose one of amax, amax_pow2"),
+        (("mxfp8_e5m2", "oas"), InvalidValueError, "'oas' with E5M2 elements, needed E4M3 or E2M1"),
+        (("mxfp6_e2m3", "oas"), InvalidValueError, "Use 'rceil'"),
+        ((MXFP8, None, "up"), InvalidValueError, "rounding: got 'up', needed one of 'nearest', 'stochastic'"),
+        ((MXFP8, None, "nearest", 16), InvalidTypeError, r"hadamard: got int, needed None or Hadamard"),
+        ((MXFP8, None, "nearest", None, None), InvalidTypeError, "scaling: got NoneType"),
+        (("fp8_tensor", None, "nearest", Hadamard()), InvalidValueError, "None on a per-tensor format"),
+        (("nvfp4", "four_over_six", "stochastic"), InvalidValueError, "use 'two_level' here"),
+        (("nvfp4", "four_over_six_mse_448", "nearest", Hadamard()), InvalidValueError, "nearest rounding, no Hadamard"),
+        ((MXFP8, None, "nearest", None, Delayed()), InvalidValueError, "needed FP8_TENSOR or FP8_TENSOR_E5M2"),
+        (("fp8_tensor", "amax_pow2", "nearest", None, Delayed()), InvalidValueError, "with rule 'amax'"),
+        (("fp8_row", "amax", "nearest", None, Delayed()), InvalidValueError, "Use Current"),
+        ((MXFP8, None, "nearest", None, Current(1e-3)), InvalidValueError, "amax_epsilon: got 0.001, needed 0 for"),
+        (("nvfp4", None, "nearest", None, Current(1e-3)), InvalidValueError, "amax_epsilon"),
+    ],
+)  # fmt: skip
+def test_casts_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Cast(*arguments)
+
+
+def test_two_level_rules_need_e2m1_and_a_tensor_scale():
+    eight_bit = ScaledFormat("mine", formats.E4M3, formats.SCALE_E4M3, (1, 16), "tensor")
+    with pytest.raises(InvalidValueError, match="'two_level' with E4M3 elements, needed E2M1"):
+        Cast(eight_bit)
+    one_level = ScaledFormat("mine", formats.E2M1, formats.SCALE_E4M3, (1, 16))
+    assert Cast(one_level).scale_rule == "one_level_e4m3"
+    with pytest.raises(InvalidValueError, match="Use NVFP4, or the rule 'one_level_e4m3'"):
+        Cast(one_level, "two_level")
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39, "0", None, True])
+def test_epsilons_that_cannot_be(epsilon):
+    with pytest.raises(InvalidValueError, match="amax_epsilon: got"):
+        Current(epsilon)
+    assert Current(1) == Current(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"margin": 1.5}, "margin: got float"),
+        ({"margin": True}, "margin: got bool"),
+        ({"margin": 100}, r"margin: got 100, needed an int in \[-64, 64\]"),
+        ({"amax_history_len": 0}, "amax_history_len: got 0"),
+        ({"amax_history_len": 2.0}, "amax_history_len: got 2.0"),
+        ({"amax_history_len": True}, "amax_history_len: got True"),
+        ({"amax_compute_algo": "mean"}, "amax_compute_algo: got 'mean', needed one of 'max', 'most_recent'"),
+        ({"reduce_amax": 1}, "reduce_amax: got int, needed a bool"),
+    ],
+)
+def test_delayed_scalings_that_cannot_be(arguments, message):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
+        Delayed(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((32,), "size"), ((16, -1), "sign_mask"), ((16, 0x10000), "sign_mask"), ((16, "0"), "sign_mask")],
+)
+def test_hadamards_that_cannot_be(arguments, name):
+    with pytest.raises(InvalidValueError, match=rf"Hadamard\.{name}: got"):
+        Hadamard(*arguments)
+    assert repr(Hadamard()) == "Hadamard(16, 0xd7e8)"
+
+
+def test_gemms_take_names_and_formats():
+    assert Gemm("mxfp8", MXFP8) == Gemm(Cast("mxfp8"), Cast("mxfp8"))
+    assert Gemm(None, None).is_high_precision
+    assert not Gemm("mxfp8", None).is_high_precision
+    assert Gemm("mxfp8", None).casts == (Cast("mxfp8"), None)
+    assert (Gemm("mxfp8", "mxfp8").accumulate, Gemm("mxfp8", "mxfp8").path) == ("split", "auto")
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs"),
+    [("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8"), ("mxfp6_e3m2", "mxfp4"), ("fp8_1x128", "fp8_128x128"),
+     ("nvfp4", "nvfp4_2d"), ("fp8_row", "fp8_tensor"), ("nvfp4_row", "nvfp4_2d"), ("mxfp8_e5m2", None),
+     (None, "fp8_tensor_e5m2")],
+)  # fmt: skip
+def test_operands_that_can_be_multiplied(lhs, rhs):
+    Gemm(lhs, rhs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mxfp8", "nvfp4"), r"mxfp8 x nvfp4 \(E8M0 x E4M3 scales\).*Dequantize one of them by giving None"),
+        (("fp8_tensor", "mxfp8"), "operands of one family"),
+        (("mxfp8_e5m2", "mxfp8_e5m2"), "E5M2 x E5M2, needed at least one E4M3 operand"),
+        (("fp8_tensor_e5m2", "fp8_row_e5m2"), "E5M2 x E5M2"),
+        ((ROTATED, "nvfp4"), "the same Hadamard on both, or on neither"),
+        ((ROTATED, Cast("nvfp4", hadamard=Hadamard(16, 0))), "cancels only when both share it"),
+        (("mxfp8", "mxfp8", "slow"), "accumulate: got 'slow', needed one of 'fast', 'split', 'exact'"),
+        (("mxfp8", "mxfp8", "fast", "fold"), "path: got 'fold'.*Did you mean 'folded'"),
+        ((3, "mxfp8"), r"Gemm\.lhs: got int, needed a Cast, a format name, or None"),
+        (("mxfp8", "mxfp9"), "Did you mean 'mxfp8"),
+    ],
+)  # fmt: skip
+def test_gemms_that_cannot_be(arguments, message):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
+        Gemm(*arguments)
+
+
+def test_one_rotated_operand_is_fine_where_the_other_is_high_precision():
+    """The rotated operand is dequantized, hence rotated back (docs/numerics.md, section 10)."""
+    assert Gemm(Cast("nvfp4", hadamard=Hadamard()), None).rhs is None
+
+
+def test_recipes_need_three_gemms():
+    with pytest.raises(InvalidTypeError, match=r"CustomRecipe\.dgrad: got Cast, needed a Gemm"):
+        CustomRecipe(Gemm("mxfp8", "mxfp8"), Cast("mxfp8"), Gemm(None, None))
+
+
+def test_a_recipe_is_not_a_cast():
+    with pytest.raises(InvalidTypeError, match=r"A Recipe has six Casts; take one, for example recipe\.fprop\.lhs"):
+        as_cast(MXFP8BlockScaling())

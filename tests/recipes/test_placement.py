@@ -1,0 +1,94 @@
+"""Placement: which recipe which layer runs."""
+
+import pickle
+
+import pytest
+
+from microfloat.errors import InvalidTypeError, PlacementError
+from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Placement
+
+NAMES = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.10.mlp.up", "lm_head"]
+MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling(False, False, False)
+
+
+def test_the_first_pattern_that_matches_decides():
+    placement = Placement([("blocks.0.*", None), ("blocks.*", NV), ("*head", MX)])
+    assert placement.resolve(NAMES) == {
+        "blocks.0.attn.qkv": None, "blocks.0.mlp.up": None, "blocks.1.attn.qkv": NV, "blocks.10.mlp.up": NV,
+        "lm_head": MX,
+    }  # fmt: skip
+    assert Placement([("blocks.*", NV), ("blocks.0.*", None), ("*head", MX)]).resolve(NAMES)["blocks.0.mlp.up"] == NV
+
+
+def test_a_star_crosses_dots_and_a_name_matches_whole():
+    assert list(Placement([("*.mlp.*", MX)]).resolve(NAMES)) == ["blocks.0.mlp.up", "blocks.10.mlp.up"]
+    assert list(Placement([("blocks.?.mlp.up", MX)]).resolve(NAMES)) == ["blocks.0.mlp.up"]
+    assert list(Placement([("blocks.[01].*", MX)]).resolve(NAMES)) == [
+        "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv",
+    ]  # fmt: skip
+    with pytest.raises(PlacementError):
+        Placement([("blocks", MX)]).resolve(NAMES)
+    with pytest.raises(PlacementError):
+        Placement([("LM_HEAD", MX)]).resolve(NAMES)
+
+
+def test_regular_expressions_match_the_whole_name():
+    placement = Placement([(r"re:blocks\.(0|10)\..*", None), (r"re:.*qkv", MX)])
+    assert placement.resolve(NAMES) == {
+        "blocks.0.attn.qkv": None, "blocks.0.mlp.up": None, "blocks.1.attn.qkv": MX, "blocks.10.mlp.up": None,
+    }  # fmt: skip
+    with pytest.raises(PlacementError):
+        Placement([("re:blocks", MX)]).resolve(NAMES)
+
+
+def test_patterns_that_match_nothing_are_listed():
+    with pytest.raises(PlacementError, match=r"'decoder\.\*', 'x'; needed patterns over these names: embed, blocks\.0"):
+        Placement([("decoder.*", MX), ("blocks.*", MX), ("x", None)]).resolve(NAMES)
+    with pytest.raises(PlacementError, match=r"\(20 in all\)"):
+        Placement([("x", None)]).resolve([f"layer.{i}" for i in range(20)])
+    with pytest.raises(PlacementError, match="needed patterns over these names: none"):
+        Placement([("*", None)]).resolve([])
+
+
+def test_a_pattern_that_is_always_beaten_is_not_an_error():
+    """It matches names, another pattern merely comes first: order is the user's business."""
+    assert Placement([("*", MX), ("lm_head", None)]).resolve(NAMES)["lm_head"] == MX
+
+
+def test_a_dictionary_is_a_list_of_pairs():
+    assert Placement({"blocks.*": NV, "lm_head": None}) == Placement([("blocks.*", NV), ("lm_head", None)])
+
+
+def test_placements_are_values():
+    placement = Placement([["blocks.*", NV], ("lm_head", None)])
+    assert pickle.loads(pickle.dumps(placement)) == placement
+    assert len({placement, Placement([("blocks.*", NV), ("lm_head", None)])}) == 1
+    assert Placement([]).resolve(NAMES) == {}
+
+
+def test_printing():
+    assert str(Placement([("blocks.*", MX), ("x", None)])).splitlines() == [
+        f"blocks.*  {MX!r}", "x         high precision",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("a", MX, 1)], r"rules\[0\]: got .*needed a pair"),
+        (["ab"], r"rules\[0\]"),
+        ([("a", None), (3, MX)], r"rules\[1\]\[0\]: got int, needed a pattern string"),
+        ([("a", "mxfp8")], r"rules\[0\]\[1\]: got str, needed a Recipe, or None"),
+        ([("a", MXFP8BlockScaling)], r"rules\[0\]\[1\]"),
+        (MX, r"rules: got MXFP8BlockScaling"),
+        (None, r"rules: got NoneType"),
+    ],
+)
+def test_rules_of_a_wrong_type(rules, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        Placement(rules)
+
+
+def test_a_broken_regular_expression():
+    with pytest.raises(PlacementError, match=r"rules\[0\]\[0\]: got 're:\(' .*needed a regular expression after 're:'"):
+        Placement([("re:(", MX)])
