@@ -183,10 +183,10 @@ class Linear(nn.Linear):
         if call.region is None:
             call.region = own_region = scaling.Region()
         call.records = torch.is_grad_enabled()
-        # Clones: the live buffers change when the region closes, the quantized tensors keep the scale of this step.
-        call.scales = {slot: scaling.encode_scale(self, slot).clone() for slot in ("x", "w")}
+        call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
         if state is not None and state.record_tape is not None:
-            state.record_tape.scales.append(call.scales)
+            # Clones: the live buffers change when the region closes, the recomputation wants those of now.
+            state.record_tape.scales.append({slot: scale.clone() for slot, scale in call.scales.items()})
         return own_region if call.records else None
 
     def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
