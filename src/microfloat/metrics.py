@@ -63,8 +63,11 @@ def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
 
     `limit` broadcasts against x: ``element.max * scale`` (times the tensor scale), one per block or one per element.
     """
-    a = _array("x", x)
-    limits = np.broadcast_to(_array("limit", limit), a.shape)
+    a, limits = _array("x", x), _array("limit", limit)
+    try:
+        limits = np.broadcast_to(limits, a.shape)
+    except ValueError:
+        raise invalid_value("limit", f"shape {limits.shape}", f"a shape that broadcasts to {a.shape}") from None
     return _fraction(np.abs(a) > limits, np.ones(a.shape, bool))
 
 

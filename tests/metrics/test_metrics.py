@@ -1,0 +1,221 @@
+"""Every metric against its equation, worked by hand, and at its edges."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from microfloat import formats, metrics, reference
+from microfloat.errors import InvalidTypeError, InvalidValueError
+
+PAIRED = [metrics.sqnr_db, metrics.rel_mse, metrics.relative_error, metrics.bias, metrics.cosine, metrics.underflow]
+paired = pytest.mark.parametrize("metric", PAIRED, ids=lambda metric: metric.__name__)
+
+
+def test_worked_by_hand():
+    x, y = [3.0, 4.0], [3.0, 3.0]
+    assert metrics.sqnr_db(x, y) == pytest.approx(10 * math.log10(25 / 1), rel=1e-15)
+    assert metrics.rel_mse(x, y) == 1 / 25
+    assert metrics.relative_error(x, y) == 1 / 5
+    assert metrics.bias(x, y) == pytest.approx(21 / 25 - 1, rel=1e-15)
+    assert metrics.cosine(x, y) == pytest.approx(21 / (5 * math.sqrt(18)), rel=1e-15)
+    assert metrics.underflow([0, 1, 2, -3, 4], [0, 0, 2, -0.0, 4]) == 2 / 4
+    assert metrics.clip([1, -5, 6, 7], 6.0) == 1 / 4
+    assert metrics.clip([[1, -5], [6, 7]], [[4], [6]]) == 2 / 4
+    assert metrics.at_limit(np.uint8([0x7E, 0xFE, 0x7D, 0x7F]), "E4M3") == 2 / 4
+    assert metrics.crest_factor([3, -4, 0, 0]) == pytest.approx(4 / 2.5, rel=1e-15)
+    assert metrics.block_dynamic_range([1, 8, 0, 2, 4, 4], block=4) == (3 + 0) / 2
+    assert metrics.block_dynamic_range([1, 8, 0, 2, 4, 4], block=4, largest=True) == 3
+
+
+@paired
+def test_floats_of_any_input_dtype(metric):
+    x = np.float32([[1, -2], [0.5, 4]])
+    y = np.float32([[1, -2], [0, 3]])
+    found = {
+        metric(x.astype(dtype), y.astype(dtype)) for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+    }
+    assert len(found) == 1
+    assert isinstance(found.pop(), float)
+
+
+def test_equal_arrays():
+    x = np.float32([1, -2, 0, 4])
+    assert metrics.sqnr_db(x, x) == math.inf
+    assert (metrics.rel_mse(x, x), metrics.relative_error(x, x), metrics.bias(x, x), metrics.underflow(x, x)) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert metrics.cosine(x, x) == pytest.approx(1, abs=1e-15)
+    assert metrics.cosine(x, -x) == pytest.approx(-1, abs=1e-15)
+
+
+def test_zero_and_empty_arrays():
+    zero, one, empty = np.zeros(3), np.ones(3), np.zeros(0)
+    assert metrics.sqnr_db(zero, one) == -math.inf
+    assert metrics.sqnr_db(zero, zero) == math.inf
+    assert (metrics.rel_mse(zero, one), metrics.rel_mse(zero, zero)) == (math.inf, 0)
+    assert (metrics.cosine(zero, zero), metrics.cosine(zero, one)) == (1, 0)
+    assert (metrics.bias(zero, one), metrics.underflow(zero, one)) == (0, 0)
+    assert [metric(empty, empty) for metric in PAIRED] == [math.inf, 0, 0, 0, 1, 0]
+    assert (metrics.clip(empty, 1.0), metrics.crest_factor(empty), metrics.block_dynamic_range(empty)) == (0, 0, 0)
+    assert (metrics.crest_factor(zero), metrics.block_dynamic_range(zero)) == (0, 0)
+    assert metrics.at_limit(np.zeros(0, np.uint8), "E2M1") == 0
+
+
+def test_nan_and_infinity_are_not_hidden():
+    x = np.float32([1, 2, 3])
+    for bad in (np.nan, np.inf):
+        y = np.float32([1, bad, 3])
+        assert not math.isfinite(metrics.rel_mse(x, y))
+        assert not metrics.sqnr_db(x, y) > 0
+        assert math.isnan(metrics.crest_factor(y))
+    assert metrics.underflow(np.float32([np.nan, 1]), np.float32([0, 1])) == 1 / 2
+    assert metrics.block_dynamic_range(np.float32([np.inf, np.nan, 1, 2]), block=4) == 1
+
+
+finite = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32))
+
+
+@given(x=finite, power=st.integers(-8, 8))
+def test_metrics_of_a_quantized_array_do_not_depend_on_its_scale(x, power):
+    y = formats.decode(formats.encode(x, "E2M3"), "E2M3")
+    scaled = [np.ldexp(values.astype(np.float64), power) for values in (x, y)]
+    for metric in PAIRED:
+        assert metric(*scaled) == pytest.approx(metric(x, y), rel=1e-9, abs=1e-12)
+    assert metrics.crest_factor(scaled[0]) == pytest.approx(metrics.crest_factor(x), rel=1e-9)
+
+
+@given(x=finite)
+def test_relations_between_metrics(x):
+    y = formats.decode(formats.encode(x, "E4M3"), "E4M3")
+    assert metrics.relative_error(x, y) ** 2 == pytest.approx(metrics.rel_mse(x, y), rel=1e-12, abs=0)
+    if 0 < metrics.rel_mse(x, y) < math.inf:
+        assert metrics.sqnr_db(x, y) == pytest.approx(-10 * math.log10(metrics.rel_mse(x, y)), abs=1e-9)
+    assert -1 - 1e-12 <= metrics.cosine(x, y) <= 1 + 1e-12
+    assert metrics.crest_factor(x) == 0 or 1 - 1e-12 <= metrics.crest_factor(x) <= math.sqrt(x.size) + 1e-9
+
+
+def test_clip_and_limits_of_a_quantized_tensor():
+    x = np.float32([[7.9, 1, -7.9, 4] + [0] * 28])
+    q = reference.quantize(x, "mxfp4")  # even: 7.9 rounds up, nothing clips
+    assert metrics.clip(x, 6 * 2.0 ** (q.scale.astype(int) - 127)) == 0
+    floor = reference.quantize(x, reference_cast("floor"))
+    assert metrics.clip(x, 6 * 2.0 ** (floor.scale.astype(int) - 127)) == 2 / 32
+    assert metrics.at_limit(floor.unpacked_codes(), "E2M1") == 2 / 32
+
+
+def reference_cast(rule):
+    from microfloat.recipes import Cast
+
+    return Cast("mxfp4", rule)
+
+
+def test_histogram_of_e8m0_scales():
+    histogram = metrics.scale_histogram(np.uint8([[127, 127], [128, 255], [0, 254]]), formats.SCALE_E8M0)
+    assert histogram.exponents == (-127, 0, 1, 127)
+    assert histogram.fractions == (1 / 6, 2 / 6, 1 / 6, 1 / 6)
+    assert (histogram.zero, histogram.nan, histogram.at_lowest, histogram.at_highest) == (0, 1 / 6, 1 / 6, 1 / 6)
+
+
+def test_histogram_of_e4m3_scales():
+    histogram = metrics.scale_histogram(np.uint8([0, 1, 0x38, 0x3F, 0x7E, 0x7F, 0x08, 0x09]), formats.SCALE_E4M3)
+    assert histogram.exponents == (-9, -6, 0, 8)
+    assert histogram.fractions == (1 / 8, 2 / 8, 2 / 8, 1 / 8)
+    assert (histogram.zero, histogram.nan, histogram.at_lowest, histogram.at_highest) == (1 / 8,) * 4
+
+
+def test_histogram_of_float32_scales():
+    scale = reference.quantize(np.float32([[1e-44], [1], [0]]), "fp8_row").scale
+    histogram = metrics.scale_histogram(scale)
+    assert histogram.exponents == (-126, -8, 0)
+    assert histogram.fractions == (1 / 3, 1 / 3, 1 / 3)
+    assert (histogram.at_lowest, histogram.at_highest) == (1 / 3, 0)
+    assert metrics.scale_histogram(np.float32(2)).exponents == (1,)
+
+
+def test_bytes_need_their_scale_format():
+    for scale_format in (None, formats.SCALE_FP32):
+        with pytest.raises(InvalidValueError, match=r"scale_format: got .*needed SCALE_E8M0 or SCALE_E4M3"):
+            metrics.scale_histogram(np.uint8([1]), scale_format)
+
+
+# --- the first difference
+
+BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+def nan(word):
+    return np.uint32([word]).view(np.float32)
+
+
+def test_equal_bytes_have_no_difference():
+    x = np.float32([[np.nan, -0.0], [1, 2]])
+    assert metrics.first_difference(x, x.copy()) is None
+    assert metrics.first_difference(np.zeros((0, 3)), np.zeros((0, 3))) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "index", "text"),
+    [
+        (np.uint8([[1, 2], [3, 4]]), np.uint8([[1, 2], [9, 5]]), (1, 0), "index (1, 0): 0x03 != 0x09 (2 differ)"),
+        (np.float32([0.0]), np.float32([-0.0]), (0,), "index (0,): 0x00000000 != 0x80000000 (1 differ)"),
+        (nan(0x7FC00000), nan(0x7FC00001), (0,), "index (0,): 0x7fc00000 != 0x7fc00001 (1 differ)"),
+        (np.float32(1), np.float32(2), (), "index (): 0x3f800000 != 0x40000000 (1 differ)"),
+        (np.array([1, 2], BF16), np.array([1, 3], BF16), (1,), "index (1,): 0x4000 != 0x4040 (1 differ)"),
+        (np.array([1.0], FP8), np.array([2.0], FP8), (0,), "index (0,): 0x38 != 0x40 (1 differ)"),
+    ],
+)  # fmt: skip
+def test_where_two_arrays_first_differ(a, b, index, text):
+    difference = metrics.first_difference(a, b)
+    assert difference.index == index
+    assert str(difference) == text
+
+
+def test_strides_do_not_matter():
+    x = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    y = x.copy()
+    y[2, 1] = 99
+    difference = metrics.first_difference(x.T, y.T)
+    assert (difference.index, difference.a, difference.b, difference.count) == ((1, 2), 9, 99, 1)
+
+
+def test_arrays_that_have_no_common_index():
+    with pytest.raises(InvalidValueError, match=r"b: got float32\[3\], needed float32\[2\], as a is"):
+        metrics.first_difference(np.zeros(2, np.float32), np.zeros(3, np.float32))
+    with pytest.raises(InvalidValueError, match=r"b: got int8\[2\], needed uint8\[2\]"):
+        metrics.first_difference(np.zeros(2, np.uint8), np.zeros(2, np.int8))
+    with pytest.raises(InvalidTypeError, match="a: got object"):
+        metrics.first_difference(np.array([None]), np.array([None]))
+
+
+# --- refusals
+
+
+@paired
+def test_shapes_must_agree(metric):
+    with pytest.raises(InvalidValueError, match=r"y: got shape \(3,\), needed shape \(2,\), as x has"):
+        metric(np.zeros(2), np.zeros(3))
+
+
+@pytest.mark.parametrize("bad", [["a"], [1j], [None], np.array(["2020"], "M8[Y]")])
+def test_numbers_are_needed(bad):
+    with pytest.raises(InvalidTypeError, match=r"x: got .*needed an array of real numbers"):
+        metrics.rel_mse(bad, bad)
+    with pytest.raises(InvalidTypeError, match="x: got"):
+        metrics.crest_factor(bad)
+
+
+def test_blocks_and_limits_that_are_refused():
+    with pytest.raises(InvalidValueError, match="block: got 0"):
+        metrics.block_dynamic_range(np.ones(4), 0)
+    with pytest.raises(InvalidTypeError, match="block: got float"):
+        metrics.block_dynamic_range(np.ones(4), 4.0)
+    with pytest.raises(InvalidValueError, match=r"limit: got shape \(3,\), needed a shape that broadcasts to \(4,\)"):
+        metrics.clip(np.ones(4), np.ones(3))
