@@ -1,0 +1,178 @@
+"""Float32 arithmetic on integer bits, so that XLA computes the same bytes as NumPy on every device.
+
+Why integers: XLA CPU flushes subnormal numbers, turns ``x / constant`` into ``x * (1 / constant)`` and contracts
+``a * b + c`` into one operation; XLA GPU may drop a narrowing conversion (docs/numerics.md 1.2 and 1.5). Bit
+operations are left alone by all of them.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from microfloat.formats import ElementFormat
+
+__all__ = [
+    "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide_by_constant", "encode",
+    "is_nan", "magnitude_bits", "measured_bits", "multiply", "pack_fp4", "round_to_bf16", "sixth", "square",
+    "unpack_fp4",
+]  # fmt: skip
+
+INFINITY_BITS = np.uint32(0x7F800000)
+_SIGN = np.uint32(0x80000000)
+_MANTISSA = np.uint32(0x7FFFFF)
+_HIDDEN_BIT = np.uint32(1 << 23)
+_FLOAT8 = {"E4M3": jnp.float8_e4m3fn, "E5M2": jnp.float8_e5m2}
+
+
+def bits_of(x: Array) -> Array:
+    """The 32 bits of float32 `x`."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def as_float(bits: Array) -> Array:
+    """The float32 with these 32 bits."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def magnitude_bits(x: Array) -> Array:
+    """|x| as integers that order like the magnitudes; NaN stands above infinity."""
+    return bits_of(x) & np.uint32(0x7FFFFFFF)
+
+
+def is_nan(magnitude: Array) -> Array:
+    """Where the bits of a magnitude are those of a NaN."""
+    return magnitude > INFINITY_BITS
+
+
+def measured_bits(x: Array) -> Array:
+    """`magnitude_bits` with NaN as 0: what an amax that ignores NaN is the maximum of."""
+    magnitude = magnitude_bits(x)
+    return jnp.where(is_nan(magnitude), np.uint32(0), magnitude)
+
+
+def multiply(x: Array, factor: Array) -> Array:
+    """``f32(x * factor)`` for a positive normal factor, right also for a subnormal x that the platform would flush.
+
+    A subnormal x is ``M * 2^-149 = (M * 2^-24) * 2^-125``; the second power goes into the exponent of the factor.
+    A subnormal *result* may still be flushed to a zero of its sign, which no code can tell (docs/numerics.md 1.5).
+    """
+    bits = bits_of(x)
+    # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
+    factor = jnp.where(bits == np.uint32(0xFFFFFFFF), np.float32(1), factor)
+    factor_bits = bits_of(factor)
+    small_exponent = np.uint32(125 << 23)
+    lowered = as_float(jnp.where(factor_bits > small_exponent, factor_bits - small_exponent, np.uint32(0)))
+    magnitude = (bits & _MANTISSA).astype(jnp.float32) * np.float32(2.0**-24) * lowered
+    from_subnormal = as_float(bits_of(magnitude) | (bits & _SIGN))
+    return jnp.where((bits & INFINITY_BITS) == 0, from_subnormal, x * factor)
+
+
+def divide_by_constant(x: Array, constant: float) -> Array:
+    """``f32(x / constant)`` for x >= 0, correctly rounded: XLA must not see that the divisor is a constant."""
+    opaque = jnp.where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), np.float32(constant))
+    return x / opaque
+
+
+def sixth(x: Array) -> Array:
+    """``f32(x / 6)`` for x >= 0 with gradual underflow.
+
+    Below 2^-123, x is ``n * 2^-149`` with n < 2^26, and the bits of the quotient are the integer n / 6 rounded to
+    even.
+    """
+    bits = bits_of(x)
+    exponent = bits >> 23
+    significand = (bits & _MANTISSA) | _HIDDEN_BIT
+    steps = jnp.where(exponent == 0, bits, significand << jnp.clip(exponent, 1, 3) - 1)
+    quotient = steps // 6
+    remainder = steps - quotient * 6
+    round_up = (remainder > 3) | ((remainder == 3) & ((quotient & 1) == 1))
+    return jnp.where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide_by_constant(x, 6.0))
+
+
+def square(x: Array) -> Array:
+    """``f32(x * x)``, kept apart from a following sum: clearing the sign bit hides the product from contraction."""
+    return as_float(magnitude_bits(x * x))
+
+
+def round_to_bf16(x: Array) -> Array:
+    """x rounded to bfloat16, nearest even, as float32. A conversion there and back would be elided by XLA."""
+    bits = bits_of(x)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)
+    kept = jnp.where(is_nan(bits & np.uint32(0x7FFFFFFF)), bits | np.uint32(0x400000), rounded)
+    return as_float(kept & np.uint32(0xFFFF0000))
+
+
+def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) -> Array:
+    """float32 -> unpacked uint8 codes: nearest even (or stochastic with one byte per value), saturating.
+
+    The integer rule of docs/numerics.md 1.2; stochastic rounding is 5.4: up with probability floor(256 * fraction)
+    / 256.
+    """
+    mantissa_bits, bias = element.mantissa_bits, element.bias
+    bits = bits_of(y)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    field = (magnitude >> 23).astype(jnp.int32)
+    significand = (magnitude & _MANTISSA) | jnp.where(field > 0, _HIDDEN_BIT, np.uint32(0))
+    exponent = jnp.maximum(field, 1) - 127
+    local = jnp.maximum(exponent, 1 - bias)
+    shift = (23 - mantissa_bits + local - exponent).astype(jnp.uint32)
+    if random_bytes is None:
+        shift = jnp.minimum(shift, np.uint32(25))  # the significand has 24 bits: every larger shift rounds to 0
+        half = (np.uint32(1) << (shift - 1)) - 1 + ((significand >> shift) & 1)
+        count = (significand + half) >> shift
+    else:
+        vanishes = shift >= 32
+        shift = jnp.minimum(shift, np.uint32(31))
+        fraction = (significand & ((np.uint32(1) << shift) - 1)) >> (shift - 8)
+        up = (fraction + random_bytes.astype(jnp.uint32)) >= 256
+        count = jnp.where(vanishes, np.uint32(0), (significand >> shift) + up.astype(jnp.uint32))
+    # `count` steps of the local binade; a carry out of it moves into the exponent by itself.
+    offset = ((local + (bias - 1)) << mantissa_bits).astype(jnp.uint32)
+    code = jnp.where(count < np.uint32(1 << mantissa_bits), count, offset + count)
+    code = jnp.where(magnitude >= INFINITY_BITS, np.uint32(element.max_code), code)
+    code = jnp.minimum(code, np.uint32(element.max_code))
+    code = code | jnp.where(bits >= _SIGN, np.uint32(element.sign_code), np.uint32(0))
+    return jnp.where(is_nan(magnitude), np.uint32(element.nan_code), code).astype(jnp.uint8)
+
+
+def decode(codes: Array, element: ElementFormat) -> Array:
+    """The exact float32 value of each unpacked uint8 code."""
+    if element.name in _FLOAT8:
+        return lax.bitcast_convert_type(codes, _FLOAT8[element.name]).astype(jnp.float32)
+    mantissa_bits = element.mantissa_bits
+    wide = codes.astype(jnp.uint32)
+    magnitude = wide & np.uint32(element.sign_code - 1)
+    mantissa = magnitude & np.uint32((1 << mantissa_bits) - 1)
+    normal = (magnitude << (23 - mantissa_bits)) + np.uint32((127 - element.bias) << 23)
+    subnormal = bits_of(mantissa.astype(jnp.float32) * np.float32(element.step))
+    bits = jnp.where((magnitude >> mantissa_bits) == 0, subnormal, normal)
+    sign = (wide & np.uint32(element.sign_code)) << (32 - element.bits)
+    return as_float(bits | sign)
+
+
+def as_code_dtype(codes: Array, element: ElementFormat) -> Array:
+    """uint8 codes as the dtype of `QuantizedArray.codes`: a float8 dtype for 8-bit elements, packed bytes for FP4."""
+    if element.codes_per_byte == 2:
+        return pack_fp4(codes)
+    return lax.bitcast_convert_type(codes, _FLOAT8[element.name]) if element.name in _FLOAT8 else codes
+
+
+def code_bytes(codes: Array, element: ElementFormat, length: int) -> Array:
+    """The inverse of `as_code_dtype`: unpacked uint8 codes [..., length]."""
+    if element.codes_per_byte == 2:
+        return unpack_fp4(codes, length)
+    return codes if codes.dtype == jnp.uint8 else lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def pack_fp4(codes: Array) -> Array:
+    """``byte[i] = c[2i] | c[2i + 1] << 4`` along the last axis; an odd length leaves the last high nibble 0."""
+    if codes.shape[-1] % 2:
+        codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_fp4(data: Array, length: int) -> Array:
+    """The first `length` codes of packed bytes, one per byte."""
+    pairs = jnp.stack([data & 15, data >> 4], axis=-1)
+    return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :length]

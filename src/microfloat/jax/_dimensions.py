@@ -1,0 +1,163 @@
+"""Dimension numbers and einsum equations as one form: [B, M, K] x [B, N, K] -> [B, M, N], operands kept by position."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from microfloat.errors import invalid_type, invalid_value
+
+__all__ = ["DotDimensions", "EinsumPlan", "canonical_dimensions", "parse_einsum"]
+
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class DotDimensions(NamedTuple):
+    """How to bring two operands into [B, M, K] and [B, N, K], and the result back. Static."""
+
+    lhs_order: tuple[int, ...]
+    rhs_order: tuple[int, ...]
+    batch: tuple[int, ...]
+    lhs_free: tuple[int, ...]
+    rhs_free: tuple[int, ...]
+    contracted: tuple[int, ...]
+
+    def matrices(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        """[*B, M, K] and [*B, N, K] with B as one axis, or without it when there are no batch dimensions."""
+        return self._form(lhs, self.lhs_order, self.lhs_free), self._form(rhs, self.rhs_order, self.rhs_free)
+
+    def _form(self, operand: Array, order: tuple[int, ...], free: tuple[int, ...]) -> Array:
+        batch = (_product(self.batch),) if self.batch else ()
+        shape = (*batch, _product(free), _product(self.contracted))
+        return operand.transpose(order).reshape(shape)
+
+    def result(self, y: Array) -> Array:
+        """[*B, M, N] -> batch, free dimensions of lhs, free dimensions of rhs, as lax.dot_general has them."""
+        return y.reshape(self.batch + self.lhs_free + self.rhs_free)
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def canonical_dimensions(
+    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DimensionNumbers
+) -> DotDimensions:
+    """Validate lax.dot_general's dimension numbers; contraction and batch dimensions keep their paired order."""
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        pairs = [tuple(int(axis) for axis in axes) for axes in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
+    except (TypeError, ValueError) as error:
+        raise invalid_type(
+            "dimension_numbers", repr(dimension_numbers),
+            "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as lax.dot_general takes them",
+        ) from error  # fmt: skip
+    lhs_contract, rhs_contract, lhs_batch, rhs_batch = pairs
+    lhs_contract, lhs_batch = _axes("lhs", lhs_shape, lhs_contract, lhs_batch)
+    rhs_contract, rhs_batch = _axes("rhs", rhs_shape, rhs_contract, rhs_batch)
+    for what, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
+        sizes = [tuple(shape[axis] for axis in axes) for shape, axes in ((lhs_shape, left), (rhs_shape, right))]
+        if sizes[0] != sizes[1]:
+            raise invalid_value(
+                "dimension_numbers", f"{what} dimensions {left} of lhs{list(lhs_shape)} (sizes {sizes[0]}) against "
+                f"{right} of rhs{list(rhs_shape)} (sizes {sizes[1]})", "equal sizes, pair by pair",
+            )  # fmt: skip
+    lhs_free = tuple(axis for axis in range(len(lhs_shape)) if axis not in lhs_contract + lhs_batch)
+    rhs_free = tuple(axis for axis in range(len(rhs_shape)) if axis not in rhs_contract + rhs_batch)
+    return DotDimensions(
+        lhs_batch + lhs_free + lhs_contract, rhs_batch + rhs_free + rhs_contract,
+        tuple(lhs_shape[axis] for axis in lhs_batch), tuple(lhs_shape[axis] for axis in lhs_free),
+        tuple(rhs_shape[axis] for axis in rhs_free), tuple(lhs_shape[axis] for axis in lhs_contract),
+    )  # fmt: skip
+
+
+def _axes(
+    side: str, shape: tuple[int, ...], contract: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes as indices >= 0, all different and in range."""
+    ndim = len(shape)
+    if any(not -ndim <= axis < ndim for axis in contract + batch):
+        raise invalid_value("dimension_numbers", f"axes {contract + batch} of {side}", f"axes of {side}{list(shape)}")
+    normal = tuple(axis % ndim for axis in contract), tuple(axis % ndim for axis in batch)
+    if len(set(normal[0] + normal[1])) != len(normal[0] + normal[1]):
+        raise invalid_value(
+            "dimension_numbers", f"contracting {contract} and batch {batch} of {side}", "every axis at most once"
+        )
+    return normal
+
+
+class EinsumPlan(NamedTuple):
+    """A two-operand einsum as sums, one dot_general and a transposition. Static."""
+
+    lhs_sum: tuple[int, ...]
+    rhs_sum: tuple[int, ...]
+    dimension_numbers: DimensionNumbers
+    out_order: tuple[int, ...]
+
+    def operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        """The operands after summing labels that neither the other operand nor the output has."""
+        lhs = jnp.sum(lhs, axis=self.lhs_sum) if self.lhs_sum else lhs
+        return lhs, jnp.sum(rhs, axis=self.rhs_sum) if self.rhs_sum else rhs
+
+    def result(self, y: Array) -> Array:
+        """The output in the order of the equation."""
+        return y.transpose(self.out_order)
+
+
+def parse_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
+    """The plan of ``einsum(equation, lhs, rhs)``. The first operand stays lhs, the second rhs, for every equation.
+
+    Supports an ellipsis and an implicit output. Raises InvalidValueError for another number of operands, a label that
+    appears twice in one operand, or one in the output that no operand has.
+    """
+    if not isinstance(equation, str):
+        raise invalid_type("eqn", type(equation), "an einsum equation such as 'mk,kn->mn'")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        raise invalid_value("eqn", repr(equation), "an equation of exactly two operands, such as 'mk,kn->mn'")
+    ellipses = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)]
+    lhs, rhs = (_expand(term, count) for term, count in zip(terms, ellipses, strict=True))
+    for side, labels, ndim in (("lhs", lhs, lhs_ndim), ("rhs", rhs, rhs_ndim)):
+        if len(labels) != ndim:
+            raise invalid_value("eqn", f"{equation!r} with {side} of {ndim} axes", f"{len(labels)} axes in {side}")
+        if len(set(labels)) != len(labels):
+            raise invalid_value("eqn", f"{equation!r}, a label twice in {side}", "every label at most once per operand")
+    widest = max(*ellipses, 0) if "..." in inputs else 0
+    out = _expand(output, widest) if arrow else _implicit_output(lhs, rhs)
+    if len(set(out)) != len(out) or not set(out) <= set(lhs) | set(rhs):
+        raise invalid_value("eqn", repr(equation), "output labels that each appear in an operand, once")
+    return _einsum_plan(lhs, rhs, out)
+
+
+def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str]) -> EinsumPlan:
+    lhs_sum = tuple(index for index, label in enumerate(lhs) if label not in rhs and label not in out)
+    rhs_sum = tuple(index for index, label in enumerate(rhs) if label not in lhs and label not in out)
+    lhs = [label for label in lhs if label in rhs or label in out]
+    rhs = [label for label in rhs if label in lhs or label in out]
+    batch = [label for label in lhs if label in rhs and label in out]
+    contract = [label for label in lhs if label in rhs and label not in out]
+    dimension_numbers = (
+        (tuple(map(lhs.index, contract)), tuple(map(rhs.index, contract))),
+        (tuple(map(lhs.index, batch)), tuple(map(rhs.index, batch))),
+    )
+    produced = batch + [label for label in lhs if label not in batch + contract]
+    produced += [label for label in rhs if label not in batch + contract]
+    return EinsumPlan(lhs_sum, rhs_sum, dimension_numbers, tuple(map(produced.index, out)))
+
+
+def _expand(term: str, count: int) -> list[str]:
+    """Labels of one operand; an ellipsis becomes `count` labels, aligned at the right as NumPy aligns them."""
+    if "..." not in term:
+        return list(term)
+    before, after = term.split("...", 1)
+    return [*before, *(f".{index}" for index in range(-max(count, 0), 0)), *after]
+
+
+def _implicit_output(lhs: list[str], rhs: list[str]) -> list[str]:
+    labels = lhs + rhs
+    ellipsis = sorted({label for label in labels if label.startswith(".")}, key=lambda label: int(label[1:]))
+    return ellipsis + sorted(label for label in labels if labels.count(label) == 1 and not label.startswith("."))

@@ -1,0 +1,224 @@
+"""The three GEMMs and their six operands: one custom differentiation rule over matrices, driven by the recipe's table.
+
+Shapes: x_MK activations, w_NK weights, y_MN = x @ w.T, dy_MN its cotangent. A matrix that a GEMM reads has its
+contraction axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source: docs/numerics.md 6.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from microfloat.jax import scaling
+from microfloat.jax._collectives import (
+    like_in_variance,
+    max_over,
+    on_first_device,
+    once,
+    sum_to_type_of,
+    varying_axes,
+)
+from microfloat.jax._max_grad import from_max_grad
+from microfloat.jax._scales import tensor_amax
+from microfloat.jax.backends import reference, select
+from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.recipes import Delayed, Recipe
+
+__all__ = ["CODES_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
+
+# Names of the low-precision residuals, for rematerialisation policies.
+CODES_NAME, SCALES_NAME = "microfloat_codes", "microfloat_scales"
+
+# The random streams of the six operands (docs/numerics.md 5.3).
+_STREAMS = {
+    ("fprop", "lhs"): 0, ("fprop", "rhs"): 1, ("dgrad", "lhs"): 2,
+    ("dgrad", "rhs"): 3, ("wgrad", "lhs"): 4, ("wgrad", "rhs"): 5,
+}  # fmt: skip
+
+
+class Config(NamedTuple):
+    """Everything static about one call."""
+
+    recipe: Recipe
+    dtype: np.dtype
+    backend: str
+    axis_names: tuple[str, ...]
+    residuals: str
+
+
+class Seed(NamedTuple):
+    """The call seed's two words (None: nothing is stochastic), and the index of the matrix within a batch."""
+
+    words: Array | None
+    batch: Array | None
+
+
+class Kept(NamedTuple):
+    """What the backward reads: the rhs of dgrad and of wgrad (quantized, or the originals), seed, state, live amaxes.
+
+    `no_x` [0, K] and `no_w` [0, K] are empty slices that carry the dtypes and the device variance of the primals.
+    """
+
+    w: reference.Operand
+    x: reference.Operand
+    seed: Seed
+    state: DelayedState | None
+    amaxes: dict[str, Array]
+    no_x: Array
+    no_w: Array
+
+
+# A tensor's use in fprop and the second use, in the backward, of x and w.
+_FIRST_USE = {"x": ("fprop", "lhs"), "w": ("fprop", "rhs"), "dy": ("dgrad", "lhs")}
+_SECOND_USE = {"x": ("wgrad", "rhs"), "w": ("dgrad", "rhs"), "dy": ("wgrad", "lhs")}
+
+
+class _Call(NamedTuple):
+    """One call's context: what the casts of all six operands read."""
+
+    config: Config
+    seed: Seed
+    scales: dict[str, Array]
+
+    def cast(self, x_RC: Array, tensor: str, operand: tuple[str, str]) -> reference.Operand:
+        """The operand as the recipe's table says; without a Cast it stays as it is."""
+        cast = self.config.recipe.cast(*operand)
+        if cast is None:
+            return x_RC
+        noise = None
+        if cast.is_stochastic:
+            noise = reference.Noise(
+                self.seed.words, _STREAMS[operand], 0 if self.seed.batch is None else self.seed.batch
+            )
+        scale_enc = self.scales[tensor] if isinstance(cast.scaling, Delayed) else None
+        axes = amax_axes(x_RC, self.config.axis_names)
+        return reference.cast_matrix(x_RC, cast, noise, scale_enc=scale_enc, axes=axes)
+
+    def is_shared(self, tensor: str) -> bool:
+        """Whether the second cast is the transposed first: one set of codes serves both (docs/numerics.md 3.1)."""
+        first, second = (self.config.recipe.cast(*use[tensor]) for use in (_FIRST_USE, _SECOND_USE))
+        return first is not None and first == second and first.transposes
+
+    def keep(self, x_RC: Array, tensor: str, first: reference.Operand) -> reference.Operand:
+        """What is saved for the second use: shared codes, codes along the other axis, or the original."""
+        second = _SECOND_USE[tensor]
+        if self.config.recipe.cast(*second) is None or self.config.residuals == "high":
+            return x_RC
+        matrix = first if self.is_shared(tensor) else self.cast(x_RC.T, tensor, second)
+        names = (CODES_NAME, SCALES_NAME, SCALES_NAME)
+        named = (
+            part if part is None else checkpoint_name(part, name) for part, name in zip(matrix, names, strict=True)
+        )
+        return reference.Matrix(*named)
+
+    def second_form(self, kept: reference.Operand, tensor: str, first_cols: int) -> reference.Operand:
+        """The operand of the second use, from what `keep` saved; `first_cols`: contraction length of the first."""
+        if not isinstance(kept, reference.Matrix):
+            return self.cast(kept.T, tensor, _SECOND_USE[tensor])
+        if not self.is_shared(tensor):
+            return kept
+        return reference.transposed(kept, self.config.recipe.cast(*_SECOND_USE[tensor]).format, first_cols)
+
+    def gemm(self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype) -> Array:
+        """One GEMM of the recipe, float32; `dtype` is the compute dtype."""
+        gemm = getattr(self.config.recipe, name)
+        kinds = [None if cast is None else reference.Kind(cast.format, cast.hadamard, cols) for cast in gemm.casts]
+        return select.run_gemm(a, b, select.GemmPlan(*kinds, gemm.accumulate, gemm.path, self.config.backend, dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> Array:
+    """y_MN = x @ w.T of one matrix pair under ``config.recipe``."""
+    call = _Call(config, seed, _encode_scales(state))
+    x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
+    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype).astype(config.dtype)
+
+
+def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[Array, Kept]:
+    call = _Call(config, seed, _encode_scales(state))
+    x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
+    y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype)
+    amaxes = {
+        tensor: live_amax(value, config.axis_names, state)
+        for tensor, value in (("x", x_MK), ("w", w_NK))
+        if tensor in call.scales
+    }
+    kept = Kept(call.keep(w_NK, "w", w), call.keep(x_MK, "x", x), seed, state, amaxes, x_MK[:0], w_NK[:0])
+    return y_MN.astype(config.dtype), kept
+
+
+def _backward(config: Config, kept: Kept, dy_MN: Array) -> tuple[Array, Array, None, DelayedState | None]:
+    call = _Call(config, kept.seed, _encode_scales(kept.state))
+    (rows, outputs), inputs, dtype = dy_MN.shape, kept.no_x.shape[1], kept.no_x.dtype
+    dy = call.cast(dy_MN, "dy", _FIRST_USE["dy"])
+    dx_MK = call.gemm("dgrad", dy, call.second_form(kept.w, "w", inputs), outputs, dtype)
+    if call.is_shared("dy"):
+        dy_NM = reference.transposed(dy, config.recipe.wgrad.lhs.format, outputs)
+    else:
+        dy_NM = call.cast(dy_MN.T, "dy", _SECOND_USE["dy"])
+    dw_NK = call.gemm("wgrad", dy_NM, call.second_form(kept.x, "x", inputs), rows, dtype)
+    dx_MK = sum_to_type_of(dx_MK, kept.no_x).astype(kept.no_x.dtype)
+    dw_NK = sum_to_type_of(dw_NK, kept.no_w).astype(kept.no_w.dtype)
+    return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN)
+
+
+linear.defvjp(_forward, _backward)
+
+
+def _encode_scales(state: DelayedState | None) -> dict[str, Array]:
+    """The encode scale of this step per delayed tensor: the update that the previous step left open."""
+    return {} if state is None else scaling.encode_scales(state)
+
+
+def amax_axes(x: Array, axis_names: tuple[str, ...]) -> frozenset[str]:
+    """Mesh axes that shard a tensor: known under check_vma=True, told by `axis_names` otherwise."""
+    return varying_axes(x) or frozenset(axis_names)
+
+
+def live_amax(x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None) -> Array:
+    """The amax of one tensor in this step, over all devices that share its state."""
+    apart = varying_axes(*jax.tree.leaves(state))
+    return max_over(tensor_amax(x.astype(jnp.float32)), amax_axes(x, axis_names) - apart)
+
+
+def _state_cotangent(config: Config, kept: Kept, dy_MN: Array) -> DelayedState | None:
+    """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
+    state = kept.state
+    if state is None:
+        return None
+    amaxes = {**kept.amaxes, "dy": live_amax(dy_MN, config.axis_names, state)}
+    told = bool(config.axis_names) and not varying_axes(dy_MN)
+    slots: dict[str, Slot] = {}
+    for tensor, slot, rule in scaling.slots_of(state):
+        recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
+        leaves = []
+        for value, leaf in zip(recorded, slot, strict=True):
+            value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
+            # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes.
+            value = on_first_device(value, config.axis_names) if told else value
+            leaves.append(lax.convert_element_type(value, leaf.dtype))
+        slots[tensor] = Slot(*leaves)
+    return DelayedState(**{tensor: slots.get(tensor) for tensor in scaling.TENSORS}, rules=state.rules)
+
+
+@jax.custom_vjp
+def amax_carrier(history: Array, gradient_slot: Array) -> Array:
+    """`history`, whose newest amax becomes the gradient of `gradient_slot` instead of the history's own."""
+    del gradient_slot
+    return history
+
+
+def _carrier_forward(history: Array, gradient_slot: Array) -> tuple[Array, None]:
+    del gradient_slot
+    return history, None
+
+
+def _carrier_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
+    return jnp.zeros_like(cotangent), cotangent[0]
+
+
+amax_carrier.defvjp(_carrier_forward, _carrier_backward)

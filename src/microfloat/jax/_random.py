@@ -1,0 +1,130 @@
+"""The random stream of stochastic rounding in JAX: Philox4x32-10 on 32-bit integers, the same bytes everywhere.
+
+Source: Salmon et al. 2011; docs/numerics.md 5.3. JAX without x64 has no 64-bit product, so the high half of a 32 x
+32 bit product is put together from 16-bit limbs.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value
+
+__all__ = ["call_seed", "philox", "random_bytes", "seed_words"]
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _multiply_wide(a: Array, constant: int) -> tuple[Array, Array]:
+    """(high, low) 32 bits of ``a * constant``."""
+    high_b, low_b = np.uint32(constant >> 16), np.uint32(constant & 0xFFFF)
+    high_a, low_a = a >> 16, a & np.uint32(0xFFFF)
+    low_low = low_a * low_b
+    cross_1, cross_2 = low_a * high_b, high_a * low_b
+    middle = (low_low >> 16) + (cross_1 & np.uint32(0xFFFF)) + (cross_2 & np.uint32(0xFFFF))
+    high = high_a * high_b + (cross_1 >> 16) + (cross_2 >> 16) + (middle >> 16)
+    return high, a * np.uint32(constant)
+
+
+def philox(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
+    """Ten rounds of Philox4x32: four uint32 counter words (they broadcast) and two key words -> four random words."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = key
+    for round_index in range(_ROUNDS):
+        if round_index:
+            key0, key1 = key0 + np.uint32(_WEYL[0]), key1 + np.uint32(_WEYL[1])
+        high_0, low_0 = _multiply_wide(c0, _MULTIPLIERS[0])
+        high_2, low_2 = _multiply_wide(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_2 ^ c1 ^ key0, low_2, high_0 ^ c3 ^ key1, low_0
+    return c0, c1, c2, c3
+
+
+def random_bytes(rows: int, cols: int, words: Array, stream: ArrayLike, batch: ArrayLike) -> Array:
+    """One byte per element of an operand form: uint8 [rows, cols].
+
+    ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=words)``, little-endian.
+    """
+    groups = -(-cols // 16)
+    shape = (rows, groups)
+    group = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
+    full = [jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch)]
+    key = (jnp.asarray(words[0], jnp.uint32), jnp.asarray(words[1], jnp.uint32))
+    drawn = jnp.stack(philox((group, row, *full), key), axis=-1)  # [rows, groups, 4]
+    shifts = np.arange(0, 32, 8, dtype=np.uint32)[None, None, None, :]
+    parts = (drawn[..., None] >> shifts) & np.uint32(255)
+    return parts.astype(jnp.uint8).reshape(rows, 16 * groups)[:, :cols]
+
+
+def call_seed(seed: object, key: object, needed_by: str) -> Array | np.ndarray:
+    """The two words of the call seed K, low first, from `seed` or from `key` (docs/numerics.md 5.3, "JAX").
+
+    `needed_by` names, in the error, what is stochastic and how to switch it off.
+    """
+    if seed is not None and key is not None:
+        raise invalid_value("key", "a value beside seed", "seed or key, not both", "Leave one of them out.")
+    if seed is not None:
+        return seed_words(seed)
+    if key is None:
+        raise invalid_value(
+            "key", "None, and no seed", f"key= (a jax.random key) or seed= for {needed_by}",
+            "Stochastic rounding never draws from a hidden state.",
+        )  # fmt: skip
+    return jax.random.bits(check_key(key), (2,), "uint32")
+
+
+def check_key(key: object) -> Array:
+    """A single typed key, or the raw uint32 array of one."""
+    dtype = getattr(key, "dtype", None)
+    if dtype is None:
+        raise invalid_type("key", type(key), "a key made by jax.random.key", "An int belongs into seed=.")
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if np.shape(key) != ():
+            raise invalid_value("key", f"shape {np.shape(key)}", "a single key", "Split it, and pass one.")
+    elif dtype != jnp.uint32:
+        raise invalid_type("key", dtype, "a key made by jax.random.key (or the uint32 words of one)")
+    return key  # type: ignore[return-value]
+
+
+def seed_words(seed: object) -> Array | np.ndarray:
+    """uint32 [2], low word first, from a Python int in [0, 2^64) or from the two words themselves (may be traced)."""
+    error = invalid_value(
+        "seed", _shown(seed), "an int in [0, 2^64), or its two words as uint32[2], low first",
+        "Under jit pass the two words: a 64-bit integer does not fit a traced argument without x64.",
+    )  # fmt: skip
+    if isinstance(seed, jax.Array):
+        if seed.shape != (2,) or seed.dtype != jnp.uint32:
+            raise error
+        return seed
+    if np.ndim(seed) == 0:  # type: ignore[arg-type]
+        value = _as_int(seed, error)
+        if not 0 <= value < 1 << 64:
+            raise error
+        return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
+    if np.shape(seed) != (2,):  # type: ignore[arg-type]
+        raise error
+    words = [_as_int(word, error) for word in seed]  # type: ignore[attr-defined]
+    if not all(0 <= word < 1 << 32 for word in words):
+        raise error
+    return np.array(words, np.uint32)
+
+
+def _shown(seed: object) -> str:
+    if isinstance(seed, jax.Array | np.ndarray):
+        return f"{seed.dtype}{list(seed.shape)}"
+    return repr(seed)
+
+
+def _as_int(value: object, error: InvalidValueError) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise error
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error from None

@@ -1,0 +1,216 @@
+"""Amax -> stored scale and encode factor in JAX, one function per family of scale rules (docs/numerics.md, section 2).
+
+Reads its numbers from the ScaleRule and the formats, as the oracle does. Amaxes travel as integer bits, which order
+like the magnitudes, so no subnormal amax is flushed.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from microfloat.formats import E4M3
+from microfloat.jax._bits import (
+    INFINITY_BITS,
+    as_float,
+    bits_of,
+    decode,
+    divide_by_constant,
+    encode,
+    is_nan,
+    magnitude_bits,
+    measured_bits,
+    multiply,
+    sixth,
+    square,
+)
+from microfloat.jax._tiles import spread
+from microfloat.recipes import Cast, Current
+from microfloat.scale_rules import TwoLevel, e8m0_threshold
+
+__all__ = ["BlockScales", "block_scales", "tensor_amax"]
+
+_FMAX = np.finfo(np.float32).max
+_MANTISSA = np.uint32(0x7FFFFF)
+
+
+class BlockScales(NamedTuple):
+    """Per block of the grid [grid rows, grid columns]; see the oracle's class of this name.
+
+    `stored`: uint8 or float32; `encode`: the factor elements are multiplied with; `is_nan`: blocks that become NaN
+    throughout (None: none can); `tensor_scale`: float32 of shape () or [R, 1], or None.
+    """
+
+    stored: Array
+    encode: Array
+    is_nan: Array | None = None
+    tensor_scale: Array | None = None
+
+
+class _TensorLevel(NamedTuple):
+    """Clamped tensor amax A, its encode factor S = capacity / A, and the stored tensor scale A / capacity."""
+
+    amax: Array
+    encode: Array
+    stored: Array
+
+
+def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array | None) -> BlockScales:
+    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling."""
+    if scale_enc is not None:
+        return _fp32_scales(jnp.full((1, 1), scale_enc, jnp.float32))
+    if cast.rule.two_level is not None:
+        return _two_level(tiles, cast, cast.rule.two_level, amax)
+    if cast.rule.thresholds is not None:
+        return _e8m0(tiles, cast)
+    return _fp32_scales(_encode_factor(tiles, cast, amax))
+
+
+def tensor_amax(x: Array, *, per_row: bool = False) -> Array:
+    """Largest magnitude, NaN ignored, as float32: of everything (shape ()), or of each row of [R, C] (shape [R, 1])."""
+    bits = measured_bits(x)
+    return as_float(jnp.max(bits, axis=1, keepdims=True, initial=0) if per_row else jnp.max(bits, initial=0))
+
+
+def _block_max(bits: Array) -> Array:
+    return jnp.max(bits, axis=(1, 3), initial=0)
+
+
+def _f32_bits(value: float) -> np.uint32:
+    return np.float32(value).view(np.uint32)
+
+
+def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
+    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b)."""
+    element = cast.format.element
+    bits = _block_max(magnitude_bits(tiles))
+    exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & _MANTISSA
+    bump = (mantissa >= np.uint32(e8m0_threshold(cast.rule, element))).astype(jnp.int32)
+    lost = exponent == 255
+    byte = jnp.clip(exponent - element.emax + bump, 0, 253)
+    factor = as_float((254 - byte).astype(jnp.uint32) << 23)
+    return BlockScales(jnp.where(lost, 255, byte).astype(jnp.uint8), factor, lost)
+
+
+def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> Array:
+    """``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so."""
+    largest = cast.format.element.max
+    bits = _block_max(measured_bits(tiles)) if amax is None else bits_of(jnp.full((1, 1), amax, jnp.float32))
+    if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
+        bits = jnp.maximum(bits, _f32_bits(cast.scaling.amax_epsilon))
+    clamped = as_float(jnp.maximum(bits, _f32_bits(largest * 2.0**-126)))
+    factor = jnp.where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), np.float32(largest) / clamped)
+    if cast.rule.power_of_two:
+        factor = as_float(bits_of(factor) & np.uint32(0xFF800000))
+    return factor
+
+
+def _fp32_scales(factor: Array) -> BlockScales:
+    return BlockScales(np.float32(1) / factor, factor)
+
+
+def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> _TensorLevel:
+    per_row = cast.format.tensor_scale == "row"
+    if amax is None:
+        rows = tiles.reshape(tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
+        amax = tensor_amax(rows, per_row=per_row)
+    bits = bits_of(amax)
+    unscaled = (bits == 0) | (bits == INFINITY_BITS)
+    one, capacity = np.float32(1), np.float32(constants.capacity)
+    clamped = as_float(jnp.maximum(bits, _f32_bits(constants.smallest_amax)))
+    amax = jnp.where(unscaled, capacity, clamped)
+    if not constants.tensor_scale:
+        ones = jnp.ones_like(amax)
+        return _TensorLevel(amax, ones, ones)
+    encode_factor = jnp.where(unscaled, one, capacity / clamped)
+    stored = jnp.where(unscaled, one, divide_by_constant(clamped, constants.capacity))
+    # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
+    return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)))
+
+
+def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
+    """E4M3 block scales under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
+    tensor = _tensor_level(tiles, cast, constants, amax)
+    block_amax = as_float(_block_max(measured_bits(tiles)))
+    if constants.four_over_six is not None:
+        byte, factor = _four_over_six(tiles, cast, constants, tensor, block_amax)
+    elif constants.inverse_six is not None:
+        per_amax = lax.optimization_barrier(tensor.encode * np.float32(constants.inverse_six))
+        byte, factor = _block_level(multiply(block_amax, per_amax), tensor)
+    else:
+        # A flushed quotient is below the clamp 2^-6 in any case.
+        target = sixth(block_amax) / tensor.stored
+        target = jnp.clip(target, np.float32(constants.smallest_scale), np.float32(constants.largest_scale))
+        byte = encode(target, E4M3)
+        factor = np.float32(1) / tensor.stored / decode(byte, E4M3)
+    lost = is_nan(_block_max(magnitude_bits(tiles)))
+    stored = jnp.where(lost, np.uint8(E4M3.nan_code), byte)
+    return BlockScales(stored, factor, lost, tensor.stored if constants.tensor_scale else None)
+
+
+def _block_level(target: Array, tensor: _TensorLevel) -> tuple[Array, Array]:
+    """``sb = enc(min(target, FMAX), E4M3)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
+    byte = encode(jnp.minimum(target, _FMAX), E4M3)
+    divisor = decode(byte, E4M3) * (np.float32(1) / tensor.encode)
+    return byte, jnp.minimum(np.float32(1) / divisor, _FMAX)
+
+
+def _four_over_six(
+    tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, block_amax: Array
+) -> tuple[Array, Array]:
+    """Per block the smaller error of mapping its maximum to 6 (k = 1) or to 4 (k = 1.5); a tie keeps 6."""
+    base = multiply(sixth(block_amax), tensor.encode)
+    candidates = []
+    for k in (1.0, 1.5):
+        target = jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale))
+        byte, factor = _block_level(target, tensor)
+        candidates.append((byte, factor, _block_error(tiles, cast, constants, tensor, byte, factor)))
+    (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
+    to_four = error_4 < error_6
+    return jnp.where(to_four, byte_4, byte_6), jnp.where(to_four, factor_4, factor_6)
+
+
+def _block_error(
+    tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, byte: Array, factor: Array
+) -> Array:
+    """Sum of |d| or d^2 over every block in the fixed order of docs/numerics.md 2.6.
+
+    Below A = 2^-40 the errors of "mae" are summed times 2^64, which changes no rounding and keeps them from being
+    flushed. Squares are not: they vanish there with gradual underflow too.
+    """
+    element = cast.format.element
+    lift = jnp.where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64), np.float32(1))
+    if constants.four_over_six != "mae":
+        lift = jnp.ones_like(lift)
+    lift_tiles, amax_tiles = (_over_tiles(value, tiles) for value in (lift, tensor.amax * lift))
+    values = decode(encode(multiply(tiles, spread(factor)), element), element)
+    scaled = values * spread(decode(byte, E4M3)) * amax_tiles
+    difference = divide_signed(scaled, constants.capacity) - multiply(tiles, lift_tiles)
+    errors = as_float(magnitude_bits(difference)) if constants.four_over_six == "mae" else square(difference)
+    sums = jnp.zeros(errors.shape[:3], jnp.float32)
+    for column in range(errors.shape[3]):
+        sums = sums + errors[..., column]
+    return _pairwise_rows(sums)
+
+
+def divide_signed(x: Array, constant: float) -> Array:
+    """``f32(x / constant)`` for x of either sign."""
+    quotient = divide_by_constant(as_float(magnitude_bits(x)), constant)
+    return as_float(bits_of(quotient) | (bits_of(x) & np.uint32(0x80000000)))
+
+
+def _over_tiles(value: Array, tiles: Array) -> Array:
+    """A tensor value, () or [R, 1] for blocks of one row, against tiles."""
+    return value.reshape(tiles.shape[0], 1, 1, 1) if value.ndim else jnp.broadcast_to(value, (1, 1, 1, 1))
+
+
+def _pairwise_rows(sums: Array) -> Array:
+    """[grid rows, rows of a tile, grid columns] -> [grid rows, grid columns] by halving."""
+    count = 1 << max(sums.shape[1] - 1, 0).bit_length()
+    if count != sums.shape[1]:
+        sums = jnp.pad(sums, ((0, 0), (0, count - sums.shape[1]), (0, 0)))
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]

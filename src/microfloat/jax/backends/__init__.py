@@ -1,0 +1,1 @@
+"""Where a cast or a GEMM runs: `reference` (everywhere) and `native` (FP8 and MX units of a GPU)."""

@@ -1,0 +1,238 @@
+"""The reference backend: integer-bit casts and GEMMs on decoded operands, the same bytes on every platform.
+
+Everything here works on operand forms: matrices [R, C] whose last axis is contracted (docs/numerics.md, Notation).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from microfloat import reference as oracle
+from microfloat.formats import E4M3, ScaledFormat
+from microfloat.jax._bits import as_code_dtype, as_float, code_bytes, decode, encode, multiply
+from microfloat.jax._collectives import max_over
+from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, stored_length
+from microfloat.jax._random import random_bytes
+from microfloat.jax._scales import block_scales, tensor_amax
+from microfloat.jax._tiles import from_tiles, spread, to_tiles
+from microfloat.recipes import Cast, Hadamard
+
+__all__ = [
+    "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
+    "factored_values", "gemm", "matmul", "rows_of",
+]  # fmt: skip
+
+
+class Noise(NamedTuple):
+    """What stochastic rounding reads: the call seed's words uint32[2], and two words of the counter."""
+
+    words: Array
+    stream: Array | int
+    batch: Array | int = 0
+
+
+class Matrix(NamedTuple):
+    """A quantized operand form: `codes` in their dtype [R, stored], `scale` as a grid of blocks, `tensor_scale`.
+
+    A pytree of arrays; the format and the contraction length `cols` of the input are known to whoever holds it.
+    """
+
+    codes: Array
+    scale: Array
+    tensor_scale: Array | None
+
+
+def cast_matrix(
+    x_RC: Array,
+    cast: Cast,
+    noise: Noise | None = None,
+    *,
+    amax: Array | None = None,
+    scale_enc: Array | None = None,
+    axes: frozenset[str] = frozenset(),
+) -> Matrix:
+    """Quantize an operand form (any wide float dtype) as docs/numerics.md, sections 2 to 5, say.
+
+    `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
+    """
+    x_RC = x_RC.astype(jnp.float32)
+    if cast.hadamard is not None:
+        x_RC = hadamard_transform(x_RC, cast.hadamard)
+    element = cast.format.element
+    tiles = to_tiles(x_RC, cast.format.block)
+    if axes and amax is None and scale_enc is None and measures_tensor(cast):
+        amax = max_over(tensor_amax(x_RC), axes)
+    scales = block_scales(tiles, cast, amax, scale_enc)
+    codes = encode(multiply(tiles, spread(scales.encode)), element, _noise_tiles(x_RC.shape, cast, noise))
+    if scales.is_nan is not None:
+        codes = jnp.where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
+    return Matrix(as_code_dtype(from_tiles(codes, x_RC.shape), element), scales.stored, scales.tensor_scale)
+
+
+def measures_tensor(cast: Cast) -> bool:
+    """Whether the cast measures an amax over the whole tensor."""
+    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
+    return cast.format.is_per_tensor or (two_level and cast.format.tensor_scale == "tensor")
+
+
+def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
+    """The quantization of the transposed operand, for a format whose blocks allow it; `cols` are those of `matrix`."""
+    codes = as_code_dtype(code_bytes(matrix.codes, fmt.element, cols).T, fmt.element)
+    scale = matrix.scale if fmt.is_per_tensor else matrix.scale.T
+    return Matrix(codes, scale, matrix.tensor_scale)
+
+
+def _noise_tiles(shape_RC: tuple[int, int], cast: Cast, noise: Noise | None) -> Array | None:
+    if not cast.is_stochastic or noise is None:
+        return None
+    return to_tiles(random_bytes(*shape_RC, noise.words, noise.stream, noise.batch), cast.format.block)
+
+
+def _tiled_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> Array:
+    """Decoded codes [grid rows, block rows, grid columns, block columns]."""
+    return to_tiles(decode(code_bytes(matrix.codes, fmt.element, length), fmt.element), fmt.block)
+
+
+def _block_grid(matrix: Matrix, fmt: ScaledFormat) -> Array:
+    return matrix.scale.reshape(1, 1) if fmt.is_per_tensor else matrix.scale
+
+
+def _power_of_two(tiles: Array, grid: Array) -> Array:
+    """``tiles * 2^(byte - 127)``, NaN for byte 255. Two normal factors: 2^-127 alone would be flushed."""
+    exponent = grid.astype(jnp.int32) - 127
+    half = exponent >> 1
+    for part in (half, exponent - half):
+        tiles = tiles * spread(as_float((part + 127).astype(jnp.uint32) << 23))
+    return jnp.where(spread(grid == 255), np.float32(np.nan), tiles)
+
+
+def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | None, cols: int) -> Array:
+    """float32 [R, cols] in the order of operations of docs/numerics.md 8.1; a Hadamard transform is undone."""
+    length = stored_length(cols, hadamard)
+    tiles, grid = _tiled_values(matrix, fmt, length), _block_grid(matrix, fmt)
+    if fmt.scale.name == "E8M0":
+        tiles = _power_of_two(tiles, grid)
+    else:
+        factor = decode(grid, E4M3) if fmt.scale.name == "E4M3" else grid
+        if matrix.tensor_scale is not None:
+            # The order is part of the definition; without the barrier XLA may multiply the codes first.
+            factor = lax.optimization_barrier(factor * matrix.tensor_scale)
+        tiles = tiles * spread(factor)
+    values = from_tiles(tiles, (matrix.codes.shape[0], length))
+    return values if hadamard is None else hadamard_inverse(values, hadamard)[:, :cols]
+
+
+def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array | None]:
+    """(values [R, length], outer scale): what is exact in the operand, and the float32 factor left for the epilogue.
+
+    Block scales of MX and NVFP4 multiply the codes exactly; tensor and row scales stay outside, shape () or [R, 1]
+    (docs/numerics.md 8.2). 1x128 and 128x128 scales are float32 and are multiplied in.
+    """
+    tiles, grid = _tiled_values(matrix, fmt, length), _block_grid(matrix, fmt)
+    outer = matrix.tensor_scale
+    if fmt.scale.name == "E8M0":
+        tiles = _power_of_two(tiles, grid)
+    elif fmt.scale.name == "E4M3":
+        tiles = tiles * spread(decode(grid, E4M3))
+    elif fmt.block[1] is None:
+        outer = grid
+    else:
+        tiles = tiles * spread(grid)
+    return from_tiles(tiles, (matrix.codes.shape[0], length)), outer
+
+
+def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
+    """``(a @ b.T) * outer_a * outer_b.T`` in float32 [M, N]; outer scales are (), [1, 1] or [R, 1], or None."""
+    dimensions = (((1,), (1,)), ((), ()))
+    common = jnp.promote_types(a_MK.dtype, b_NK.dtype)
+    product = lax.dot_general(
+        a_MK.astype(common), b_NK.astype(common), dimensions,
+        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return apply_outer(product, outer_a, outer_b)
+
+
+def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
+    """One multiplication of the float32 accumulator by ``f32(outer_a * outer_b.T)``."""
+    factors = [None if outer is None else outer.reshape(-1, 1) for outer in (outer_a, outer_b)]
+    if factors[0] is not None and factors[1] is not None:
+        return product * (factors[0] * factors[1].T)
+    if factors[0] is not None:
+        return product * factors[0]
+    return product if factors[1] is None else product * factors[1].T
+
+
+class Kind(NamedTuple):
+    """What is static about a quantized operand form: its format, its Hadamard transform, its contraction length."""
+
+    format: ScaledFormat
+    hadamard: Hadamard | None
+    cols: int
+
+    @property
+    def length(self) -> int:
+        """Contraction length as stored."""
+        return stored_length(self.cols, self.hadamard)
+
+
+Operand = Matrix | Array
+
+
+def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype) -> Array:
+    """``a @ b.T`` in float32 [M, N]; a kind of None marks an array in high precision.
+
+    Two quantized operands meet as decoded values with their outer scales in the epilogue, Hadamard operands in the
+    transformed domain; beside an operand in high precision the other is dequantized to `dtype`, the compute dtype.
+    """
+    if kind_a is not None and kind_b is not None:
+        values_a, outer_a = factored_values(a, kind_a.format, kind_a.length)
+        values_b, outer_b = factored_values(b, kind_b.format, kind_b.length)
+        return matmul(values_a, values_b, outer_a, outer_b)
+    return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
+
+
+def _in_high_precision(operand: Operand, kind: Kind | None, dtype: np.dtype) -> Array:
+    if kind is None:
+        return operand
+    return dequantize_matrix(operand, kind.format, kind.hadamard, kind.cols).astype(dtype)
+
+
+def exact_gemm(
+    a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype, bias: Array | None = None
+) -> Array:
+    """The float64 sum of the NumPy oracle (docs/numerics.md 8.2), plus bias, rounded once to float32; for tests.
+
+    Runs on the host through a callback, on every platform and under jit.
+    """
+    if kind_a is None or kind_b is None:
+        a, b = _in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype)
+        kind_a = kind_b = None
+    shape = jax.ShapeDtypeStruct((rows_of(a), rows_of(b)), jnp.float32)
+    call = partial(_exact_on_host, kind_a, kind_b)
+    return jax.pure_callback(call, shape, a, b, bias, vmap_method="sequential")
+
+
+def rows_of(operand: Operand) -> int:
+    """R of an operand form."""
+    return (operand.codes if isinstance(operand, Matrix) else operand).shape[0]
+
+
+def _exact_on_host(kind_a: Kind | None, kind_b: Kind | None, a: Operand, b: Operand, bias: object) -> np.ndarray:
+    total = oracle.scaled_matmul(_for_oracle(a, kind_a), _for_oracle(b, kind_b))
+    if bias is not None:
+        total = total + np.asarray(bias).astype(np.float64)
+    with np.errstate(all="ignore"):
+        return total.astype(np.float32)
+
+
+def _for_oracle(operand: Operand, kind: Kind | None) -> "oracle.Quantized | np.ndarray":
+    if kind is None:
+        return np.asarray(operand)
+    codes, scale, tensor_scale = (None if part is None else np.asarray(part) for part in operand)
+    codes = np.ascontiguousarray(codes).view(np.uint8)
+    shape = (codes.shape[0], kind.cols)
+    return oracle.Quantized(codes, scale, tensor_scale, kind.format, 1, shape, kind.hadamard)

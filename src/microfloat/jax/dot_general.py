@@ -1,0 +1,200 @@
+"""`dot_general(recipe)`: lax.dot_general with the recipe's three GEMMs.
+
+    fprop: y_MN  = cast(x, K) . cast(w, K)
+    dgrad: dx_MK = cast(dy, N) . cast(w, N)
+    wgrad: dw_NK = cast(dy, M) . cast(x, M)
+
+lhs is x, rhs is w. Shapes: M free axes of lhs, N free axes of rhs, K contracted axes, each merged into one in the
+order given; every entry of the batch dimensions is a matrix of its own. Source: docs/numerics.md 6, docs/jax.md.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax import scaling
+from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
+from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
+from microfloat.jax._random import call_seed
+from microfloat.jax.ops import WIDE_DTYPES, check_array, check_backend
+from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.recipes import Recipe
+from microfloat.recipes.core import check_choice
+
+__all__ = ["DotGeneral", "Einsum", "dot_general", "einsum"]
+
+
+def dot_general(
+    recipe: Recipe, *, backend: str = "auto", axis_names: tuple[str, ...] = (), residuals: str = "low"
+) -> "DotGeneral":
+    """An op with the signature of `lax.dot_general` that runs `recipe`, forward and backward.
+
+    `backend`: "auto", "reference" or "native". `axis_names`: under ``shard_map(check_vma=False)``, the mesh axes
+    that shard the operands (otherwise JAX knows them). `residuals`: "low" keeps quantized operands for the
+    backward, "high" the originals. Ops made from equal arguments are equal and hash equal, so they do not retrace.
+    """
+    if not isinstance(recipe, Recipe):
+        raise invalid_type("recipe", type(recipe), "a Recipe such as recipes.MXFP8BlockScaling()", _recipe_hint(recipe))
+    check_choice("residuals", residuals, ("low", "high"))
+    if isinstance(axis_names, str):
+        axis_names = (axis_names,)
+    return DotGeneral(recipe, check_backend(backend), tuple(axis_names), residuals)
+
+
+def _recipe_hint(recipe: object) -> str:
+    return f"Call recipes.from_name({recipe!r})." if isinstance(recipe, str) else ""
+
+
+@dataclass(frozen=True)
+class DotGeneral:
+    """What `dot_general` returns: frozen, hashable, callable."""
+
+    recipe: Recipe
+    backend: str = "auto"
+    axis_names: tuple[str, ...] = ()
+    residuals: str = "low"
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        state: DelayedState | None = None,
+        key: Array | None = None,
+        seed: Array | int | None = None,
+    ) -> Array:
+        """``lax.dot_general(lhs, rhs, dimension_numbers)`` under the recipe; lhs are activations, rhs weights.
+
+        Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
+        is accepted and ignored: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
+        the new state), stochastic rounding `key`, or `seed`, the call seed itself. Raises errors of
+        microfloat.errors at trace time.
+        """
+        del precision
+        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
+        dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+        if dtype not in WIDE_DTYPES:
+            raise invalid_type("preferred_element_type", dtype, "float32, bfloat16 or float16")
+        state = self._check_state(state)
+        words = self._words(seed, key)
+        config = Config(self.recipe, dtype, self.backend, self.axis_names, self.residuals)
+        y = _apply(lhs, rhs, words, state, config=config, dimensions=dimensions)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+    def with_amax(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        *,
+        state: DelayedState,
+        gradient_slot: Array,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
+        """Delayed scaling without state in gradients: (y, amaxes of x and w) for `scaling.update`, outside autodiff.
+
+        The gradient with respect to `gradient_slot`, a float32 zero, is the amax of dy.
+        """
+        state = self._check_state(state)
+        frozen = lax.stop_gradient(state)
+        dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, gradient_slot))
+        y = self(
+            lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type,
+            state=DelayedState(frozen.x, frozen.w, dy, state.rules),
+        )  # fmt: skip
+        operands = {"x": lax.stop_gradient(lhs), "w": lax.stop_gradient(rhs)}
+        amaxes = {
+            name: live_amax(value, self.axis_names) for name, value in operands.items() if state.slot(name) is not None
+        }
+        return y, amaxes
+
+    def _check_state(self, state: DelayedState | None) -> DelayedState | None:
+        if self.recipe.is_delayed and not isinstance(state, DelayedState):
+            raise invalid_value(
+                "state", "None" if state is None else type(state).__name__, f"a DelayedState for {self.recipe!r}",
+                "Make the first one with microfloat.jax.scaling.init(recipe).",
+            )  # fmt: skip
+        if not self.recipe.is_delayed and state is not None:
+            raise invalid_value("state", type(state).__name__, f"None for {self.recipe!r}, which keeps no state")
+        if state is not None and state.rules != scaling.slot_rules(self.recipe):
+            raise invalid_value("state", "a state made for another recipe", f"scaling.init({self.recipe!r})")
+        return state
+
+    def _words(self, seed: Array | int | None, key: Array | None) -> Array | np.ndarray | None:
+        if not self.recipe.is_stochastic:
+            return None
+        return call_seed(
+            seed, key, f"{self.recipe!r}, which rounds stochastically (switch it off with "
+            "disable_stochastic_rounding=True, or rounding='nearest' in a Cast)",
+        )  # fmt: skip
+
+
+def einsum(recipe: Recipe, **options: object) -> "Einsum":
+    """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands; the first is always x, the second w.
+
+    `options` are those of `dot_general`.
+    """
+    return Einsum(dot_general(recipe, **options))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Einsum:
+    """What `einsum` returns: frozen, hashable, callable."""
+
+    op: DotGeneral
+
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        state: DelayedState | None = None,
+        key: Array | None = None,
+        seed: Array | int | None = None,
+    ) -> Array:
+        """The einsum of two operands under the recipe; see `DotGeneral.__call__`."""
+        del precision
+        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
+        plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
+        y = self.op(
+            *plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type=preferred_element_type,
+            state=state, key=key, seed=seed,
+        )  # fmt: skip
+        y = plan.result(y)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+@partial(jax.jit, static_argnames=("config", "dimensions"))
+def _apply(
+    lhs: Array,
+    rhs: Array,
+    words: Array | None,
+    state: DelayedState | None,
+    *,
+    config: Config,
+    dimensions: DotDimensions,
+) -> Array:
+    x, w = dimensions.matrices(lhs, rhs)
+    if not dimensions.batch:
+        return dimensions.result(linear(config, x, w, Seed(words, None), state))
+    # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
+    index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
+    each = jax.vmap(partial(linear, config), in_axes=(0, 0, Seed(None, 0), None))
+    if x.shape[0] == 0:
+        return dimensions.result(jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype))
+    return dimensions.result(each(x, w, Seed(words, index), state))

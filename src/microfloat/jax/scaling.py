@@ -1,0 +1,188 @@
+"""Delayed scaling in JAX: state in, state out, as an explicit pytree (docs/numerics.md 3.3, docs/jax.md).
+
+State travels as its own gradient: ``jax.grad`` of a loss with respect to the state of an op returns the new state.
+To make that safe when an op is used several times in a step, the update of the encode scale is *deferred*: an op
+first turns the history of the steps before it into the scale it uses, then records its amax at index 0. So
+everything in a new state but ``amax_history[0]`` is a function of the old state, and `apply` takes only that one
+number from the gradient.
+
+Index 0 of a history is the newest amax, index 1 the oldest kept, the last index the second newest.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.formats import ELEMENTS, ElementFormat
+from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, magnitude_bits
+from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
+from microfloat.recipes import Delayed, Recipe
+from microfloat.recipes.core import OPERANDS
+
+__all__ = ["DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "update"]
+
+TENSORS = ("x", "w", "dy")
+
+
+class Slot(NamedTuple):
+    """State of one tensor: the encode scale that was used last, float32 (), and its amaxes, float32 [L]."""
+
+    scale_enc: Array
+    amax_history: Array
+
+
+class SlotRule(NamedTuple):
+    """What is static about a slot."""
+
+    element: str
+    delayed: Delayed
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "dy"], meta_fields=["rules"])
+@dataclass(frozen=True)
+class DelayedState:
+    """The delayed-scaling state of one op: a `Slot` for each of x, w and dy (None where no cast of it is delayed).
+
+    A pytree of float32 arrays; `rules`, static, says per slot which element format and which `Delayed` it follows.
+    """
+
+    x: Slot | None
+    w: Slot | None
+    dy: Slot | None
+    rules: tuple[SlotRule | None, ...]
+
+    def slot(self, tensor: str) -> Slot | None:
+        """The slot of "x", "w" or "dy"."""
+        return getattr(self, tensor)
+
+
+def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
+    """For x, w and dy: the first delayed cast of that tensor, in the order of the six operands."""
+    found: dict[str, SlotRule] = {}
+    for operand, tensor in OPERANDS.items():
+        cast = recipe.casts[operand]
+        if cast is not None and isinstance(cast.scaling, Delayed):
+            found.setdefault(tensor, SlotRule(cast.format.element.name, cast.scaling))
+    return tuple(found.get(tensor) for tensor in TENSORS)
+
+
+def init(recipe: Recipe) -> DelayedState:
+    """The state before the first step: encode scales 1, histories 0.
+
+    Raises InvalidValueError for a recipe without delayed scaling, which needs no state.
+    """
+    if not isinstance(recipe, Recipe):
+        raise invalid_type("recipe", type(recipe), "a Recipe such as recipes.DelayedScaling()")
+    if not recipe.is_delayed:
+        raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no state.")
+    rules = slot_rules(recipe)
+    slots = [
+        None if rule is None else Slot(jnp.ones((), jnp.float32), jnp.zeros(rule.delayed.amax_history_len, jnp.float32))
+        for rule in rules
+    ]
+    return DelayedState(*slots, rules)
+
+
+def advance(slot: Slot, rule: SlotRule) -> Slot:
+    """The update at the end of the previous step: a new encode scale, and the rolled history with 0 at index 0."""
+    history = from_max_grad(slot.amax_history)
+    scale = next_scale(history, from_max_grad(slot.scale_enc), ELEMENTS[rule.element], rule.delayed)
+    return Slot(scale, jnp.roll(history, -1).at[0].set(np.float32(0)))
+
+
+def next_scale(history: Array, scale_enc: Array, element: ElementFormat, delayed: Delayed) -> Array:
+    """``min(f32(f32(max / max(A, max * 2^-126)) * 2^-margin), 2^126)``; A = 0 or not finite keeps the scale."""
+    algo = delayed.amax_compute_algo
+    if callable(algo):
+        amax_bits = magnitude_bits(jnp.asarray(algo(history), jnp.float32).reshape(()))
+    else:
+        bits = magnitude_bits(history)
+        amax_bits = jnp.max(bits) if algo == "max" else bits[0]
+    smallest = np.float32(element.max * 2.0**-126).view(np.uint32)
+    ratio = np.float32(element.max) / as_float(jnp.maximum(amax_bits, smallest))
+    scale = jnp.minimum(ratio * np.float32(2.0**-delayed.margin), np.float32(2.0**126))
+    usable = (amax_bits > 0) & (amax_bits < INFINITY_BITS)
+    return jnp.where(usable, scale, scale_enc)
+
+
+def record(slot: Slot, amax: Array) -> Slot:
+    """``amax_history[0] = max(amax_history[0], amax)``; a non-finite amax records nothing."""
+    live = jnp.maximum(_amax_bits(slot.amax_history[0]), _amax_bits(amax))
+    return Slot(slot.scale_enc, slot.amax_history.at[0].set(as_float(live)))
+
+
+def _amax_bits(amax: Array) -> Array:
+    """The bits of an amax that may be recorded; 0 for what is not finite or negative."""
+    bits = bits_of(amax)
+    return jnp.where(bits < INFINITY_BITS, bits, np.uint32(0))
+
+
+def encode_scales(state: DelayedState) -> dict[str, Array]:
+    """The encode scale that the next step will use, per tensor: ``code = round(x * scale_enc)``."""
+    return {tensor: advance(slot, rule).scale_enc for tensor, slot, rule in slots_of(state)}
+
+
+def apply(old: DelayedState, new: DelayedState) -> DelayedState:
+    """The state for the next step, from the state of this one and its gradient (the consumer rule).
+
+    Scale and ring are recomputed from `old`; only ``new.amax_history[0]`` is taken over, if it is finite. A slot
+    whose gradient says that it was not used (scale 0 or not finite) keeps the old state.
+    """
+    slots = {}
+    for tensor, slot, rule in slots_of(old):
+        gradient = new.slot(tensor)
+        if gradient is None:
+            raise invalid_value("new", f"a state without slot {tensor!r}", "the gradient with respect to `old`")
+        scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[..., 0]))
+        used = (scale > 0) & jnp.isfinite(scale)
+        stepped = record(advance(slot, rule), amax)
+        slots[tensor] = Slot(*(jnp.where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
+    return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=old.rules)
+
+
+def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
+    """The state for the next step from the amaxes of this one, ``{"x": ..., "w": ..., "dy": ...}``, without autodiff.
+
+    Tensors that `amaxes` does not name keep their state.
+    """
+    unknown = set(amaxes) - {tensor for tensor, _, _ in slots_of(state)}
+    if unknown:
+        raise invalid_value("amaxes", f"names {sorted(unknown)}", "names of slots that this state has")
+    slots = {
+        tensor: record(advance(slot, rule), jnp.asarray(amaxes[tensor], jnp.float32)) if tensor in amaxes else slot
+        for tensor, slot, rule in slots_of(state)
+    }
+    return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=state.rules)
+
+
+def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
+    """N microbatches as one step: one roll, and the largest amax. `gradients` are those with respect to `old`."""
+    gradients = list(gradients)
+    if not gradients:
+        return old
+    return apply(old, jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), axis=0), *gradients))
+
+
+def max_accumulate(state: DelayedState) -> DelayedState:
+    """The state cast to a dtype whose gradients accumulate by maximum; cast once, outside of all uses in the loss.
+
+    The gradient with respect to the original state is float32 again.
+    """
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), state)
+
+
+def slots_of(state: DelayedState) -> list[tuple[str, Slot, SlotRule]]:
+    """(tensor, slot, rule) of every slot that exists."""
+    found = []
+    for tensor, rule in zip(TENSORS, state.rules, strict=True):
+        slot = state.slot(tensor)
+        if slot is not None and rule is not None:
+            found.append((tensor, slot, rule))
+    return found

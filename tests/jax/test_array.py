@@ -1,0 +1,98 @@
+"""QuantizedArray as a pytree, and `scaled_matmul`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from microfloat import reference
+from microfloat.recipes import Cast, Hadamard
+from tests.jax.compare import relative_error
+
+RNG = np.random.default_rng(9)
+A_MK = RNG.standard_normal((24, 70)).astype(np.float32)
+B_NK = RNG.standard_normal((17, 70)).astype(np.float32)
+
+
+def fields(q):
+    return (q.format, q.axis, q.axis_size, q.hadamard, q.dtype, q.added_axes, q.shape)
+
+
+@pytest.mark.parametrize(
+    ("x", "cast", "axis"),
+    [
+        (A_MK, Cast("nvfp4"), -1),
+        (A_MK, Cast("nvfp4_2d"), -2),
+        (A_MK, Cast("mxfp8", hadamard=Hadamard()), -2),
+        (A_MK[0], Cast("mxfp4"), -1),
+        (np.float32(3), Cast("fp8_tensor"), -1),
+        (A_MK.reshape(2, 12, 70).astype(jnp.bfloat16), Cast("fp8_row"), -1),
+    ],
+    ids=["nvfp4", "tiles", "hadamard", "1d", "0d", "3d"],
+)
+def test_round_trip_keeps_every_field(x, cast, axis):
+    q = mj.quantize(x, cast, axis=axis)
+    leaves, structure = jax.tree.flatten(q)
+    assert len(leaves) == (3 if q.tensor_scale is not None else 2)
+    back = jax.tree.unflatten(structure, leaves)
+    through_jit = jax.jit(lambda q: q)(q)
+    for other in (back, through_jit, jax.tree.map(lambda leaf: leaf, q)):
+        assert fields(other) == fields(q)
+        assert all(np.array_equal(one, two) for one, two in zip(leaves, jax.tree.leaves(other), strict=True))
+    assert q.shape == np.shape(x)
+    assert hash(structure) == hash(jax.tree.structure(through_jit))
+
+
+def test_slices_by_vmap_and_scan_are_valid():
+    stacked = A_MK.reshape(4, 6, 70)
+    q = jax.vmap(lambda x: mj.quantize(x, "mxfp8"))(stacked)
+    assert q.shape == (4, 6, 70)
+    _, through_scan = jax.lax.scan(lambda carry, q: (carry, q.dequantize()), 0, q)
+    expected = np.stack([reference.dequantize(reference.quantize(x, "mxfp8")) for x in stacked])
+    np.testing.assert_array_equal(np.asarray(through_scan), expected)
+
+
+def test_nbytes_and_repr():
+    q = mj.quantize(A_MK, "nvfp4")
+    assert q.nbytes == 24 * 35 + 24 * 5 + 4
+    assert repr(q).startswith("QuantizedArray(nvfp4, shape=(24, 70), axis=-1, codes=uint8, scale=uint8")
+    assert "QuantizedArray" in repr(jax.tree.map(lambda leaf: None, q))
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp6_e3m2", "mxfp4", "nvfp4_row", "nvfp4_2d"]
+)
+def test_scaled_matmul(name):
+    a, b = mj.quantize(A_MK, name), mj.quantize(B_NK, name)
+    expected = reference.scaled_matmul(reference.quantize(A_MK, name), reference.quantize(B_NK, name))
+    y = mj.scaled_matmul(a, b)
+    assert y.dtype == jnp.float32
+    assert relative_error(y, expected) < 1e-5  # docs/numerics.md 8.3, CPU
+    exact = mj.scaled_matmul(a, b, accumulate="exact")
+    np.testing.assert_array_equal(np.asarray(exact), expected.astype(np.float32))
+
+
+def test_scaled_matmul_bias_dtype_axes_and_high_precision():
+    cast = Cast("nvfp4", hadamard=Hadamard())
+    a, b = mj.quantize(A_MK.T, cast, axis=-2), mj.quantize(B_NK, cast)
+    bias = RNG.standard_normal(17).astype(np.float32)
+    expected = reference.scaled_matmul(reference.quantize(A_MK, cast), reference.quantize(B_NK, cast)) + bias
+    for accumulate in ("fast", "exact"):
+        y = mj.scaled_matmul(a, b, bias=bias, out_dtype=jnp.bfloat16, accumulate=accumulate)
+        assert y.dtype == jnp.bfloat16
+        assert relative_error(y, expected) < 2.5e-3
+    plain = mj.scaled_matmul(A_MK, b)
+    assert (
+        relative_error(plain, A_MK.astype(np.float64) @ reference.dequantize(reference.quantize(B_NK, cast)).T) < 1e-5
+    )
+    stacked = mj.scaled_matmul(mj.quantize(A_MK.reshape(2, 12, 70), "mxfp8"), mj.quantize(B_NK, "mxfp8"))
+    assert stacked.shape == (2, 12, 17)
+
+
+def test_nan_scales_reach_the_product():
+    x = A_MK.copy()
+    x[3, 5] = np.nan
+    y = np.asarray(mj.scaled_matmul(mj.quantize(x, "mxfp8"), mj.quantize(B_NK, "mxfp8")))
+    assert np.isnan(y[3]).all()
+    assert np.isfinite(np.delete(y, 3, 0)).all()

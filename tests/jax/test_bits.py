@@ -1,0 +1,115 @@
+"""Integer encoders, decoders and the arithmetic that XLA must not change."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat import formats, reference
+from microfloat.jax import _bits
+from microfloat.jax._random import philox, random_bytes, seed_words
+
+ELEMENTS = list(formats.ELEMENTS.values())
+
+
+def hard_values():
+    """Every bfloat16 and every float16 value, half-way points of all elements +- 1 ulp, random bits, extremes."""
+    bf16 = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+    f16 = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = []
+    for element in ELEMENTS:
+        values = np.unique(formats.decode(np.arange(1 << element.bits), element))
+        values = values[np.isfinite(values)]
+        middle = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
+        middles += [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf)), values]
+    random = np.random.default_rng(1).integers(0, 2**32, 1_000_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    extremes = np.array([0, 0x80000000, 1, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001], np.uint32)
+    return np.concatenate([bf16, f16, *middles, random, extremes.view(np.float32)])
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_encode_equals_the_oracle(element):
+    values = hard_values()
+    encode = jax.jit(lambda y: _bits.encode(y, element))
+    np.testing.assert_array_equal(np.asarray(encode(values)), formats.encode(values, element))
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_stochastic_encode_equals_the_oracle(element):
+    values = hard_values()
+    noise = np.random.default_rng(2).integers(0, 256, values.size, dtype=np.uint8)
+    encode = jax.jit(lambda y, r: _bits.encode(y, element, r))
+    np.testing.assert_array_equal(np.asarray(encode(values, noise)), formats.encode_bits(values, element, noise))
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_decode_of_every_code(element):
+    codes = np.arange(1 << element.bits, dtype=np.uint8)
+    decoded = np.asarray(jax.jit(lambda c: _bits.decode(c, element))(codes))
+    np.testing.assert_array_equal(decoded, formats.decode(codes, element))
+    assert np.array_equal(np.signbit(decoded[decoded == 0]), np.signbit(formats.decode(codes, element)[decoded == 0]))
+
+
+def test_arithmetic_is_not_rewritten():
+    """Division by a constant, squares before sums, subnormal operands: each is one correctly rounded operation."""
+    rng = np.random.default_rng(3)
+    positive = np.abs(rng.standard_normal(50_000)).astype(np.float32)
+    tiny = rng.integers(1, 1 << 25, 50_000, dtype=np.uint32).view(np.float32)
+    x, other = rng.standard_normal((2, 50_000)).astype(np.float32)
+    with np.errstate(all="ignore"):
+        expected = {
+            "division": positive / np.float32(2688),
+            "sixth": tiny / np.float32(6),
+            "square": x * x + other,
+            "product": tiny * np.float32(2.0**117),
+        }
+    actual = jax.jit(
+        lambda positive, tiny, x, other: {
+            "division": _bits.divide_by_constant(positive, 2688.0),
+            "sixth": _bits.sixth(tiny),
+            "square": _bits.square(x) + other,
+            "product": _bits.multiply(tiny, jnp.float32(2.0**117)),
+        }
+    )(positive, tiny, x, other)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.asarray(actual[name]).view(np.uint32), values.view(np.uint32), err_msg=name)
+
+
+def test_a_constant_factor_is_not_merged_into_its_operand():
+    x = np.random.default_rng(4).standard_normal(50_000).astype(np.float32)
+    product = jax.jit(lambda x: _bits.multiply(x * np.float32(1.1), jnp.float32(3.7)))(x)
+    np.testing.assert_array_equal(np.asarray(product), x * np.float32(1.1) * np.float32(3.7))
+
+
+def test_round_to_bf16_is_not_elided():
+    values = hard_values()
+    rounded = np.asarray(jax.jit(_bits.round_to_bf16)(values))
+    with np.errstate(invalid="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    nan = np.isnan(values)
+    assert np.isnan(rounded[nan]).all()
+    np.testing.assert_array_equal(rounded[~nan].view(np.uint32), expected[~nan].view(np.uint32))
+
+
+def test_philox_known_answers():
+    words = [np.uint32(w) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    key = (np.uint32(0xA4093822), np.uint32(0x299F31D0))
+    drawn = jax.jit(philox)(tuple(jnp.asarray(w) for w in words), key)
+    assert [int(w) for w in drawn] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_random_bytes_equal_the_oracle():
+    seed = 0x89ABCDEF01234567
+    drawn = jax.jit(lambda words, stream, batch: random_bytes(5, 35, words, stream, batch))
+    for stream, batch in ((0, 0), (4, 3)):
+        expected = reference.random_bytes(5, 35, seed, stream, batch)
+        actual = drawn(seed_words(seed), np.uint32(stream), np.uint32(batch))
+        np.testing.assert_array_equal(np.asarray(actual), expected)
+
+
+def test_packing():
+    codes = np.random.default_rng(5).integers(0, 16, (3, 7), dtype=np.uint8)
+    packed = np.asarray(_bits.pack_fp4(jnp.asarray(codes)))
+    np.testing.assert_array_equal(packed, reference.pack_fp4(codes))
+    np.testing.assert_array_equal(np.asarray(_bits.unpack_fp4(jnp.asarray(packed), 7)), codes)

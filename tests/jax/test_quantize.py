@@ -1,0 +1,181 @@
+"""`quantize` and `dequantize` against the oracle: every format, rule, rounding and edge, eager and jitted."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import microfloat.jax as mj
+from microfloat import formats, reference
+from microfloat.recipes import Cast, Delayed, Hadamard
+from tests import digests
+from tests.jax.compare import assert_oracle, assert_same_bytes, to_numpy
+
+SEED = digests.SEED
+
+
+def compiled_pins():
+    """The pinned digests of the float32 sets, grouped so that each group compiles once.
+
+    Set A rounded to bfloat16 is not among them: every bfloat16 value is tested below.
+    """
+    pins = [pin for pin in digests.APPENDIX_A + digests.APPENDIX_C if pin.set != "Abf16"]
+
+    def key(pin):
+        names = (pin.cast.format.name, pin.cast.scale_rule, pin.cast.rounding, str(pin.cast.hadamard))
+        return (*names, pin.axis, pin.view, pin.amax is None, str(pin.cast.scaling))
+
+    groups = itertools.groupby(sorted(pins, key=key), key)
+    return [pytest.param(list(group), id="-".join(map(str, name[:4]))) for name, group in groups]
+
+
+@pytest.mark.parametrize("pins", compiled_pins())
+def test_pinned_digests(pins):
+    for pin in pins:
+        q = mj.quantize(pin.x, pin.cast, **pin.arguments)
+        assert pin.digest(to_numpy(q.scale), to_numpy(q.codes)) == pin.expected, pin.id
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_a_matrix_with_special_values(name):
+    """Zero and tiny blocks, -0, Inf, NaN, powers of two and neighbours, FMAX; both axes; ragged."""
+    x = np.random.default_rng(6).standard_normal((19, 149)).astype(np.float32)
+    x[0], x[1, :40], x[2, :16], x[3, ::2] = 0, 1e-41, 1e-38, -0.0
+    x[4, 3], x[5, 100], x[6, 7] = np.nan, np.inf, -np.inf
+    x[7, :5] = [448, np.nextafter(np.float32(448), np.float32(449)), 3.4e38, 6, 2.0**-126]
+    cast = Cast(name)
+    for axis in (-1, -2) if name in ("mxfp8", "nvfp4_2d", "fp8_row") else (-1,):
+        assert_oracle(mj.quantize(x, cast, axis=axis), x, cast, axis=axis)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp6_e3m2", "nvfp4_row", "nvfp4_2d"])
+@pytest.mark.parametrize("shape", [(), (37,), (0, 5), (5, 0), (2, 3, 33)], ids=str)
+def test_shapes(name, shape):
+    x = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+    q = mj.quantize(x, name)
+    assert_oracle(q, x, name)
+    assert q.dequantize().shape == shape
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_every_narrow_input_value(dtype):
+    """All 65536 values of a 16-bit dtype, in blocks of neighbours."""
+    x = np.arange(65536, dtype=np.uint16).view(dtype).reshape(-1, 256)
+    for name in ("mxfp8", "nvfp4"):
+        q = mj.quantize(x, name)
+        assert_oracle(q, x, name, context=name)
+        assert q.dtype == x.dtype
+        assert q.dequantize().dtype == x.dtype
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_hadamard_axes_and_stochastic(name):
+    x = digests.input_set("A")[:40, :100]
+    for axis, rounding in itertools.product((-1, -2), ("nearest", "stochastic")):
+        cast = Cast(name, rounding=rounding, hadamard=Hadamard(sign_mask=0x1234))
+        arguments = {"axis": axis, "seed": SEED, "stream": 3} if rounding == "stochastic" else {"axis": axis}
+        assert_oracle(mj.quantize(x, cast, **arguments), x, cast, **arguments)
+
+
+def test_eager_operation_by_operation():
+    """Without jit every primitive is a program of its own: the same bytes."""
+    x = digests.input_set("C")[:3, :32]
+    cast = Cast("mxfp4", rounding="stochastic")
+    with jax.disable_jit():
+        assert_oracle(mj.quantize(x, cast, seed=5), x, cast, seed=5)
+
+
+def test_inside_a_larger_program():
+    """Arithmetic before the cast must not be merged into it."""
+    x = digests.input_set("A")
+    cast = Cast("fp8_tensor", scaling=Delayed())
+    program = jax.jit(lambda x: mj.quantize(x * np.float32(1.1), cast, scale_enc=3.7))
+    assert_same_bytes(program(x), reference.quantize(x * np.float32(1.1), cast, scale_enc=3.7))
+
+
+def test_x64(x64):
+    x = digests.input_set("A")[:20, :50]
+    for name in ("mxfp4", "nvfp4_2d", "fp8_row"):
+        assert_oracle(mj.quantize(x, name), x, name)
+    cast = Cast("nvfp4", rounding="stochastic", hadamard=Hadamard())
+    assert_oracle(mj.quantize(x, cast, seed=SEED), x, cast, seed=SEED)
+    assert mj.quantize(x, "fp8_row").dequantize().dtype == jnp.float32
+
+
+@settings(max_examples=6)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 150)),
+    exponents=st.tuples(st.integers(0, 200), st.integers(0, 54)),
+    name=st.sampled_from(list(formats.FORMATS)),
+    words=st.integers(0, 2**64 - 1),
+)
+def test_random_bits(shape, exponents, name, words):
+    rng = np.random.default_rng(words)
+    low, width = exponents
+    bits = (
+        rng.integers(0, 2**23, shape, dtype=np.uint32)
+        | rng.integers(low, low + width + 1, shape, dtype=np.uint32) << 23
+    )
+    x = (bits | rng.integers(0, 2, shape, dtype=np.uint32) << 31).view(np.float32)
+    cast = Cast(name, rounding="stochastic")
+    assert_oracle(mj.quantize(x, cast, seed=words), x, cast, seed=words)
+
+
+def test_seed_forms_and_key():
+    x = digests.input_set("A")[:8, :64]
+    cast = Cast("mxfp8", rounding="stochastic")
+    expected = reference.quantize(x, cast, seed=SEED)
+    words = np.array([SEED & 0xFFFFFFFF, SEED >> 32], np.uint32)
+    for seed in (SEED, words, jnp.asarray(words), list(map(int, words))):
+        assert_same_bytes(mj.quantize(x, cast, seed=seed), expected)
+    assert_same_bytes(jax.jit(lambda x, seed: mj.quantize(x, cast, seed=seed))(x, words), expected)
+    key = jax.random.key(0)
+    drawn = np.asarray(jax.random.bits(key, (2,), "uint32"))
+    assert_oracle(mj.quantize(x, cast, key=key), x, cast, seed=[int(word) for word in drawn])
+    assert_oracle(mj.quantize(x, cast, key=jax.random.PRNGKey(0)), x, cast, seed=[int(word) for word in drawn])
+
+
+def test_amax_and_scale_enc():
+    x = digests.input_set("A")[:32, :64]
+    row_amax = np.abs(x).max(1, keepdims=True) * 2
+    for name, amax in (("fp8_tensor", np.float32(3e6)), ("nvfp4_row", row_amax)):
+        assert_oracle(mj.quantize(x, name, amax=amax), x, name, amax=amax)
+    traced = jax.jit(lambda x, amax: mj.quantize(x, "nvfp4", amax=amax))(x, np.float32(0))
+    assert_same_bytes(traced, reference.quantize(x, "nvfp4", amax=np.float32(0)))
+    cast = Cast("fp8_tensor_e5m2", scaling=Delayed())
+    assert_oracle(mj.quantize(x, cast, scale_enc=2.5), x, cast, scale_enc=2.5)
+
+
+@pytest.mark.parametrize(
+    ("cast", "expected"), digests.DEQUANTIZED, ids=lambda value: getattr(value, "scale_rule", None)
+)
+def test_dequantized_bytes(cast, expected):
+    assert digests.digest(np.asarray(mj.quantize(digests.input_set("A"), cast).dequantize())) == expected
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "mxfp8", "mxfp6_e2m3", "nvfp4_2d"])
+def test_dequantize_of_extremes(name):
+    """Set B spans all exponents, set N holds NaN and Inf. A subnormal result may be flushed (docs/numerics.md 8.1)."""
+    for which in ("B", "N"):
+        x = digests.input_set(which)
+        actual, expected = (
+            np.asarray(mj.quantize(x, name).dequantize()),
+            reference.dequantize(reference.quantize(x, name)),
+        )
+        with np.errstate(invalid="ignore"):
+            flushed = (np.abs(expected) < 2.0**-126) & (actual == 0)
+        np.testing.assert_array_equal(np.where(flushed, 0, actual), np.where(flushed, 0, expected))
+
+
+def test_dequantize_undoes_hadamard():
+    x = np.random.default_rng(8).standard_normal((10, 50)).astype(np.float32)
+    for axis in (-1, -2):
+        q = mj.quantize(x, Cast("fp8_row", hadamard=Hadamard()), axis=axis)
+        expected = reference.dequantize(reference.quantize(x, Cast("fp8_row", hadamard=Hadamard()), axis=axis))
+        np.testing.assert_allclose(np.asarray(q.dequantize()), expected, rtol=0, atol=1e-5)
+    assert mj.dequantize(q, jnp.bfloat16).dtype == jnp.bfloat16

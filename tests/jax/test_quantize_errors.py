@@ -1,0 +1,114 @@
+"""What `quantize`, `dequantize` and `scaled_matmul` refuse, and how they say so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from microfloat.errors import MicrofloatError
+from microfloat.recipes import Cast, Delayed, Hadamard, MXFP8BlockScaling
+
+X = np.ones((4, 32), np.float32)
+STOCHASTIC = Cast("mxfp8", rounding="stochastic")
+DELAYED = Cast("fp8_tensor", scaling=Delayed())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.ones((4, 32), np.float64),
+        np.ones((4, 32), np.int32),
+        np.ones((4, 32), bool),
+        np.ones((4, 32), np.complex64),
+        [[1.0, 2.0]],
+        "text",
+        None,
+    ],
+    ids=lambda x: str(getattr(x, "dtype", type(x).__name__)),
+)
+def test_types_that_are_refused(x):
+    with pytest.raises(TypeError, match="x: got") as caught:
+        mj.quantize(x, "mxfp8")
+    assert isinstance(caught.value, MicrofloatError)
+
+
+def test_quantized_dtypes_and_arrays_are_refused():
+    for x in (jnp.ones((4, 32), jnp.float8_e4m3fn), mj.quantize(X, "mxfp8")):
+        with pytest.raises(TypeError, match="x: got"):
+            mj.quantize(x, "mxfp8")
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_is_refused_with_x64():
+    with pytest.raises(TypeError, match=r"x: got float64.*astype"):
+        mj.quantize(jnp.ones((4, 32)), "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cast": "mxfp9"}, "cast: got 'mxfp9'.*Did you mean"),
+        ({"axis": 0, "x": np.ones((2, 3, 4), np.float32)}, "axis: got 0 for an array of 3 axes"),
+        ({"axis": 5}, "axis: got 5"),
+        ({"cast": STOCHASTIC}, "key: got None, and no seed.*rounding='nearest'"),
+        ({"cast": STOCHASTIC, "seed": -1}, "seed: got -1"),
+        ({"cast": STOCHASTIC, "seed": 1 << 64}, "seed: got"),
+        ({"cast": STOCHASTIC, "seed": [1, 2, 3]}, "seed: got"),
+        ({"cast": STOCHASTIC, "seed": True}, "seed: got True"),
+        ({"cast": STOCHASTIC, "seed": 1, "stream": -1}, "stream: got -1"),
+        ({"cast": DELAYED}, "scale_enc: got None"),
+        ({"cast": DELAYED, "scale_enc": 0.0}, "scale_enc: got 0.0"),
+        ({"scale_enc": 1.0}, "scale_enc: got a value"),
+        ({"amax": 1.0}, "amax: got a value with mxfp8"),
+        ({"cast": "nvfp4", "amax": -1.0}, "amax: got -1.0"),
+        ({"cast": "nvfp4", "amax": float("nan")}, "amax: got nan"),
+        ({"cast": "nvfp4_row", "amax": 1.0}, r"amax: got shape \(\)"),
+        ({"backend": "triton"}, "backend: got 'triton'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_are_refused(arguments, message):
+    arguments = {"x": X, "cast": "mxfp8"} | arguments
+    with pytest.raises(ValueError, match=message):
+        mj.quantize(arguments.pop("x"), arguments.pop("cast"), **arguments)
+
+
+def test_seed_and_key_together_are_refused():
+    with pytest.raises(ValueError, match="key: got a value beside seed"):
+        mj.quantize(X, STOCHASTIC, seed=1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"key: got int.*seed="):
+        mj.quantize(X, STOCHASTIC, key=1)
+    with pytest.raises(ValueError, match="key: got shape"):
+        mj.quantize(X, STOCHASTIC, key=jax.random.split(jax.random.key(0)))
+
+
+def test_a_recipe_is_not_a_cast():
+    with pytest.raises(TypeError, match=r"cast: got MXFP8BlockScaling.*recipe.fprop.lhs"):
+        mj.quantize(X, MXFP8BlockScaling())
+
+
+def test_errors_come_at_trace_time():
+    with pytest.raises(ValueError, match="key: got None"):
+        jax.jit(lambda x: mj.quantize(x, STOCHASTIC))(X)
+
+
+def test_dequantize_and_matmul_refuse():
+    q, other = mj.quantize(X, "mxfp8"), mj.quantize(np.ones((4, 33), np.float32), "mxfp8")
+    with pytest.raises(TypeError, match="q: got"):
+        mj.dequantize(X)
+    with pytest.raises(TypeError, match="dtype: got"):
+        q.dequantize(jnp.int8)
+    with pytest.raises(ValueError, match="b_NK: got contraction length 33"):
+        mj.scaled_matmul(q, other)
+    transformed = mj.quantize(X, Cast("mxfp8", hadamard=Hadamard()))
+    with pytest.raises(ValueError, match="b_NK: got hadamard"):
+        mj.scaled_matmul(q, transformed)
+    with pytest.raises(ValueError, match="bias: got shape"):
+        mj.scaled_matmul(q, q, bias=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="accumulate: got 'slow'"):
+        mj.scaled_matmul(q, q, accumulate="slow")
+    with pytest.raises(TypeError, match="out_dtype: got"):
+        mj.scaled_matmul(q, q, out_dtype=jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match="b_NK: got int32"):
+        mj.scaled_matmul(q, np.ones((4, 32), np.int32))
