@@ -371,6 +371,18 @@ def test_the_inverse_transform_undoes_the_transform(sign_mask):
     assert np.abs(dequantize(q) - x).max() < 4 * np.abs(x).max() / 16
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (33,), (3, 5), (2, 3, 17), (0,), (0, 7), (3, 0), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_per_tensor], ids=str)
+def test_hadamard_of_every_shape(fmt, shape):
+    x = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+    for axis in (-1, -2) if len(shape) == 2 else (-1,):
+        q = quantize(x, Cast(fmt, hadamard=Hadamard()), axis=axis)
+        assert q.length % 16 == 0
+        assert dequantize(q).shape == shape
+        # Codes of 4 bits and up keep about a fifth of the norm of a group at worst.
+        assert np.linalg.norm(dequantize(q) - x) <= 0.25 * np.linalg.norm(x)
+
+
 def test_hadamard_keeps_the_amax_of_the_transformed_operand():
     x = np.zeros((1, 16), np.float32)
     x[0, 0] = 16

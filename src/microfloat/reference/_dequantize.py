@@ -21,7 +21,7 @@ def dequantize(q: Quantized) -> np.ndarray:
     with np.errstate(all="ignore"):
         values = decode(q.unpacked_codes(), q.format.element) * element_scales(q)
         if q.hadamard is not None:
-            values = hadamard_inverse(values, q.hadamard)[:, : q.shape[q.axis]]
+            values = hadamard_inverse(values, q.hadamard)[:, : q.logical_length]
     transposed = len(q.shape) == 2 and q.axis == 0
     return np.ascontiguousarray(values.T) if transposed else values.reshape(q.shape)
 

@@ -21,16 +21,21 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
 
     ``H[i, j] = (-1)^popcount(i & j)``; sums run in float32, butterflies of distance 1, 2, 4, 8.
     """
-    rows, length = x_RC.shape
+    length = x_RC.shape[1]
     x_RC = np.pad(x_RC, ((0, 0), (0, stored_length(length, hadamard) - length)))
-    groups = _bf16(x_RC).reshape(rows, -1, hadamard.size) * _signs(hadamard)
+    groups = _groups(_bf16(x_RC), hadamard) * _signs(hadamard)
     return _bf16(_butterflies(groups) * np.float32(0.25)).reshape(x_RC.shape)
 
 
 def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     """``x = (x' H / 4) diag(sgn)`` in float32; the transform is orthogonal, so this undoes it up to rounding."""
-    groups = x_RC.reshape(x_RC.shape[0], -1, hadamard.size)
-    return (_butterflies(groups) * np.float32(0.25) * _signs(hadamard)).reshape(x_RC.shape)
+    groups = _butterflies(_groups(x_RC, hadamard))
+    return (groups * np.float32(0.25) * _signs(hadamard)).reshape(x_RC.shape)
+
+
+def _groups(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
+    rows, length = x_RC.shape
+    return x_RC.reshape(rows, length // hadamard.size, hadamard.size)
 
 
 def _butterflies(groups: np.ndarray) -> np.ndarray:

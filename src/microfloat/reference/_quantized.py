@@ -51,9 +51,14 @@ class Quantized:
             _check_array("tensor_scale", self.tensor_scale, np.dtype(np.float32), needed)
 
     @property
+    def logical_length(self) -> int:
+        """Contraction length of the original: ``shape[axis]``; 1 for a 0-d array."""
+        return self.shape[self.axis] if self.shape else 1
+
+    @property
     def length(self) -> int:
-        """Stored contraction length: ``shape[axis]``, rounded up to 16 under a Hadamard transform."""
-        return stored_length(self.shape[self.axis] if self.shape else 1, self.hadamard)
+        """Stored contraction length: `logical_length`, rounded up to 16 under a Hadamard transform."""
+        return stored_length(self.logical_length, self.hadamard)
 
     @property
     def rows(self) -> int:
