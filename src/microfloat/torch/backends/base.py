@@ -10,7 +10,7 @@ import torch
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Hadamard
 
-__all__ = ["Operand"]
+__all__ = ["Operand", "Values"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,3 +34,20 @@ class Operand:
     def stored_length(self) -> int:
         """C, rounded up to a multiple of 16 when the Hadamard transform padded it."""
         return -(-self.length // 16) * 16 if self.hadamard else self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """One quantized matrix in operand form, decoded: ``value[r, c] = values[r, c] * tensor_scale``, exactly.
+
+    What a GEMM without support for the format multiplies instead of codes: `values` [R, C'] in bfloat16 hold element times
+    block scale, which is exact there wherever it is normal (docs/numerics.md 8.2); `tensor_scale` float32 () or [R, 1] or
+    None goes to the epilogue. With `hadamard` the values are in the transformed domain.
+    """
+
+    values: torch.Tensor
+    tensor_scale: torch.Tensor | None
+    format: ScaledFormat
+    rows: int
+    length: int
+    hadamard: Hadamard | None = None

@@ -46,7 +46,7 @@ def decode_scaled(operand: Operand, scales: torch.Tensor | None) -> torch.Tensor
     if scales.dim() == 0 or operand.format.block == (1, None):
         return values.mul_(scales)
     rows, columns = values.shape
-    block_rows, block_columns = operand.format.block
+    block_rows, block_columns = operand.format.block[0] or 1, operand.format.block[1] or max(columns, 1)
     if block_rows > 1:
         scales = scales.repeat_interleave(block_rows, dim=0)[:rows]
     whole = columns // block_columns

@@ -123,5 +123,5 @@ def decode_codes(codes: torch.Tensor, element: ElementFormat, length: int) -> to
     index = codes.contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
     if element.codes_per_byte == 2:
         pairs = _pair_values(element, codes.device).index_select(0, index)
-        return pairs.view(torch.float32).view(rows, -1)[:, :length]
+        return pairs.view(torch.float32).view(rows, 2 * codes.shape[1])[:, :length]
     return _code_values(element, codes.device).index_select(0, index).view(rows, length)

@@ -59,6 +59,8 @@ class Grid:
 
     def chunks(self, device: torch.device) -> Iterator[Chunk]:
         """Windows that cover the matrix; they start at multiples of the block, columns also at multiples of 16."""
+        if not self.rows or not self.columns:
+            return
         budget = _CPU_CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
         block_rows, block_columns = self.block
         column_unit = math.lcm(block_columns, 16)
@@ -66,7 +68,7 @@ class Grid:
         if self.is_per_tensor or block_columns < self.columns:
             unit = 16 if self.is_per_tensor else column_unit
             column_step = min(column_step, max(unit, budget // block_rows // unit * unit))
-        row_step = max(block_rows, budget // max(column_step, 1) // block_rows * block_rows)
+        row_step = max(block_rows, budget // column_step // block_rows * block_rows)
         for row in range(0, self.rows, row_step):
             row_stop = min(row + row_step, self.rows)
             for column in range(0, self.columns, column_step):

@@ -52,8 +52,8 @@ def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
     """Block scales spread to what broadcasts against [R, C]."""
     if scales.dim() == 0 or operand.format.block == (1, None):
         return scales
-    block_rows, block_columns = operand.format.block
     rows, columns = operand.rows, operand.stored_length
+    block_rows, block_columns = operand.format.block[0] or 1, operand.format.block[1] or max(columns, 1)
     return scales.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
 

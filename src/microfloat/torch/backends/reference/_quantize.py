@@ -63,7 +63,7 @@ def quantize_operand(
         stored_dtype = torch.float32 if fmt.scale.bits == 32 else torch.uint8
         stored = x_RC.new_empty(grid.blocks, dtype=stored_dtype)
         if x_RC.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
-            stored = _empty_row_scales(rows, cast, x_RC.device, level)
+            stored = _empty_row_scales(grid.blocks[0], cast, x_RC.device, level)
     noise = _Noise(seed, stream, batch) if cast.is_stochastic and seed is not None else None
     for chunk in grid.chunks(x_RC.device):
         values = _load(x_RC, chunk, grid)
@@ -173,10 +173,10 @@ def _with_nan(scales: BlockScales, raw_bits: torch.Tensor) -> BlockScales:
     return BlockScales(scales.stored.masked_fill(is_nan, E4M3.nan_code), scales.encode, is_nan)
 
 
-def _empty_row_scales(rows: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
-    zeros = torch.zeros(rows, 1, 1, 1, dtype=torch.int32, device=device)
-    rows_level = level.rows(slice(0, rows)) if level else None
-    return _scales_of_amax(zeros, zeros.view(torch.float32), cast, rows_level).stored.view(rows, 1)
+def _empty_row_scales(count: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
+    zeros = torch.zeros(count, 1, 1, 1, dtype=torch.int32, device=device)
+    rows_level = level.rows(slice(0, count)) if level else None
+    return _scales_of_amax(zeros, zeros.view(torch.float32), cast, rows_level).stored.view(count, 1)
 
 
 def _load(x_RC: torch.Tensor, chunk: Chunk, grid: Grid) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""The cases of the contract: every Cast there is, and the inputs of docs/numerics.md 11 that decide its corners."""
+
+import functools
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from microfloat.formats import FORMATS, ElementFormat
+from microfloat.recipes import Cast, Hadamard
+from microfloat.scale_rules import SCALE_RULES
+from tests.digests import input_set
+
+SEED = 0x89ABCDEF01234567
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+FMAX = np.finfo(np.float32).max
+
+
+def _every_cast() -> list[Cast]:
+    casts = []
+    for fmt, rule, rounding, hadamard in itertools.product(
+        FORMATS.values(), SCALE_RULES, ("nearest", "stochastic"), (None, Hadamard())
+    ):
+        try:
+            casts.append(Cast(fmt, rule, rounding, hadamard))
+        except ValueError:  # a combination without a definition
+            continue
+    return [*casts, Cast("nvfp4", hadamard=Hadamard(16, 0)), Cast("mxfp8", hadamard=Hadamard(16, 0x8001))]
+
+
+EVERY_CAST = _every_cast()
+
+
+def cast_id(cast: Cast) -> str:
+    """For ``pytest.mark.parametrize(..., ids=cast_id)``."""
+    parts = [cast.format.name, str(cast.scale_rule)]
+    parts += ["stochastic"] if cast.is_stochastic else []
+    parts += [f"hadamard{cast.hadamard.sign_mask:x}"] if cast.hadamard else []
+    return "-".join(parts)
+
+
+def boundary_values(element: ElementFormat) -> np.ndarray:
+    """amax = max * 2^k, powers of two, the rounding decisions of both, and their float32 neighbours."""
+    centres = []
+    for exponent in (-149, -140, -127, -126, -125, -119, -100, -20, -1, 0, 1, 20, 100, 118, 126, 127):
+        for significand in (1.0, 1.25, 1.5, 1.75, 1.875, 1.9375, element.max / 2.0**element.emax):
+            with np.errstate(over="ignore"):
+                centres.append(np.float32(np.ldexp(np.float64(significand), exponent)))
+    centres = np.array([value for value in centres if np.isfinite(value)] + [FMAX], np.float32)
+    with np.errstate(over="ignore"):
+        neighbours = [np.nextafter(centres, np.float32(direction)) for direction in (0.0, np.inf)]
+    return np.unique(np.concatenate([centres, *neighbours]))
+
+
+def _with(base: np.ndarray, *changes: tuple[Any, float]) -> np.ndarray:
+    array = base.copy()
+    for where, value in changes:
+        array[where] = value
+    return array
+
+
+@functools.cache
+def edge_inputs(element: ElementFormat) -> dict[str, np.ndarray]:
+    """float32 arrays by name: all edge inputs of docs/numerics.md 11, ragged sizes, and every number of axes."""
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal((33, 77)).astype(np.float32)
+    boundaries = boundary_values(element)
+    blocks = np.zeros((boundaries.size, 32), np.float32)
+    blocks[:, 0] = boundaries
+    blocks[:, 5] = -boundaries / 3
+    spread = (normal * np.exp2(rng.integers(-40, 12, normal.shape))).astype(
+        np.float32
+    )  # zero and subnormal E4M3 scales
+    tiny = (normal * np.float32(2.0**-135)).astype(np.float32)
+    nan_bits = np.array([0x7FC00000, 0xFFC00001, 0x7F800001], np.uint32).view(np.float32)
+    return {
+        "zero": np.zeros((17, 40), np.float32),
+        "minus zero": np.full((3, 33), -0.0, np.float32),
+        "zero blocks": _with(normal, (np.s_[:16, 32:64], 0.0), (20, -0.0)),
+        "one Inf": _with(normal, ((7, 40), np.inf)),
+        "minus Inf beside tiny": _with(tiny, ((30, 76), -np.inf)),
+        "one NaN": _with(normal, ((7, 40), np.nan)),
+        "all NaN": np.full((2, 40), np.nan, np.float32),
+        "NaN and Inf": _with(
+            normal, ((0, 0), nan_bits[1]), ((0, 1), np.inf), ((20, 70), nan_bits[0]), ((32, 76), nan_bits[2])
+        ),
+        "boundaries": blocks,
+        "spread": spread,
+        "subnormal": tiny,
+        "subnormal beside one": _with(tiny, ((0, 0), 1.0)),
+        "FMAX": _with(normal, ((3, 3), FMAX), ((4, 4), -FMAX)),
+        "set A": input_set("A")[:40, :130],
+        "set B": input_set("B")[:40, :130],
+        "set C": input_set("C")[:40, :130],
+        "0-d": np.float32(-1.7).reshape(()),
+        "one element": np.float32([[3e-39]]),
+        "1-D": normal[0],
+        "3-D": normal[:30].reshape(5, 6, 77),
+        "4-D": normal[:24].reshape(2, 3, 4, 77),
+        "empty": np.zeros((0, 40), np.float32),
+        "empty contraction": np.zeros((5, 0), np.float32),
+        "empty 1-D": np.zeros(0, np.float32),
+        "column": normal[:, :1],
+        "two tiles and a bit": rng.standard_normal((130, 260)).astype(np.float32),
+    }
+
+
+def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x` rounded to one of the input dtypes."""
+    with np.errstate(all="ignore"):
+        return x.astype(DTYPES[dtype])
+
+
+def axes_of(x: np.ndarray) -> tuple[int, ...]:
+    """The contraction axes that an array may have."""
+    return (-1, -2) if x.ndim == 2 else (-1,)

@@ -1,0 +1,163 @@
+"""Every Cast on edge inputs, on every bfloat16 number and on random inputs: the oracle's bytes, all of them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from microfloat.formats import ELEMENTS, FORMATS, SCALE_FP32, ScaledFormat, encode
+from microfloat.recipes import Cast, Current, Delayed
+from tests.contract.adapters import COMPARED
+from tests.contract.cases import DTYPES, EVERY_CAST, SEED, axes_of, cast_id, edge_inputs, in_dtype
+from tests.contract.comparison import arguments_of, check_dequantize, check_quantize, first_difference
+
+every_adapter = pytest.mark.parametrize("adapter", COMPARED, ids=lambda adapter: adapter.name)
+every_cast = pytest.mark.parametrize("cast", EVERY_CAST, ids=cast_id)
+ALL_BF16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+
+
+def supported(adapter, cast):
+    if not adapter.supports(cast):
+        pytest.skip(f"{adapter.name} does not take {cast}")
+
+
+def test_every_format_rule_rounding_and_transform_is_there():
+    assert {cast.format.name for cast in EVERY_CAST} == FORMATS.keys()
+    assert {cast.rounding for cast in EVERY_CAST} == {"nearest", "stochastic"}
+    assert len(EVERY_CAST) > 100
+    assert len(set(EVERY_CAST)) == len(EVERY_CAST)
+
+
+@every_adapter
+@every_cast
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edge_inputs(adapter, cast, dtype):
+    supported(adapter, cast)
+    for name, edge in edge_inputs(cast.format.element).items():
+        x = in_dtype(edge, dtype)
+        for axis in axes_of(x):
+            found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
+            check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+
+
+@every_adapter
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_every_bf16_number_as_an_element(adapter, element, rounding):
+    """Encode scale 1 of delayed scaling leaves nothing but the element's own rounding."""
+    cast = Cast(ScaledFormat("mine", element, SCALE_FP32, (None, None)), "amax", rounding, scaling=Delayed())
+    supported(adapter, cast)
+    found, _ = check_quantize(adapter, ALL_BF16, cast, "all bf16", scale_enc=np.float32(1), **arguments_of(cast, -1))
+    if rounding == "nearest" and element.codes_per_byte == 1:
+        assert first_difference("codes", found.codes, encode(ALL_BF16.astype(np.float32), element)) is None
+
+
+@every_adapter
+@pytest.mark.parametrize(
+    "cast",
+    [cast for cast in EVERY_CAST if cast.format.block[0] == 1 and cast.format.block[1] and not cast.hadamard],
+    ids=cast_id,
+)
+def test_every_bf16_number_as_a_block_maximum(adapter, cast):
+    """Blocks of one row whose largest element is that number, 16 blocks a row."""
+    supported(adapter, cast)
+    width = cast.format.block[1]
+    x = np.zeros((4096, 16, width), ml_dtypes.bfloat16)
+    x[..., width // 2] = ALL_BF16.reshape(4096, 16)
+    with np.errstate(invalid="ignore"):  # NaN of either sign
+        x[..., 0] = x[..., width // 2] / ml_dtypes.bfloat16(-5)
+    finite = np.isfinite(x.astype(np.float32)).all(axis=-1, keepdims=True)
+    x = (
+        np.where(finite, x, ml_dtypes.bfloat16(0)).reshape(4096, -1)
+        if cast.format.tensor_scale
+        else x.reshape(4096, -1)
+    )
+    check_quantize(adapter, x, cast, "block maxima", **arguments_of(cast, -1))
+
+
+@every_adapter
+@pytest.mark.parametrize("cast", [cast for cast in EVERY_CAST if cast.is_stochastic and not cast.hadamard], ids=cast_id)
+def test_streams_seeds_and_windows(adapter, cast):
+    """The random bytes belong to (seed, stream, row, column): extremes of the counter words, and long rows."""
+    supported(adapter, cast)
+    x = np.random.default_rng(3).standard_normal((5, 700)).astype(np.float32)
+    for seed, stream in ((0, 0), (2**64 - 1, 2**32 - 1), (SEED, 5), (1 << 32, 1)):
+        check_quantize(adapter, x, cast, "streams", axis=-1, seed=seed, stream=stream)
+
+
+@every_adapter
+def test_given_amax(adapter):
+    x = np.random.default_rng(5).standard_normal((40, 50)).astype(np.float32)
+    for name in ("fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"):
+        for amax in (0.0, 0.5, 1.0, 1e-40, 1e30, np.inf):
+            for rule in [cast.scale_rule for cast in EVERY_CAST if cast.format.name == name and not cast.hadamard]:
+                if rule != "one_level_e4m3":
+                    check_quantize(adapter, x, Cast(name, rule), "given amax", amax=np.float32(amax))
+    rows = np.geomspace(1e-38, 1e30, 40, dtype=np.float32)[:, None]
+    rows[3], rows[4] = 0, np.inf
+    check_quantize(adapter, x, Cast("nvfp4_row"), "given amaxes", amax=rows)
+    check_quantize(adapter, x, Cast("nvfp4_row", "four_over_six"), "given amaxes", amax=rows)
+
+
+@every_adapter
+def test_delayed_scales_and_epsilon(adapter):
+    x = edge_inputs(FORMATS["fp8_tensor"].element)["NaN and Inf"]
+    for name in ("fp8_tensor", "fp8_tensor_e5m2"):
+        for scale_enc in (1.0, 3.7, 2.0**126, 1e-30):
+            cast = Cast(name, scaling=Delayed())
+            check_quantize(adapter, x, cast, "delayed", scale_enc=np.float32(scale_enc))
+    for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128"):
+        for epsilon in (1e-12, 1.0, 100.0):
+            cast = Cast(name, "amax", scaling=Current(epsilon))
+            check_quantize(adapter, np.nan_to_num(x, posinf=2.0), cast, "epsilon")
+
+
+# ---- random inputs
+
+
+@st.composite
+def arrays(draw):
+    """Any bits, or values of a common magnitude with a few specials among them; 1 to 3 axes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 140))
+    shape = draw(st.sampled_from([(rows, columns), (columns,), (2, rows, columns)]))
+    if draw(st.booleans()):
+        x = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+    else:
+        low = draw(st.integers(-149, 120))
+        exponents = rng.integers(low, low + draw(st.integers(1, 60)), shape)
+        with np.errstate(all="ignore"):
+            x = np.ldexp(rng.standard_normal(shape), exponents).astype(np.float32)
+    specials = draw(st.lists(st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 448.0, 6.0]), max_size=3))
+    for special in specials:
+        x.flat[rng.integers(x.size)] = special
+    return x
+
+
+@every_adapter
+@settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
+@given(
+    x=arrays(), cast=st.sampled_from(EVERY_CAST), dtype=st.sampled_from(list(DTYPES)), transposed=st.booleans(),
+    seed=st.integers(0, 2**64 - 1), stream=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_random_inputs(adapter, x, cast, dtype, transposed, seed, stream):
+    if not adapter.supports(cast):
+        return
+    x = in_dtype(x, dtype)
+    axis = -2 if transposed and x.ndim == 2 else -1
+    given_seed = {"seed": seed, "stream": stream} if cast.is_stochastic else {}
+    found, expected = check_quantize(adapter, x, cast, f"{dtype} {x.shape}", axis=axis, **given_seed)
+    check_dequantize(adapter, found, expected, f"{cast} {dtype} {x.shape}")
+
+
+@every_adapter
+@pytest.mark.parametrize("block", [(1, 64), (32, 32), (8, 4), (2, None), (1, 1), (64, 16), (1, 15), (None, None)])
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "fp8_tensor_e5m2", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4"])
+def test_blocks_of_a_users_own(adapter, fmt, block):
+    stock = FORMATS[fmt]
+    cast = Cast(ScaledFormat("mine", stock.element, stock.scale, block, stock.tensor_scale))
+    supported(adapter, cast)
+    for name in ("spread", "NaN and Inf", "zero", "empty", "empty contraction", "3-D"):
+        found, expected = check_quantize(adapter, edge_inputs(stock.element)[name], cast, name)
+        check_dequantize(adapter, found, expected, f"{cast} {name}")
