@@ -118,7 +118,8 @@ def amax_rows_columns(
     rows = R - row0
     cols = C - col0
     if INDEX64:
-        stride_r, stride_c = stride_r.to(tl.int64), stride_c.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c = stride_r * one, stride_c * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     t = tl.arange(0, BN // 8)[:, None, None]
     r = tl.arange(0, BM)[None, :, None]

@@ -236,7 +236,8 @@ def quantize_blocks(
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     if INDEX64:
-        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     if ROW is not None:
         if ROW[6] == CODES and ROW[0] + ROW[1] == 2:

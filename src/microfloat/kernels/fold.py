@@ -166,7 +166,8 @@ def fold_blocks(
     row0 = (pid // tiles) * 128
     col0 = (pid % tiles) * 128
     if INDEX64:
-        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     lossy_rows, lossy_columns = 0, 0
     if ROW is not None:
@@ -179,6 +180,4 @@ def fold_blocks(
             x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
             stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
         )  # fmt: skip
-    publish_counts(
-        lossy_rows + tl.zeros([], tl.int32), lossy_columns + tl.zeros([], tl.int32), lossy_ptr, scratch_ptr
-    )
+    publish_counts(lossy_rows + tl.zeros([], tl.int32), lossy_columns + tl.zeros([], tl.int32), lossy_ptr, scratch_ptr)

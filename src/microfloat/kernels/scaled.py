@@ -102,7 +102,8 @@ def cast_scaled(
     rows = R - row0
     cols = C - col0
     if INDEX64:
-        stride_r, stride_c, R, C = stride_r.to(tl.int64), stride_c.to(tl.int64), R.to(tl.int64), C.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     t = tl.arange(0, BN // 8)[:, None, None]
     i = tl.arange(0, BM // 4)[None, :, None]

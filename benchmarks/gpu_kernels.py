@@ -1,0 +1,366 @@
+"""The kernels of the triton backend on one GPU: the same bytes as the reference first, then time against a device copy.
+
+    PYTHONPATH=src python benchmarks/gpu_kernels.py [--json FILE] [--quick] [--only PREFIX] [--sweep] [--skip-checks]
+
+One row per id of docs/performance.md (q.*, dq.*, f.*). GB/s = stated bytes x elements / median time of CUDA events; the
+share is that of a 2 GiB bfloat16 device copy of the same run (measured first and last). Inputs are random; three of them
+rotate, together larger than the L2 cache. `--sweep` times tile shapes of the main kernels instead.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+
+from microfloat import reference as oracle
+from microfloat.recipes import Cast, Delayed
+from microfloat.torch.backends import reference as torch_reference
+from microfloat.torch.backends import triton as backend
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.triton import _launch
+
+SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336))
+WEIGHT = ((4096, 14336),)
+SEED = 0x89ABCDEF01234567
+
+
+@dataclass(frozen=True)
+class Row:
+    """One id: what is run on a matrix, bytes per element, target and stretch (share of the copy), instructions.
+
+    `instructions`: per element, counted in the machine code (sm_90) before the first run; the prediction is
+    ``min(0.95, 27.9 * 0.65 / instructions)`` of the copy at 4 bytes per element, scaled to the row's bytes.
+    """
+
+    id: str
+    run: Callable[[torch.Tensor, dict], object]
+    bytes_per_element: float
+    target: float
+    stretch: float
+    shapes: tuple = SHAPES
+    instructions: float | None = None
+
+
+@dataclass
+class Result:
+    id: str
+    shape: tuple
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    gbs: float
+    ratio: float
+    target: float
+    passed: bool
+    extra: dict = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------ correctness
+
+
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+
+
+def operands_equal(got: Operand, codes, scale, tensor_scale=None) -> bool:
+    """Whether an operand holds these bytes (torch tensors or arrays)."""
+
+    def flat(value) -> np.ndarray:
+        if isinstance(value, torch.Tensor):
+            return _bytes(value)
+        return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+    same = np.array_equal(_bytes(got.codes), flat(codes)) and np.array_equal(_bytes(got.scale), flat(scale))
+    if tensor_scale is not None:
+        same = same and got.tensor_scale is not None and np.array_equal(_bytes(got.tensor_scale), flat(tensor_scale))
+    return same
+
+
+def wild_matrix(shape, dtype, seed=0, special=False) -> torch.Tensor:
+    """Normal values times powers of two that vary by element and by block; `special` adds NaN, Inf, -0 and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 6, shape, generator=generator).float())
+    x *= torch.exp2(
+        torch.randint(-12, 12, (shape[0], -(-shape[1] // 48)), generator=generator).float()
+    ).repeat_interleave(48, 1)[:, : shape[1]]
+    if special and shape[0] > 8 and shape[1] > 8:
+        x[3, 5], x[min(60, shape[0] - 1), 7], x[7], x[:, 2] = float("nan"), float("inf"), -0.0, 0.0
+        x[5, 1] = -float("nan")
+    return x.to(dtype)
+
+
+def check_operands(names) -> int:
+    """Row and column operands of many shapes and inputs against the NumPy oracle; returns the number compared."""
+    compared = 0
+    seed = torch.tensor([SEED & 0xFFFFFFFF, SEED >> 32], device="cuda")
+    cases = [
+        ((256, 384), False),
+        ((101, 77), True),
+        ((64, 33), False),
+        ((1, 1), False),
+        ((130, 260), True),
+        ((3, 1000), False),
+    ]
+    for name in names:
+        for rounding in ("nearest", "stochastic"):
+            cast = Cast(name, rounding=rounding)
+            for shape, special in cases:
+                for dtype in (torch.bfloat16, torch.float32, torch.float16):
+                    x = wild_matrix(shape, dtype, special=special)
+                    row, column = backend.quantize_both(x.cuda(), cast, cast, seed=seed, row_stream=2, column_stream=4)
+                    for got, axis, stream in ((row, -1, 2), (column, -2, 4)):
+                        want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+                        if not operands_equal(got, want.codes, want.scale, want.tensor_scale):
+                            raise SystemExit(first_difference(name, rounding, shape, dtype, axis, got, want))
+                        compared += 1
+    return compared
+
+
+def first_difference(name, rounding, shape, dtype, axis, got, want) -> str:
+    text = f"DIFFERENT: {name} {rounding} {shape} {dtype} axis {axis}\n"
+    for what, a, b in (("codes", got.codes, want.codes), ("scale", got.scale, want.scale)):
+        a, b = _bytes(a), np.ascontiguousarray(b).reshape(-1).view(np.uint8)
+        if a.shape != b.shape:
+            text += f"  {what}: {a.shape} bytes, reference {b.shape}\n"
+            continue
+        where = np.flatnonzero(a != b)
+        if len(where):
+            i = where[0]
+            text += f"  {what}: {len(where)} of {a.size} bytes; first at byte {i}: {a[i]:#x}, reference {b[i]:#x}\n"
+    return text
+
+
+def check_values(names) -> int:
+    """quantize_to_bf16 against dequantized operands of the reference backend."""
+    compared = 0
+    for name in names:
+        cast = Cast(name)
+        for shape in ((256, 384), (101, 76), (64, 33)):
+            x = wild_matrix(shape, torch.bfloat16, special=True).cuda()
+            row, column = backend.quantize_to_bf16(x, cast, cast)
+            for got, transposed in ((row, False), (column, True)):
+                operand = torch_reference.quantize(x, cast, transposed=transposed)
+                want = torch_reference.dequantize(operand, torch.bfloat16)
+                same = (got.view(torch.int16) == want.view(torch.int16)) | (got.isnan() & want.isnan())
+                if not bool(same.all()):
+                    raise SystemExit(f"DIFFERENT values: {name} {shape} transposed {transposed}: {int((~same).sum())}")
+                compared += 1
+    return compared
+
+
+def check_fold(names) -> int:
+    """fold_both against the oracle's quantize and fold, counters included."""
+    compared = 0
+    for name in names:
+        cast = Cast(name)
+        for shape in ((256, 384), (101, 77)):
+            for tile in (False, True):
+                x = wild_matrix(shape, torch.bfloat16, special=True)
+                row, column, lossy = backend.fold_both(x.cuda(), cast, cast, tile=tile)
+                for got, axis, count in ((row, -1, lossy[0]), (column, -2, lossy[1])):
+                    quantized = oracle.quantize(x.float().numpy(), cast, axis=axis)
+                    want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
+                    if not operands_equal(got, want.codes, want.scale) or int(count) != number:
+                        print(first_difference(name, "fold", shape, tile, axis, got, want))
+                        raise SystemExit(f"DIFFERENT fold: {name} {shape} {tile} {axis}: {int(count)} for {number}")
+                    compared += 1
+    return compared
+
+
+def check_conversions() -> dict:
+    """The two forms of every conversion on all 2^32 float32 inputs; returns the differences per element and rounding."""
+    from microfloat.kernels.selfcheck import count_differences
+
+    found = {}
+    for name, mantissa, bias in (("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)):
+        for stochastic in (False, True):
+            counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+            count_differences[(1 << 22,)](counts, mantissa, bias, stochastic, 1024)
+            found[f"{name} {'stochastic' if stochastic else 'nearest'}"] = counts.tolist()
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- timing
+
+
+def time_calls(call: Callable[[int], object], milliseconds: float) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile of CUDA-event times of ``call(i)``, in ms."""
+    for i in range(3):
+        call(i)
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for i in range(5):
+        call(i)
+    end.record()
+    torch.cuda.synchronize()
+    estimate = max(begin.elapsed_time(end) / 5, 1e-3)
+    for i in range(max(1, int(25 / estimate))):
+        call(i)
+    repetitions = max(10, int(milliseconds / estimate))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for i, (start, stop) in enumerate(events):
+        start.record()
+        call(i)
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) for start, stop in events)
+    return statistics.median(times), times[len(times) // 10], times[(len(times) * 9) // 10]
+
+
+def copy_gbs() -> float:
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    median, _, _ = time_calls(lambda i: target.copy_(source), 100)
+    return 2 * source.numel() * 2 / median / 1e6
+
+
+def make_rows() -> list[Row]:
+    """Every id with what it runs; `state` holds what a call needs besides the matrix."""
+    delayed = Cast("fp8_tensor", scaling=Delayed())
+    current, row8, block, weight = Cast("fp8_tensor"), Cast("fp8_row"), Cast("fp8_1x128"), Cast("fp8_128x128")
+    mx8, mx6, mx4 = Cast("mxfp8"), Cast("mxfp6_e3m2"), Cast("mxfp4")
+
+    def run_delayed(x, state):
+        history = state.setdefault("history", torch.zeros(1024, device="cuda"))
+        scale_enc = state.setdefault("scale_enc", torch.full((), 100.0, device="cuda"))
+        return backend.quantize_both(x, delayed, delayed, scale_enc=scale_enc, record=history)
+
+    return [
+        Row("q.amax", lambda x, s: backend.amax(x), 2, 0.90, 0.98, instructions=3.3),
+        Row("q.fp8.delayed", run_delayed, 4, 0.88, 0.94, instructions=8.0),
+        Row("q.fp8.current", lambda x, s: backend.quantize_both(x, current, current), 6, 0.90, 0.94, instructions=10.1),
+        Row("q.fp8.row", lambda x, s: backend.quantize_both(x, row8, row8), 6, 0.75, 0.88, instructions=14.8),
+        Row("q.fp8.1x128", lambda x, s: backend.quantize_both(x, block, block), 4.0625, 0.85, 0.94, instructions=12.3),
+        Row("q.fp8.128x128", lambda x, s: backend.quantize_both(x, weight, weight), 4, 0.91, 0.94, WEIGHT, 7.0),
+        Row("q.mxfp8.row", lambda x, s: backend.quantize_both(x, mx8, None), 3.03125, 0.85, 0.92, instructions=6.2),
+        Row("q.mxfp8.rowcol", lambda x, s: backend.quantize_both(x, mx8, mx8), 4.0625, 0.85, 0.92, instructions=12.3),
+        Row("q.mxfp8.qdq", lambda x, s: backend.quantize_to_bf16(x, mx8, mx8), 6, 0.85, 0.92, instructions=18.5),
+        Row("q.mxfp8.fold", lambda x, s: backend.fold_both(x, mx8, mx8), 4.0625, 0.80, 0.90, instructions=34.3),
+        Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=17.0),
+        Row(
+            "q.mxfp6.row(bytes)",
+            lambda x, s: backend.quantize_both(x, mx6, None),
+            3.03125,
+            0.60,
+            0.80,
+            instructions=15.9,
+        ),
+    ]
+
+
+def measure(rows: list[Row], copy: float, milliseconds: float) -> list[Result]:
+    results = []
+    for row in rows:
+        for shape in row.shapes:
+            matrices = [torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3)]
+            state: dict = {}
+            try:
+                median, p10, p90 = time_calls(lambda i: row.run(matrices[i % 3], state), milliseconds)  # noqa: B023
+            except Exception as error:
+                print(f"{row.id:22} {shape!s:16} FAILED {type(error).__name__}: {str(error)[:300]}")
+                continue
+            gbs = row.bytes_per_element * shape[0] * shape[1] / median / 1e6
+            ratio = gbs / copy
+            results.append(Result(row.id, shape, median, p10, p90, gbs, ratio, row.target, ratio >= row.target))
+            print(
+                f"{row.id:22} {shape!s:16} {median:8.4f} ms  p10 {p10:7.4f} p90 {p90:7.4f}  {gbs:7.0f} GB/s  "
+                f"{ratio:5.3f} of copy  target {row.target:.2f} {'ok' if ratio >= row.target else '-'}"
+            )
+            del matrices
+    return results
+
+
+SWEEPS = {
+    "cast": (["q.fp8.delayed", "q.fp8.current"], [(128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 128, 2), (64, 64, 4)]),
+    "axes": (["q.fp8.row"], [(128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4)]),
+    "blocks": (
+        ["q.mxfp8.row", "q.mxfp8.rowcol", "q.mxfp8.qdq", "q.fp8.1x128"],
+        [(128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (32, 128, 2), (32, 256, 4), (64, 64, 2)],
+    ),
+    "fold": (["q.mxfp8.fold"], [(128, 128, 4), (128, 128, 8), (128, 128, 16)]),
+}  # fmt: skip
+
+
+def sweep(copy: float, only: str) -> list[dict]:
+    """Times of one shape under other tiles."""
+    rows = {row.id: row for row in make_rows()}
+    shape, found = (16384, 8192), []
+    matrices = [torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3)]
+    for name, (ids, tiles) in SWEEPS.items():
+        chosen = _launch.TILES[name]
+        for identity in ids:
+            if not identity.startswith(only):
+                continue
+            for tile in tiles:
+                _launch.TILES[name] = tile
+                state: dict = {}
+                try:
+                    median, _, _ = time_calls(lambda i: rows[identity].run(matrices[i % 3], state), 40)  # noqa: B023
+                except Exception as error:
+                    print(f"sweep {identity:16} {tile!s:16} FAILED {type(error).__name__}: {str(error)[:120]}")
+                    continue
+                ratio = rows[identity].bytes_per_element * shape[0] * shape[1] / median / 1e6 / copy
+                found.append({"id": identity, "tile": tile, "median_ms": median, "ratio": ratio})
+                print(f"sweep {identity:16} {tile!s:16} {median:8.4f} ms  {ratio:5.3f} of copy")
+        _launch.TILES[name] = chosen
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--only", default="", help="ids that begin so")
+    parser.add_argument("--quick", action="store_true", help="shorter timings")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--skip-checks", action="store_true")
+    options = parser.parse_args()
+    started = time.time()
+    report: dict = {
+        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(), "torch": torch.__version__,
+        "triton": __import__("triton").__version__,
+    }  # fmt: skip
+    print(report)
+    if not options.skip_checks:
+        report["conversions"] = check_conversions()
+        for name, counts in report["conversions"].items():
+            print(
+                f"conversions {name:18} pairs, quads, values, scales+bf16: {counts} {'' if not any(counts) else 'DIFFERENT'}"
+            )
+        if any(any(counts) for counts in report["conversions"].values()):
+            raise SystemExit("the two forms of a conversion differ; nothing is timed")
+        names = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_128x128", "fp8_1x128", "fp8_1x128_e5m2"]
+        mx = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+        report["bytes_equal"] = {
+            "operands": check_operands(names + mx), "values": check_values(mx), "folded": check_fold(mx)
+        }  # fmt: skip
+        print(f"bytes equal: {report['bytes_equal']}  ({time.time() - started:.0f} s)")
+    report["copy_gbs"] = [copy_gbs()]
+    print(f"copy {report['copy_gbs'][0]:.0f} GB/s")
+    if options.sweep:
+        report["sweep"] = sweep(report["copy_gbs"][0], options.only)
+    else:
+        rows = [row for row in make_rows() if row.id.startswith(options.only)]
+        results = measure(rows, report["copy_gbs"][0], 60 if options.quick else 150)
+        report["rows"] = [asdict(result) for result in results]
+        means: dict[str, list[float]] = {}
+        for result in results:
+            means.setdefault(result.id, []).append(result.ratio)
+        report["geometric_means"] = {name: statistics.geometric_mean(values) for name, values in means.items()}
+    report["copy_gbs"].append(copy_gbs())
+    print(f"copy {report['copy_gbs'][1]:.0f} GB/s; {time.time() - started:.0f} s in all")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=1, default=str)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The triton backend: every cast as one fused kernel, both orientations of a matrix in one pass.
+
+The same functions as `backends.reference`, bit for bit, plus the forms that GEMMs of GPUs without block-scaled tensor
+cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_both` (MX folded to FP8 1x128).
+`refusal` says which casts have no kernel, and why.
+"""
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import Cast
+from microfloat.torch.backends import reference
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
+from microfloat.torch.backends.triton._launch import Matrix
+from microfloat.torch.backends.triton._plans import CastPlan, plan_of
+from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
+
+__all__ = ["amax", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
+
+
+def refusal(cast: Cast) -> str:
+    """Why `cast` has no kernel here, or "" where it has one."""
+    return plan_of(cast).refusal
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
+    if x.numel() == 0:
+        return reference.amax(x)
+    return measure_amax(Matrix(x))
+
+
+def quantize(
+    x: torch.Tensor, cast: Cast, *, transposed: bool = False, seed: torch.Tensor | None = None, stream: int = 0,
+    batch: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """Quantize matrix `x` in operand form x, or x.T if `transposed`; see `backends.reference.quantize`.
+
+    `record` (float32, delayed casts): its first element takes the larger of itself and the amax of `x` in the same pass.
+    """
+    row, column = quantize_both(
+        x, None if transposed else cast, cast if transposed else None, seed=seed, row_stream=stream,
+        column_stream=stream, batch=batch, amax=amax, scale_enc=scale_enc, record=record,
+    )  # fmt: skip
+    operand = column if transposed else row
+    assert operand is not None
+    return operand
+
+
+def quantize_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
+    scale_enc: torch.Tensor | None = None, record: torch.Tensor | None = None,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
+    """The row operand (x) and the column operand (x.T, its codes stored transposed) of matrix `x`, each if asked for."""
+    if x.numel() == 0:
+        return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
+    row, column = _plan(row_cast), _plan(column_cast)
+    if row and column and not _share(row, column):
+        first, _ = quantize_both(
+            x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch, amax=amax, scale_enc=scale_enc, record=record
+        )  # fmt: skip
+        _, second = quantize_both(
+            x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch, amax=amax, scale_enc=scale_enc
+        )  # fmt: skip
+        return first, second
+    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
+    if turned:  # the transpose lies in memory row by row: exchange the roles
+        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
+    family = (row or column).family  # type: ignore[union-attr]
+    if family == "scaled":
+        results = quantize_scaled(
+            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, amax=amax,
+            scale_enc=scale_enc, record=record,
+        )  # fmt: skip
+    else:
+        results = quantize_blocks(
+            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
+        )
+    return results[::-1] if turned else results
+
+
+def quantize_to_bf16(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Quantize and dequantize at once: the values of the row operand [R, C] and of the column operand [C, R].
+
+    Both come in the memory layout of `x` (the second is a transposed view), which bfloat16 GEMMs read in any orientation.
+    """
+    row, column = _plan(row_cast), _plan(column_cast)
+    if row and column and not _share(row, column):
+        first, _ = quantize_to_bf16(x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch)
+        _, second = quantize_to_bf16(x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch)
+        return first, second
+    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
+    if turned:
+        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
+    first, second = values_blocks(
+        Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
+    )
+    if turned:
+        return second, None if first is None else first.t()
+    return first, None if second is None else second.t()
+
+
+def fold_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, tile: bool = False,
+    seed: torch.Tensor | None = None, row_stream: int = 0, column_stream: int = 0,
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:  # fmt: skip
+    """MX operands folded to FP8_1x128 (FP8_128x128 with `tile`) straight from `x`, and their lossy counts, int64[2].
+
+    Equal to ``reference.fold(reference.quantize(x, cast))`` (docs/numerics.md, section 9).
+    """
+    row, column = _plan(row_cast), _plan(column_cast)
+    return fold_blocks(Matrix(x), row, column, tile=tile, seed=seed, row_stream=row_stream, column_stream=column_stream)
+
+
+def _plan(cast: Cast | None) -> CastPlan | None:
+    if cast is None:
+        return None
+    plan = plan_of(cast)
+    if plan.refusal:
+        raise NotSupportedError(f"the triton backend has no kernel for {plan.refusal}. Use backend='reference'.")
+    return plan
+
+
+def _share(row: CastPlan, column: CastPlan) -> bool:
+    """Whether one launch serves both casts."""
+    if row.family != column.family:
+        return False
+    if row.family == "scaled":
+        return (row.block, row.rule, row.epsilon, row.mantissa_bits) == (
+            column.block, column.rule, column.epsilon, column.mantissa_bits,
+        )  # fmt: skip
+    return True
+
+
+def _empty(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, seed: torch.Tensor | None, row_stream: int,
+    column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
+    """Operands of a matrix without elements: shapes and unit scales, no launch."""
+    options = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
+    row = None if row_cast is None else reference.quantize(x, row_cast, stream=row_stream, **options)
+    column = (
+        None
+        if column_cast is None
+        else reference.quantize(x, column_cast, transposed=True, stream=column_stream, **options)
+    )
+    return row, column

@@ -1,0 +1,117 @@
+"""MX and FP8 1x128: codes and scales, values in bfloat16, or codes folded to one scale per 128 elements."""
+
+import torch
+
+from microfloat.formats import FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2
+from microfloat.kernels import blocks as block_kernels
+from microfloat.kernels import fold as fold_kernels
+from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype
+
+__all__ = ["fold_blocks", "quantize_blocks", "values_blocks"]
+
+_QUANTIZE = Kernel(block_kernels.quantize_blocks)
+_FOLD = Kernel(fold_kernels.fold_blocks)
+_CODES, _VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
+
+
+def _empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) -> torch.Tensor:
+    shape = (rows, ceil_div(length, plan.block[1] or length))
+    if plan.scale_layout == SCALE_COLUMN_MAJOR.value:
+        return torch.empty(shape[::-1], dtype=plan.scale_dtype, device=device).t()
+    return torch.empty(shape, dtype=plan.scale_dtype, device=device)
+
+
+def _launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...], output: int,
+    seed: torch.Tensor | None, row_stream: int, column_stream: int, batch: int,
+) -> None:  # fmt: skip
+    device = matrix.tensor.get_device()
+    tile_rows, tile_columns, warps = TILES["blocks"]
+    constants = (
+        (*row.block_cast, output, row.scale_layout) if row else None,
+        (*column.block_cast, output, column.scale_layout) if column else None,
+        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
+        compiled_conversions(device), tile_rows, tile_columns,
+    )  # fmt: skip
+    key = (matrix.key, constants, warps, row_stream, column_stream, batch, seed is None or seed.data_ptr() & 15 == 0)
+    scalars = (
+        row_stream, column_stream, batch, row.epsilon if row else 0.0, column.epsilon if column else 0.0, *matrix.sizes
+    )  # fmt: skip
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    _QUANTIZE(key, programs, device, (matrix.tensor, *outputs, seed), scalars, constants, warps)
+
+
+def quantize_blocks(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
+    """Codes and scales of both operands of a matrix in one pass."""
+    rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
+    row_codes = row_scale = column_codes = column_scale = None
+    if row:
+        row_codes = torch.empty((rows, ceil_div(columns, row.codes_per_byte)), dtype=row.codes_dtype, device=device)
+        row_scale = _empty_scale(row, rows, columns, device)
+    if column:
+        shape = (columns, ceil_div(rows, column.codes_per_byte))
+        column_codes = torch.empty(shape, dtype=column.codes_dtype, device=device)
+        column_scale = _empty_scale(column, columns, rows, device)
+    outputs = (row_codes, row_scale, column_codes, column_scale)
+    _launch(matrix, row, column, outputs, _CODES, seed, row_stream, column_stream, batch)
+    return (
+        Operand(row_codes, row_scale, None, row.cast.format, rows, columns) if row else None,
+        Operand(column_codes, column_scale, None, column.cast.format, columns, rows) if column else None,
+    )
+
+
+def values_blocks(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """The dequantized values of both operands in bfloat16, both in the layout of the matrix; no codes are written."""
+    shape, device = (matrix.rows, matrix.columns), matrix.tensor.device
+    row_values = torch.empty(shape, dtype=torch.bfloat16, device=device) if row else None
+    column_values = torch.empty(shape, dtype=torch.bfloat16, device=device) if column else None
+    outputs = (row_values, None, column_values, None)
+    _launch(matrix, row, column, outputs, _VALUES, seed, row_stream, column_stream, batch)
+    return row_values, column_values
+
+
+def fold_blocks(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, *, tile: bool = False,
+    seed: torch.Tensor | None = None, row_stream: int = 0, column_stream: int = 0,
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:  # fmt: skip
+    """MX operands folded to FP8_1x128 (`tile`: FP8_128x128), and int64[2]: lossy elements of the row and column one."""
+    rows, columns, x = matrix.rows, matrix.columns, matrix.tensor
+    device = x.get_device()
+    formats = (FP8_128x128, FP8_128x128_E5M2) if tile else (FP8_1x128, FP8_1x128_E5M2)
+
+    def allocate(plan: CastPlan | None, r: int, c: int) -> tuple:
+        if plan is None:
+            return None, None, None
+        fmt = formats[plan.bias == 15]
+        codes = torch.empty((r, c), dtype=codes_dtype(fmt.element), device=x.device)
+        if tile:
+            return codes, torch.empty((ceil_div(r, 128), ceil_div(c, 128)), dtype=torch.float32, device=x.device), fmt
+        return codes, torch.empty((ceil_div(c, 128), r), dtype=torch.float32, device=x.device).t(), fmt
+
+    row_codes, row_scale, row_format = allocate(row, rows, columns)
+    column_codes, column_scale, column_format = allocate(column, columns, rows)
+    lossy = torch.empty(2, dtype=torch.int64, device=x.device)
+    constants = (
+        row.fold_cast if row else None, column.fold_cast if column else None, tile, matrix.kind,
+        matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,
+        compiled_conversions(device),
+    )  # fmt: skip
+    tensors = (x, row_codes, row_scale, column_codes, column_scale, lossy, scratch(device), seed)
+    warps = TILES["fold"][2]
+    key = (matrix.key, constants, warps, row_stream, column_stream, seed is None or seed.data_ptr() & 15 == 0)
+    programs = ceil_div(rows, 128) * ceil_div(columns, 128)
+    _FOLD(key, programs, device, tensors, (row_stream, column_stream, *matrix.sizes), constants, warps)
+    return (
+        Operand(row_codes, row_scale, None, row_format, rows, columns) if row else None,
+        Operand(column_codes, column_scale, None, column_format, columns, rows) if column else None,
+        lossy,
+    )

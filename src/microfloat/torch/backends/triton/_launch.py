@@ -1,0 +1,156 @@
+"""Launching a Triton kernel with little host time, and what every launch needs to know about a matrix.
+
+Triton's own call path examines every argument on every call. Here a kernel compiled once for a *key* is started directly
+with raw addresses. The key holds everything that Triton specializes on: the constants, the dtype, whether addresses and
+sizes are multiples of 16, whether a size is 1 or needs 64 bits. In the interpreter the ordinary path runs.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from microfloat.kernels import _convert
+
+__all__ = ["INTERPRETED", "TILES", "Kernel", "Matrix", "ceil_div", "compiled_conversions", "scratch"]
+
+# Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
+INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
+
+# Rows, columns and warps of one program, by kernel: chosen by measurement (benchmarks/gpu_kernels.py --sweep).
+TILES = {"cast": (128, 128, 4), "axes": (128, 128, 4), "blocks": (128, 128, 4), "fold": (128, 128, 4)}
+
+_KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
+_INT32_MAX = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b) of non-negative integers."""
+    return -(-a // b)
+
+
+def _specialization(value: int) -> int:
+    """What Triton makes of an integer argument: 1, a multiple of 16, other; and whether it fits in 32 bits."""
+    kind = 2 if value == 1 else (value & 15 == 0)
+    return kind if value <= _INT32_MAX else kind + 4
+
+
+class Matrix:
+    """A matrix as kernels see it: address, extents, strides in elements, and how its elements may be read."""
+
+    __slots__ = (
+        "columns",
+        "even_pairs",
+        "even_quads",
+        "index64",
+        "key",
+        "kind",
+        "rows",
+        "stride_c",
+        "stride_r",
+        "tensor",
+    )
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.tensor = x
+        rows, columns = self.rows, self.columns = x.shape
+        stride_r, stride_c = self.stride_r, self.stride_c = x.stride()
+        if rows == 1:
+            stride_r = self.stride_r = columns
+        address = x.data_ptr()
+        kind = _KINDS.get(x.dtype, 0)
+        if kind and (stride_c != 1 or columns & 1 or stride_r & 1 or address & 3):
+            kind = 0
+        self.kind = kind
+        self.even_pairs, self.even_quads = columns & 1 == 0, rows & 3 == 0
+        # Offsets inside a tile of 128 rows or columns, of the input and of the outputs in either layout.
+        self.index64 = 128 * max(stride_r, stride_c, rows, columns) > _INT32_MAX
+        self.key = (
+            x.dtype, x.get_device(), kind, address & 15 == 0, self.index64, columns & 1, rows & 3,
+            _specialization(rows), _specialization(columns), _specialization(stride_r), _specialization(stride_c),
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """R, C and both strides, as kernels take them."""
+        return self.rows, self.columns, self.stride_r, self.stride_c
+
+    def fills(self, tile_rows: int, tile_columns: int) -> bool:
+        """Whether whole tiles cover the matrix, so that no load or store needs a mask."""
+        return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
+
+
+class Kernel:
+    """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function: Any = function
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self, key: tuple, programs: int, device: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple,
+        constants: tuple, warps: int = 4,
+    ) -> None:  # fmt: skip
+        """Start `programs` programs on the current stream of CUDA device number `device`."""
+        if INTERPRETED:
+            self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants)
+            return
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(key, programs, device, tensors, scalars, constants, warps)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            arguments = [as_bytes(t) for t in tensors]
+            self._compiled[key] = self.function[(programs,)](*arguments, *scalars, *constants, num_warps=warps)
+            return
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *addresses, *scalars, *constants,
+        )  # fmt: skip
+
+
+def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 tensors as uint8, so that kernels store plain bytes; others as they are."""
+    if tensor is not None and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+_HARDWARE: dict[int, bool] = {}
+
+
+def compiled_conversions(device: int) -> bool:
+    """Whether the hardware forms of `kernels._convert` exist on a device (-1 = CPU): compute capability 8.9 and newer."""
+    if INTERPRETED or device < 0:
+        return False
+    known = _HARDWARE.get(device)
+    if known is None:
+        known = _HARDWARE[device] = torch.cuda.get_device_capability(device) >= (8, 9)
+    return known
+
+
+_SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
+_SCRATCH_LOCK = threading.Lock()
+_SCRATCH_WORDS = 8
+
+
+def scratch(device: int) -> torch.Tensor:
+    """int64 words, zero: where the programs of one launch meet. Every launch leaves them zero.
+
+    One set per stream, since launches of a stream follow each other. A launch that is being captured into a CUDA graph
+    gets its own, cleared inside the graph, since the graph may be replayed on any stream.
+    """
+    if device < 0:
+        return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+    place = (device, torch._C._cuda_getCurrentRawStream(device))
+    words = _SCRATCH.get(place)
+    if words is None:
+        with _SCRATCH_LOCK:
+            words = _SCRATCH.setdefault(place, torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}"))
+    return words

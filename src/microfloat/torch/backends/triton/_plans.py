@@ -1,0 +1,105 @@
+"""What a Cast means to the kernels: a few numbers, worked out once per Cast object."""
+
+from dataclasses import dataclass
+
+import torch
+
+from microfloat.formats import ElementFormat
+from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.recipes import Cast, Current
+from microfloat.scale_rules import e8m0_threshold
+
+__all__ = ["CastPlan", "codes_dtype", "plan_of"]
+
+_FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+
+
+def codes_dtype(element: ElementFormat) -> torch.dtype:
+    """The dtype of stored codes: float8 for E4M3 and E5M2, bytes otherwise."""
+    return _FLOAT8.get(element.name, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CastPlan:
+    """A Cast as kernels take it.
+
+    `family`: which kernel (`scaled`, `blocks`, `tiles`, `nvfp4`, or "" = none, with the reason in `refusal`).
+    `rule`: the mantissa threshold of E8M0, or 1 for powers of two. `scale_dtype`, `codes_dtype`, `codes_per_byte`,
+    `block`: the shapes of what is written. `scale_layout`: of one-row blocks.
+    """
+
+    cast: Cast
+    family: str
+    refusal: str
+    mantissa_bits: int
+    bias: int
+    rule: int
+    block: tuple[int | None, int | None]
+    stochastic: bool
+    epsilon: float
+    codes_dtype: torch.dtype
+    codes_per_byte: int
+    scale_dtype: torch.dtype
+    scale_layout: int
+
+    @property
+    def block_cast(self) -> tuple:
+        """The constant that `kernels.blocks` takes, without its last two entries (OUTPUT, SCALE_LAYOUT)."""
+        family = 0 if self.scale_dtype == torch.uint8 else 1
+        return (self.mantissa_bits, self.bias, family, self.rule, self.block[1], self.stochastic)
+
+    @property
+    def scaled_cast(self) -> tuple:
+        """The constant that `kernels.scaled` takes."""
+        return (self.mantissa_bits, self.bias, self.rule, self.stochastic)
+
+    @property
+    def fold_cast(self) -> tuple:
+        """The constant that `kernels.fold` takes."""
+        return (self.mantissa_bits, self.bias, self.rule, self.stochastic)
+
+
+_PLANS: dict[int, CastPlan] = {}
+
+
+def plan_of(cast: Cast) -> CastPlan:
+    """The plan of a Cast, found by identity (hashing a Cast costs more than a launch)."""
+    plan = _PLANS.get(id(cast))
+    if plan is None or plan.cast is not cast:
+        plan = _PLANS[id(cast)] = _make(cast)
+    return plan
+
+
+def _make(cast: Cast) -> CastPlan:
+    fmt, element = cast.format, cast.format.element
+    family, refusal = _family(cast)
+    is_e8m0 = fmt.scale.name == "E8M0"
+    rule = e8m0_threshold(cast.rule, element) if is_e8m0 else int(cast.rule.power_of_two)
+    return CastPlan(
+        cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
+        cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
+        codes_dtype(element), element.codes_per_byte,
+        torch.float32 if fmt.scale.name == "FP32" else torch.uint8,
+        # FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order.
+        SCALE_COLUMN_MAJOR.value if fmt.block == (1, 128) and not is_e8m0 else SCALE_ROW_MAJOR.value,
+    )  # fmt: skip
+
+
+_ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
+_ROW_BLOCKS = (16, 32, 64, 128)
+
+
+def _family(cast: Cast) -> tuple[str, str]:
+    """Which kernels serve a Cast; "" and the reason where none does."""
+    fmt, element = cast.format, cast.format.element
+    if (element.name, element.mantissa_bits, element.bias) not in _ELEMENTS:
+        return "", f"element {element.name} is not one of the stock elements"
+    if cast.hadamard is not None and fmt.scale.name != "E4M3":
+        return "", f"a Hadamard transform of {fmt.name}"
+    if fmt.scale.name == "E4M3":
+        return "", f"format {fmt.name}"
+    if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
+        return "scaled", ""
+    if fmt.block[0] == 1 and fmt.block[1] in _ROW_BLOCKS and (element.bits == 8 or fmt.scale.name == "E8M0"):
+        return "blocks", ""
+    return "", f"block {fmt.block_text} of {fmt.name}"
