@@ -1,0 +1,112 @@
+"""The tables between comment markers are what their generators in tools/ give."""
+
+import importlib
+import json
+import os
+
+import pytest
+
+from tests.docs.test_code_blocks import ROOT
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """Import a module of tools/."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module
+
+
+def test_the_support_table_is_what_explain_says(tool):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the committed table is what a machine without a GPU prints; this one has a GPU")
+    support, block = tool("support_table"), tool("marked_block")
+    committed = block.read_block((ROOT / "README.md").read_text(), support.BLOCK)
+    assert committed == support.support_table(), "run: python tools/support_table.py --write"
+
+
+def test_the_support_table_shows_what_explain_changes(tool, monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed")
+    support = tool("support_table")
+    from microfloat.support import Support
+    from microfloat.torch.explain import Explanation, GemmRow
+
+    verdicts = {"fprop": Support(True, True, "fast"), "dgrad": Support(True, False, "slow"),
+                "wgrad": Support(False, False, "no kernel")}  # fmt: skip
+
+    def explain(recipe, device):
+        rows = tuple(GemmRow(gemm, "-", "native", "-", verdict) for gemm, verdict in verdicts.items())
+        return Explanation(recipe, device, rows)
+
+    monkeypatch.setattr(support.mf, "explain", explain)
+    text = support.support_table()
+    assert "fprop **accelerated** (native); dgrad runs, not accelerated (native); wgrad does not run" in text
+    assert all(f": {verdict.reason}." in text for verdict in verdicts.values())
+
+
+def test_a_recipe_per_row(tool):
+    pytest.importorskip("torch", reason="torch is not installed")
+    from microfloat.recipes import RECIPES
+
+    lines = tool("support_table").support_table().split("\n\n")[0].splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == list(RECIPES)
+
+
+def test_the_measured_tables_are_what_the_committed_json_gives(tool):
+    block = tool("marked_block")
+    for page, name, make in tool("measured_table").BLOCKS:
+        committed = block.read_block(page.read_text(), name)
+        assert committed == make(), f"{page.name}, {name}. Run: python tools/measured_table.py --write"
+
+
+@pytest.fixture
+def demo_result():
+    """What examples/train_gpt.py writes, with round figures."""
+    entry = {
+        "train_loss": [3.0, 2.0], "final_train": 2.0, "final_heldout": 2.25, "seconds": 10.0, "gap_to_bf16": 0.0,
+        "underflow": {"x": 0.0, "w": 0.0, "dy": 0.0},
+    }  # fmt: skip
+    nvfp4 = {**entry, "final_heldout": 2.5, "gap_to_bf16": 0.25, "underflow": {"x": 0.0625, "w": 0.0, "dy": 0.5}}
+    sizes = {"preset": "tiny", "steps": 2, "batch": 4, "context": 8, "layers": 1, "dim": 16, "seed": 0}
+    return {
+        "recipes": {"bf16": entry, "nvfp4": nvfp4}, "complete": True, "config": sizes,
+        "corpus": {"train_bytes": 1_500_000}, "machine": {"processor": "a processor", "cores": 2},
+        "versions": {"python": "3.11.7", "microfloat": "0.1.0", "torch": "2.13.0"},
+    }  # fmt: skip
+
+
+def test_the_demo_table_shows_the_recorded_result(tool, demo_result, tmp_path):
+    measured = tool("measured_table")
+    source, target = tmp_path / "results.json", tmp_path / "kept" / "demo.json"
+    source.write_text(json.dumps(demo_result))
+    os.utime(source, (1_700_000_000, 1_700_000_000))
+    measured.record(source, target)
+    text = measured.demo_table(target)
+    assert "| `bf16` | 2.0000 | 2.2500 |  | 0.00% | 0.00% | 0.00% |" in text
+    assert "| `nvfp4` | 2.0000 | 2.5000 | +0.2500 | 6.25% | 0.00% | 50.00% |" in text
+    assert "train_gpt.py --preset tiny --steps 2 --recipe nvfp4` on a processor, 2 cores, 2023-11-1" in text
+
+
+def test_an_interrupted_run_is_no_result(tool, demo_result, tmp_path):
+    measured, source = tool("measured_table"), tmp_path / "results.json"
+    source.write_text(json.dumps({**demo_result, "complete": False}))
+    for use in (measured.demo_table, lambda path: measured.record(path, tmp_path / "demo.json")):
+        with pytest.raises(ValueError, match="interrupted"):
+            use(source)
+
+
+def test_blocks_are_replaced_between_their_markers(tool):
+    block = tool("marked_block")
+    page = "a\n<!-- one -->\nold\n<!-- /one -->\nb\n"
+    written = block.write_block(page, "one", "new | line\n")
+    assert written == "a\n<!-- one -->\n\nnew | line\n\n<!-- /one -->\nb\n"
+    assert block.read_block(written, "one") == "new | line"
+    assert block.write_block(written, "one", "new | line") == written
+
+
+@pytest.mark.parametrize(
+    "page", ["", "<!-- one -->", "<!-- /one --><!-- one -->", "<!-- one --> <!-- one --><!-- /one -->"]
+)
+def test_a_page_without_its_markers_is_refused(tool, page):
+    with pytest.raises(ValueError, match="once each"):
+        tool("marked_block").read_block(page, "one")

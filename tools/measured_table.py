@@ -1,0 +1,106 @@
+"""The tables of figures in README.md and docs/, from the JSON files under benchmarks/results.
+
+    python tools/measured_table.py                                 # print them
+    python tools/measured_table.py --write                         # rewrite the blocks in the pages
+    python tools/measured_table.py --record runs/tiny/results.json # keep the demo's result, then --write
+
+Nothing is measured here. A block whose file does not exist says so; an unfinished run is refused.
+"""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from marked_block import ROOT, command, table
+
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = RESULTS / "demo.json"
+CPU_QUANTIZE = RESULTS / "cpu_quantize.json"
+
+
+def demo_table(path: Path = DEMO) -> str:
+    """The demo's losses, a row per recipe."""
+    if not path.exists():
+        return _missing(path, "make demo")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not data.get("complete", True):
+        raise ValueError(f"{path.name} is the result of a run that was interrupted; finish it with --resume first")
+    rows = []
+    for name, result in data["recipes"].items():
+        gap = "" if name == "bf16" else f"{result['gap_to_bf16']:+.4f}"
+        flushed = [f"{result['underflow'][operand]:.2%}" for operand in ("x", "w", "dy")]
+        rows.append([f"`{name}`", f"{result['final_train']:.4f}", f"{result['final_heldout']:.4f}", gap, *flushed])
+    header = ["recipe", "training loss", "held-out loss", "gap to bf16", "x", "w", "dy"]
+    config, corpus = data["config"], data["corpus"]
+    text = (
+        "Losses in nats per byte. x, w, dy: share of the operand's non-zero values that become zero. "
+        f"{config['steps']} steps of {config['batch']} x {config['context']} bytes, {config['layers']} layers of width "
+        f"{config['dim']}, seed {config['seed']}; text: {corpus['train_bytes'] / 1e6:.1f} MB of Python's standard "
+        "library. One seed and a short run: a gap of this size says that the recipe trains, not which one is better."
+    )
+    return f"{table(header, rows, right=range(1, len(header)))}\n\n{text}\n\n{provenance(data)}"
+
+
+def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
+    """Time of casts on a CPU, a row per measurement of the file (benchmark protocol: one object per row)."""
+    if not path.exists():
+        return _missing(path, "the CPU benchmark")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for entry in data["rows"]:
+        shape = " x ".join(str(size) for size in entry["shape"])
+        ratio = f"{entry['ratio']:.2f}x {entry['ratio_of']}" if entry.get("ratio") is not None else ""
+        rows.append(
+            [
+                entry["id"],
+                f"{shape} {entry['dtype']}",
+                entry["backend"],
+                entry["mode"],
+                f"{entry['median_ms']:.1f} ms",
+                ratio,
+            ]
+        )
+    header = ["id", "input", "backend", "mode", "median", "speed against"]
+    return f"{table(header, rows, right=(4,))}\n\n{provenance(data)}"
+
+
+def provenance(data: dict[str, Any]) -> str:
+    """Command, machine, date and versions of a result."""
+    machine, versions = data["machine"], data["versions"]
+    where = ", ".join(
+        str(part) for part in (machine.get("gpu"), machine["processor"], f"{machine['cores']} cores") if part
+    )
+    software = ", ".join(f"{name} {versions[name]}" for name in ("microfloat", "torch", "python") if name in versions)
+    return f"`{data['command']}` on {where}, {data['date']}; {software}."
+
+
+def record(source: Path, target: Path = DEMO) -> None:
+    """Copy a finished result of the demo, with the command and the date of the run."""
+    data = json.loads(source.read_text(encoding="utf-8"))
+    if not data["complete"]:
+        raise ValueError(f"{source} is the result of a run that was interrupted; finish it with --resume first")
+    date = datetime.date.fromtimestamp(source.stat().st_mtime).isoformat()
+    names = ",".join(name for name in data["recipes"] if name != "bf16")
+    preset, steps = data["config"]["preset"], data["config"]["steps"]
+    given = f"python examples/train_gpt.py --preset {preset} --steps {steps} --recipe {names}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"command": given, "date": date, **data}, indent=1, allow_nan=False)
+    target.write_text(text + "\n", encoding="utf-8")
+
+
+def _missing(path: Path, what: str) -> str:
+    return f"No result of {what} is committed yet (`{path.relative_to(ROOT).as_posix()}`)."
+
+
+BLOCKS = [
+    (ROOT / "README.md", "measured: demo", demo_table),
+    (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
+]
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--record"] and len(sys.argv) == 3:
+        record(Path(sys.argv[2]))
+    else:
+        sys.exit(command("Tables of measured figures.", BLOCKS))
