@@ -291,3 +291,22 @@ def test_encode_of_folded_codes_never_saturates():
     for name, shift in found.items():
         top = np.float32(formats.ELEMENTS[name].max * 2.0**shift)
         assert decode(encode(top, E4M3), E4M3) == top
+
+
+def test_the_clamps_of_the_encode_scale():
+    """docs/numerics.md 3.3: A is clamped at max * 2^-126 before the margin, the result at 2^126 after it."""
+    tiny = np.float32([1e-40])
+    assert update_delayed(tiny, 1.0, "E4M3")[1] == 2.0**126
+    assert update_delayed(tiny, 1.0, "E4M3", margin=3)[1] == 2.0**123
+    assert update_delayed(tiny, 1.0, "E4M3", margin=-3)[1] == 2.0**126
+    assert update_delayed(np.float32([448 * 2.0**-124]), 1.0, "E4M3", margin=-3)[1] == 2.0**126
+
+
+def test_nan_codes_under_a_finite_scale_stay_nan_and_are_not_lossy():
+    """Only foreign data has them: quantize gives the whole block a NaN scale."""
+    q = quantize(np.ones((1, 128), np.float32), "mxfp8")
+    codes = q.codes.copy()
+    codes[0, 5], codes[0, 6] = 0x7F, 0xFF
+    folded, lossy = fold(Quantized(codes, q.scale, None, q.format, q.axis, q.shape))
+    assert lossy == 0
+    assert np.isnan(dequantize(folded))[0].tolist() == [column in (5, 6) for column in range(128)]

@@ -22,7 +22,7 @@ def _scaling_text(cast: Cast) -> str:
 
 def recipe_table(recipe: Recipe) -> str:
     """One line of the recipe's repr, then a row per operand; '-' marks what does not apply."""
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for gemm_name, side in OPERANDS:
         gemm, cast = getattr(recipe, gemm_name), recipe.cast(gemm_name, side)
         form = _OPERAND_FORM[gemm_name, side]

@@ -146,6 +146,11 @@ class Cast:
         """The row of numbers behind `scale_rule`."""
         return SCALE_RULES[str(self.scale_rule)]
 
+    @functools.cached_property
+    def is_delayed(self) -> bool:
+        """Whether the scale comes from earlier steps."""
+        return isinstance(self.scaling, Delayed)
+
     @property
     def is_stochastic(self) -> bool:
         """Whether the cast draws random bytes."""

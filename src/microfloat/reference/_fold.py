@@ -8,14 +8,16 @@ import math
 import numpy as np
 
 from microfloat.errors import invalid_value
-from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, decode, encode
+from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
 from microfloat.reference._dequantize import scale_grid
 from microfloat.reference._operand import block_max, codes_shape, scale_shape, spread
 from microfloat.reference._quantized import Quantized, check_quantized
 
 __all__ = ["fold"]
 
-_TARGETS = {(fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128))}
+_TARGETS: dict[tuple, ScaledFormat] = {
+    (fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128))
+}
 
 
 def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, int]:
@@ -30,10 +32,9 @@ def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, in
     if q.format.scale.name != "E8M0":
         raise invalid_value("q", f"format {q.format.name}", "E8M0 scales (an MX format)", "Other scales do not fold.")
     target = E5M2 if q.format.element == E5M2 else E4M3
-    block = tuple(block) if isinstance(block, list | tuple) else block
-    if (block, target) not in _TARGETS:
+    fmt = _TARGETS.get((tuple(block), target)) if isinstance(block, list | tuple) else None
+    if fmt is None:
         raise invalid_value("block", repr(block), "(1, 128) or (128, 128)")
-    fmt = _TARGETS[block, target]
     codes = q.unpacked_codes()
     element_bytes = spread(scale_grid(q), q.format.block, codes.shape).astype(np.int32)
     group_bytes = block_max(element_bytes, fmt.block)

@@ -70,17 +70,14 @@ def seed_words(seed: int | Sequence[int] | np.ndarray) -> tuple[int, int]:
         "seed", repr(seed), "an int in [0, 2^64), or its two 32-bit words, low first",
         "Draw one, for example int(numpy.random.default_rng().integers(2**64, dtype='uint64')).",
     )  # fmt: skip
-    if np.ndim(seed) == 0:
+    try:
+        words = [_as_int(word, error) for word in seed]  # type: ignore[union-attr]
+    except TypeError:  # not iterable: a number
         value = _as_int(seed, error)
-        if not 0 <= value < 1 << 64:
-            raise error
-        return value & 0xFFFFFFFF, value >> 32
-    if np.shape(seed) != (2,):
+        words = [value & 0xFFFFFFFF, value >> 32]  # the sign of a negative value stays in the high word
+    if len(words) != 2 or not all(0 <= word < 1 << 32 for word in words):
         raise error
-    low, high = (_as_int(word, error) for word in seed)
-    if not (0 <= low < 1 << 32 and 0 <= high < 1 << 32):
-        raise error
-    return low, high
+    return words[0], words[1]
 
 
 def _as_int(value: object, error: InvalidValueError) -> int:

@@ -77,7 +77,8 @@ def _encode(
     """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
     element, block = cast.format.element, cast.format.block
     scaled = x_RC * spread(factor, block, x_RC.shape)
-    noise = random_bytes(*x_RC.shape, seed, stream) if cast.is_stochastic and seed is not None else None
+    rows, length = x_RC.shape
+    noise = random_bytes(rows, length, seed, stream) if cast.is_stochastic and seed is not None else None
     codes = encode_bits(scaled, element, noise)
     return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
 

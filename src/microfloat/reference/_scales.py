@@ -100,7 +100,7 @@ def _tensor_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.nd
     capacity = _F32(constants.capacity)
     unscaled = (amax == 0) | np.isinf(amax)
     amax = np.where(unscaled, capacity, np.maximum(amax, _F32(constants.smallest_amax)))
-    one = _F32(1)
+    one = np.ones((), np.float32)
     if not constants.tensor_scale:
         return _TensorLevel(amax, one, one)
     return _TensorLevel(amax, np.where(unscaled, one, capacity / amax), np.where(unscaled, one, amax / capacity))
