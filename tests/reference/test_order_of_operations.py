@@ -79,6 +79,26 @@ def test_block_scale_of_the_torchao_rules():
     assert (encode(a * f32(1 / 6), E4M3) != q.scale[:, 0]).any()
 
 
+@pytest.mark.parametrize("rule", ["four_over_six_mae_256", "four_over_six_mse_448"])
+def test_block_scale_of_four_over_six(rule):
+    """The stored byte is one of the two candidates: enc(f32(base * k)), base = f32(f32(a / 6) * S), k = 1 or 1.5."""
+    capacity, misses = f32(SCALE_RULES[rule].two_level.capacity), {"a * f32(S * c6)": 0, "a * S / 6": 0}
+
+    def candidates(base):
+        return [encode(np.minimum(base * k, f32(448)), E4M3) for k in (ONE, f32(1.5))]
+
+    for amax in AMAXES:
+        scale = capacity / amax
+        a = neighbours(midpoints(E4M3, 0x08, 0x70) * 6 / float(scale)).reshape(-1)
+        stored = block_scales(rule, amax, a)
+        six, four = candidates(a / SIX * scale)
+        assert ((stored == six) | (stored == four)).all()
+        for name, base in (("a * f32(S * c6)", a * (scale * f32(1 / 6))), ("a * S / 6", a * scale / SIX)):
+            six, four = candidates(base)
+            misses[name] += int(((stored != six) & (stored != four)).sum())
+    assert min(misses.values()) > 0, misses
+
+
 def near_ties(factor):
     """Values x whose x * factor lies next to a boundary of E2M1, below 6."""
     return neighbours(midpoints(E2M1, 0, 7) / float(factor)).reshape(-1)

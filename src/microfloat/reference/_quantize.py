@@ -41,8 +41,9 @@ def quantize(
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast.
     Source: docs/numerics.md, sections 2 to 5 and 7.
 
-    >>> quantize(np.float32([[1.0, -2.0, 3.0]]), "mxfp4").codes
-    array([[0xa2, 0x5]], dtype=uint8)
+    >>> q = quantize(np.float32([[1.0, -2.0, 3.0]]), "mxfp4")
+    >>> q.scale, q.codes.tobytes().hex(" ")  # scale 2^(126 - 127); codes 4 e 7, the first in the low nibble
+    (array([[126]], dtype=uint8), 'e4 07')
     """
     cast = as_cast(cast)
     values = as_float32(x)
