@@ -8,10 +8,14 @@ rotate, together larger than the L2 cache. `--sweep` times tile shapes of the ma
 """
 
 import argparse
+import functools
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -96,30 +100,30 @@ def wild_matrix(shape, dtype, seed=0, special=False) -> torch.Tensor:
     return x.to(dtype)
 
 
-def check_operands(names) -> int:
-    """Row and column operands of many shapes and inputs against the NumPy oracle; returns the number compared."""
+# Shape, dtype, special values, roundings: aligned and unmasked, masked words, odd sizes, a transposed view, tiny.
+OPERAND_CASES = (
+    ((256, 384), torch.bfloat16, False, ("nearest", "stochastic")),
+    ((136, 272), torch.bfloat16, True, ("nearest",)),
+    ((101, 77), torch.float32, True, ("nearest", "stochastic")),
+    ((64, 34), torch.float16, False, ("nearest",)),
+    ((1, 1), torch.float32, False, ("nearest",)),
+)
+
+
+def check_operands(name: str) -> int:
+    """Row and column operands of several inputs against the NumPy oracle; returns the number compared."""
     compared = 0
     seed = torch.tensor([SEED & 0xFFFFFFFF, SEED >> 32], device="cuda")
-    cases = [
-        ((256, 384), False),
-        ((101, 77), True),
-        ((64, 33), False),
-        ((1, 1), False),
-        ((130, 260), True),
-        ((3, 1000), False),
-    ]
-    for name in names:
-        for rounding in ("nearest", "stochastic"):
+    for shape, dtype, special, roundings in OPERAND_CASES:
+        x = wild_matrix(shape, dtype, special=special)
+        for rounding in roundings:
             cast = Cast(name, rounding=rounding)
-            for shape, special in cases:
-                for dtype in (torch.bfloat16, torch.float32, torch.float16):
-                    x = wild_matrix(shape, dtype, special=special)
-                    row, column = backend.quantize_both(x.cuda(), cast, cast, seed=seed, row_stream=2, column_stream=4)
-                    for got, axis, stream in ((row, -1, 2), (column, -2, 4)):
-                        want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
-                        if not operands_equal(got, want.codes, want.scale, want.tensor_scale):
-                            raise SystemExit(first_difference(name, rounding, shape, dtype, axis, got, want))
-                        compared += 1
+            row, column = backend.quantize_both(x.cuda(), cast, cast, seed=seed, row_stream=2, column_stream=4)
+            for got, axis, stream in ((row, -1, 2), (column, -2, 4)):
+                want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+                if not operands_equal(got, want.codes, want.scale, want.tensor_scale):
+                    raise AssertionError(first_difference(name, rounding, shape, dtype, axis, got, want))
+                compared += 1
     return compared
 
 
@@ -137,54 +141,118 @@ def first_difference(name, rounding, shape, dtype, axis, got, want) -> str:
     return text
 
 
-def check_values(names) -> int:
+def check_values(name: str) -> int:
     """quantize_to_bf16 against dequantized operands of the reference backend."""
     compared = 0
-    for name in names:
-        cast = Cast(name)
-        for shape in ((256, 384), (101, 76), (64, 33)):
-            x = wild_matrix(shape, torch.bfloat16, special=True).cuda()
-            row, column = backend.quantize_to_bf16(x, cast, cast)
-            for got, transposed in ((row, False), (column, True)):
-                operand = torch_reference.quantize(x, cast, transposed=transposed)
-                want = torch_reference.dequantize(operand, torch.bfloat16)
-                same = (got.view(torch.int16) == want.view(torch.int16)) | (got.isnan() & want.isnan())
-                if not bool(same.all()):
-                    raise SystemExit(f"DIFFERENT values: {name} {shape} transposed {transposed}: {int((~same).sum())}")
-                compared += 1
+    cast = Cast(name)
+    for shape in ((256, 384), (101, 77)):
+        x = wild_matrix(shape, torch.bfloat16, special=True).cuda()
+        row, column = backend.quantize_to_bf16(x, cast, cast)
+        for got, transposed in ((row, False), (column, True)):
+            operand = torch_reference.quantize(x, cast, transposed=transposed)
+            want = torch_reference.dequantize(operand, torch.bfloat16)
+            same = (got.view(torch.int16) == want.view(torch.int16)) | (got.isnan() & want.isnan())
+            if not bool(same.all()):
+                raise AssertionError(f"DIFFERENT values: {name} {shape} transposed {transposed}: {int((~same).sum())}")
+            compared += 1
     return compared
 
 
-def check_fold(names) -> int:
+def check_fold(name: str) -> int:
     """fold_both against the oracle's quantize and fold, counters included."""
     compared = 0
-    for name in names:
-        cast = Cast(name)
-        for shape in ((256, 384), (101, 77)):
-            for tile in (False, True):
-                x = wild_matrix(shape, torch.bfloat16, special=True)
-                row, column, lossy = backend.fold_both(x.cuda(), cast, cast, tile=tile)
-                for got, axis, count in ((row, -1, lossy[0]), (column, -2, lossy[1])):
-                    quantized = oracle.quantize(x.float().numpy(), cast, axis=axis)
-                    want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
-                    if not operands_equal(got, want.codes, want.scale) or int(count) != number:
-                        print(first_difference(name, "fold", shape, tile, axis, got, want))
-                        raise SystemExit(f"DIFFERENT fold: {name} {shape} {tile} {axis}: {int(count)} for {number}")
-                    compared += 1
+    cast = Cast(name)
+    for shape, tile in (((256, 384), False), ((101, 77), False), ((256, 384), True)):
+        x = wild_matrix(shape, torch.bfloat16, special=True)
+        row, column, lossy = backend.fold_both(x.cuda(), cast, cast, tile=tile)
+        for got, axis, count in ((row, -1, lossy[0]), (column, -2, lossy[1])):
+            quantized = oracle.quantize(x.float().numpy(), cast, axis=axis)
+            want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
+            if not operands_equal(got, want.codes, want.scale) or int(count) != number:
+                text = first_difference(name, "fold", shape, tile, axis, got, want)
+                raise AssertionError(f"{text}  lossy {int(count)}, reference {number}")
+            compared += 1
     return compared
 
 
-def check_conversions() -> dict:
-    """The two forms of every conversion on all 2^32 float32 inputs; returns the differences per element and rounding."""
+def check_conversions(name: str) -> int:
+    """The two forms of every conversion of one element on all 2^32 float32 inputs."""
     from microfloat.kernels.selfcheck import count_differences
 
-    found = {}
-    for name, mantissa, bias in (("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)):
-        for stochastic in (False, True):
-            counts = torch.zeros(4, dtype=torch.int32, device="cuda")
-            count_differences[(1 << 22,)](counts, mantissa, bias, stochastic, 1024)
-            found[f"{name} {'stochastic' if stochastic else 'nearest'}"] = counts.tolist()
-    return found
+    mantissa, bias = {"E4M3": (3, 7), "E5M2": (2, 15), "E3M2": (2, 3), "E2M3": (3, 1), "E2M1": (1, 1)}[name]
+    for stochastic in (False, True):
+        counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+        count_differences[(1 << 22,)](counts, mantissa, bias, stochastic, 1024)
+        if any(counts.tolist()):
+            raise AssertionError(
+                f"DIFFERENT conversions {name} stochastic={stochastic}: pairs, quads, values, scales: {counts.tolist()}"
+            )
+    return 2 << 32
+
+
+def check_large(name: str) -> int:
+    """A large matrix against the reference backend on the same device (same bytes, every program of the grid)."""
+    x = torch.randn((4096, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(torch.bfloat16)
+    cast = Cast(name)
+    row, column = backend.quantize_both(x, cast, cast)
+    for got, transposed in ((row, False), (column, True)):
+        want = torch_reference.quantize(x, cast, transposed=transposed)
+        for a, b in ((got.codes, want.codes), (got.scale, want.scale)):
+            if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+                raise AssertionError(f"DIFFERENT large {name} transposed {transposed}")
+    return 2
+
+
+def warm(row_id: str) -> int:
+    """Compile what a row runs, on a small matrix of the same alignment, into Triton's disk cache."""
+    row = next(row for row in make_rows() if row.id == row_id)
+    row.run(torch.randn((256, 512), device="cuda").to(torch.bfloat16), {})
+    return 1
+
+
+CHECKS = {
+    function.__name__: function
+    for function in (check_conversions, check_operands, check_values, check_fold, check_large, warm)
+}
+
+
+def run_check(task: tuple[str, str]) -> tuple[str, str, int, str]:
+    """One check in a process of the pool: (check, argument, number compared, error)."""
+    try:
+        done = CHECKS[task[0]](task[1])
+        torch.cuda.synchronize()
+        return (*task, done, "")
+    except AssertionError as error:
+        return (*task, 0, str(error))
+    except Exception as error:
+        text = traceback.format_exc(limit=-3)
+        return (*task, 0, f"{type(error).__name__}: {str(error)[-600:]}\n{text[-900:]}")
+
+
+SCALED = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_128x128", "fp8_1x128", "fp8_1x128_e5m2"]
+MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+
+
+def check_all(only: str, with_checks: bool) -> tuple[dict, bool]:
+    """Every check and every compilation, spread over processes; a summary, and whether all agree."""
+    tasks = [("warm", row.id) for row in make_rows() if row.id.startswith(only)]
+    if with_checks:
+        tasks += [("check_operands", name) for name in SCALED + MX]
+        tasks += [(check, name) for check in ("check_values", "check_fold") for name in MX]
+        tasks += [("check_conversions", name) for name in ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1")]
+        tasks += [
+            ("check_large", name) for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128", "mxfp8", "mxfp4")
+        ]
+    summary: dict[str, int] = {}
+    fine = True
+    with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1))) as pool:
+        for check, argument, done, error in pool.imap_unordered(run_check, tasks):
+            summary[check] = summary.get(check, 0) + done
+            if error:
+                fine = False
+                summary[f"{check} failed"] = summary.get(f"{check} failed", 0) + 1
+                print(f"FAILED {check} {argument}: {error}", flush=True)
+    return summary, fine
 
 
 # ----------------------------------------------------------------------------------------------------------- timing
@@ -256,6 +324,10 @@ def make_rows() -> list[Row]:
     ]
 
 
+def run_one(row: Row, matrices: list[torch.Tensor], state: dict, i: int) -> object:
+    return row.run(matrices[i % len(matrices)], state)
+
+
 def measure(rows: list[Row], copy: float, milliseconds: float) -> list[Result]:
     results = []
     for row in rows:
@@ -263,7 +335,7 @@ def measure(rows: list[Row], copy: float, milliseconds: float) -> list[Result]:
             matrices = [torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3)]
             state: dict = {}
             try:
-                median, p10, p90 = time_calls(lambda i: row.run(matrices[i % 3], state), milliseconds)  # noqa: B023
+                median, p10, p90 = time_calls(functools.partial(run_one, row, matrices, state), milliseconds)
             except Exception as error:
                 print(f"{row.id:22} {shape!s:16} FAILED {type(error).__name__}: {str(error)[:300]}")
                 continue
@@ -274,7 +346,6 @@ def measure(rows: list[Row], copy: float, milliseconds: float) -> list[Result]:
                 f"{row.id:22} {shape!s:16} {median:8.4f} ms  p10 {p10:7.4f} p90 {p90:7.4f}  {gbs:7.0f} GB/s  "
                 f"{ratio:5.3f} of copy  target {row.target:.2f} {'ok' if ratio >= row.target else '-'}"
             )
-            del matrices
     return results
 
 
@@ -294,6 +365,10 @@ def sweep(copy: float, only: str) -> list[dict]:
     rows = {row.id: row for row in make_rows()}
     shape, found = (16384, 8192), []
     matrices = [torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3)]
+
+    def call(identity: str, state: dict) -> Callable[[int], object]:
+        return lambda i: rows[identity].run(matrices[i % 3], state)
+
     for name, (ids, tiles) in SWEEPS.items():
         chosen = _launch.TILES[name]
         for identity in ids:
@@ -303,7 +378,7 @@ def sweep(copy: float, only: str) -> list[dict]:
                 _launch.TILES[name] = tile
                 state: dict = {}
                 try:
-                    median, _, _ = time_calls(lambda i: rows[identity].run(matrices[i % 3], state), 40)  # noqa: B023
+                    median, _, _ = time_calls(call(identity, state), 40)
                 except Exception as error:
                     print(f"sweep {identity:16} {tile!s:16} FAILED {type(error).__name__}: {str(error)[:120]}")
                     continue
@@ -321,6 +396,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter timings")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--time-anyway", action="store_true", help="time even if a check failed; the JSON says so")
     options = parser.parse_args()
     started = time.time()
     report: dict = {
@@ -329,20 +405,10 @@ def main() -> None:
         "triton": __import__("triton").__version__,
     }  # fmt: skip
     print(report)
-    if not options.skip_checks:
-        report["conversions"] = check_conversions()
-        for name, counts in report["conversions"].items():
-            print(
-                f"conversions {name:18} pairs, quads, values, scales+bf16: {counts} {'' if not any(counts) else 'DIFFERENT'}"
-            )
-        if any(any(counts) for counts in report["conversions"].values()):
-            raise SystemExit("the two forms of a conversion differ; nothing is timed")
-        names = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_128x128", "fp8_1x128", "fp8_1x128_e5m2"]
-        mx = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
-        report["bytes_equal"] = {
-            "operands": check_operands(names + mx), "values": check_values(mx), "folded": check_fold(mx)
-        }  # fmt: skip
-        print(f"bytes equal: {report['bytes_equal']}  ({time.time() - started:.0f} s)")
+    report["checks"], fine = check_all(options.only, not options.skip_checks)
+    print(f"checks: {report['checks']}  ({time.time() - started:.0f} s)", flush=True)
+    if not fine and not options.time_anyway:
+        raise SystemExit("something differs from the reference; nothing is timed (--time-anyway times all the same)")
     report["copy_gbs"] = [copy_gbs()]
     print(f"copy {report['copy_gbs'][0]:.0f} GB/s")
     if options.sweep:

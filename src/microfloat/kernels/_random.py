@@ -33,6 +33,14 @@ def pair_bytes(seed, row, word_column, stream, batch):
 
 
 @triton.jit
+def lane_pairs(seed, row, block, stream, batch, T: tl.constexpr, BM: tl.constexpr):
+    """Like `pair_bytes` for lanes that own whole blocks of 16: [T, BM, 2, 4] for `block` [T, 1] and `row` [1, BM]."""
+    w0, w1, w2, w3 = block_words(seed, row, block, stream, batch)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.int32, bitcast=True)
+    return tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), [T, BM, 2, 4])
+
+
+@triton.jit
 def column_quads(seed, row, first_block, stream, batch, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr):
     """Bytes for [GROUPS, 4 * BLOCKS, W] quads: quad q of a group is elements 4q .. 4q+3 from block `first_block` on.
 

@@ -27,7 +27,7 @@ from microfloat.kernels._convert import (
     packed_reduce,
     quantized_pair,
 )
-from microfloat.kernels._random import column_quads, load_seed, pair_bytes
+from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels._tiles import load_pair, scale_offset, store_pairs, store_quads, transpose_quads
 
@@ -129,7 +129,8 @@ def quantize_rows(
     stored, factor, value = block_scale(amax, epsilon, CAST)
     factor = spread_rows(factor, NB, T, BM)
     if STOCHASTIC:
-        random = pair_bytes(load_seed(seed_ptr), row0 + r, col0 // 2 + w, stream, batch)
+        lanes = col0 // 16 + tl.arange(0, NB * T)[:, None]
+        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, NB * T, BM)
     else:
         random = 0
     if CAST[6] == CODES:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels._convert import encode_pair, encode_quad, float_of, quantized_pair
-from microfloat.kernels._random import column_quads, load_seed, pair_bytes
+from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import e8m0_scale
 from microfloat.kernels._tiles import load_pair, store_pairs, store_quads, transpose_quads
 from microfloat.kernels.amax import publish_counts
@@ -78,7 +78,8 @@ def fold_rows(
     shift = spread_rows(shift, 4, 2, BM)
     random = 0
     if CAST[3]:
-        random = pair_bytes(load_seed(seed_ptr), row0 + r, col0 // 2 + w, stream, 0)
+        lanes = col0 // 16 + tl.arange(0, 8)[:, None]
+        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, 0, 8, BM)
     a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, CAST[3], HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
