@@ -265,7 +265,7 @@ def test_amax_reduction_over_two_processes(tmp_path) -> None:
     ]
     for worker in workers:
         worker.start()
-    states = dict(results.get(timeout=120) for _ in workers)
+    states = dict(results.get(timeout=180) for _ in workers)
     for worker in workers:
         worker.join(60)
     assert states[0] == states[1]

@@ -8,16 +8,18 @@ Recipes pinned by `convert` need no mirror; for them only an ``autocast(enabled=
 Legend: M = rows of x, K = in features, N = out features.
 """
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Cast, Delayed, Hadamard, Recipe
+from microfloat.recipes import Cast, Delayed, Gemm, Recipe
 from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, context, scaling, tokens
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.linear import (
     LinearCall,
     bias_gradient,
@@ -137,9 +139,14 @@ def _linear_forward(
     saved = []
     for operand, cast in ((x_column, recipe.wgrad.rhs), (w_column, recipe.dgrad.rhs)):
         if operand is not None and cast is not None:
-            saved += operand_tensors(operand)
+            saved += _tensors_of(operand)
     # Outputs of an operator may not share memory with its inputs or with each other.
-    return [y, *(tensor.clone() if tensor._is_view() else tensor for tensor in saved)]
+    seen = {y.untyped_storage().data_ptr()}
+    for index, tensor in enumerate(saved):
+        storage = tensor.untyped_storage().data_ptr()
+        saved[index] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return [y, *saved]
 
 
 def _linear_backward(
@@ -149,16 +156,11 @@ def _linear_backward(
     call = _call(token, backend, dy.device, compute, seed)
     call.scales = {"dy": dy_scale}
     recipe, rest = call.recipe, list(saved)
-    x_column = w_column = None
-    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
-    if wants_dw:
-        x_column = x.reshape(-1, in_features).to(compute).t()
-        if recipe.wgrad.rhs is not None:
-            x_column = _take_operand(rest, recipe.wgrad.rhs, in_features, rows)
-    if wants_dx:
-        w_column = weight.to(compute).t()
-        if recipe.dgrad.rhs is not None:
-            w_column = _take_operand(rest, recipe.dgrad.rhs, in_features, out_features)
+    x_column = x.reshape(-1, x.shape[-1]).to(compute).t() if wants_dw else None
+    w_column = weight.to(compute).t() if wants_dx else None
+    x_layout, w_layout = _saved_layouts(recipe, call.backend, x, weight, wants_dx, wants_dw)
+    x_column = x_column if x_layout is None else x_layout.take(rest)
+    w_column = w_column if w_layout is None else w_layout.take(rest)
     dx, dw = linear_backward(call, dy, x_column, w_column, x.dtype, weight.dtype)
     return [gradient for gradient in (None if dx is None else dx.reshape(x.shape), dw) if gradient is not None]
 
@@ -196,54 +198,87 @@ def _is_delayed(cast: Cast | None) -> bool:
     return cast is not None and isinstance(cast.scaling, Delayed)
 
 
-def operand_tensors(operand: Operand) -> list[torch.Tensor]:
-    """The tensors of an operand, in the order in which `_take_operand` reads them."""
-    tensors = [operand.codes, operand.scale]
-    return tensors if operand.tensor_scale is None else [*tensors, operand.tensor_scale]
+@dataclass(frozen=True)
+class _Layout:
+    """What a saved operand [rows, length] is made of: its class, its fields, and the shape of every tensor among them.
+
+    Outputs of an operator are known by shape before it runs, so this says what `prepare_both` will return.
+    """
+
+    kind: type
+    fields: tuple[Any, ...]  # a field that is a tensor is given as (shape, dtype, column_major)
+
+    def take(self, tensors: list[torch.Tensor]) -> Any:
+        """The operand, built from the first of `tensors`, which are removed."""
+        return self.kind(*(tensors.pop(0) if isinstance(field, tuple) else field for field in self.fields))
+
+    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Its tensors, uninitialised, on the device of `like`."""
+        tensors = []
+        for field in self.fields:
+            if isinstance(field, tuple):
+                shape, dtype, column_major = field
+                tensor = like.new_empty(shape[::-1] if column_major else shape, dtype=dtype)
+                tensors.append(tensor.t() if column_major else tensor)
+        return tensors
 
 
-def _has_tensor_scale(cast: Cast) -> bool:
-    return cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-
-
-def _take_operand(tensors: list[torch.Tensor], cast: Cast, rows: int, length: int) -> Operand:
-    codes, scale = tensors.pop(0), tensors.pop(0)
-    tensor_scale = tensors.pop(0) if _has_tensor_scale(cast) else None
-    return Operand(codes, scale, tensor_scale, cast.format, rows, length, cast.hadamard)
-
-
-def _fake_operand(cast: Cast, rows: Any, length: Any, like: torch.Tensor) -> list[torch.Tensor]:
-    """Empty tensors of the shapes of docs/numerics.md 7.1 for an operand [rows, length]."""
-    fmt: ScaledFormat = cast.format
-    hadamard: Hadamard | None = cast.hadamard
-    stored = -(-length // 16) * 16 if hadamard else length
-    width = -(-stored // 2) if fmt.element.bits == 4 else stored
-    code_dtype = torch.uint8
-    if fmt.element.bits == 8:
-        code_dtype = torch.float8_e4m3fn if fmt.element.name == "E4M3" else torch.float8_e5m2
-    block_rows, block_columns = fmt.block
-    if fmt.is_per_tensor:
-        scale_shape: tuple[Any, ...] = ()
-    else:
-        scale_shape = (-(-rows // block_rows), 1 if block_columns is None else -(-stored // block_columns))
+def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, device: torch.device) -> _Layout | None:
+    """The layout of the right operand of `gemm`, which a forward saves; None where it is kept in high precision."""
+    cast = gemm.rhs
+    if cast is None:
+        return None
+    form = module.forms(gemm, device)[1] if hasattr(module, "forms") else "codes"
+    stored = -(-length // 16) * 16 if cast.hadamard else length
+    row_scaled = cast.format.tensor_scale == "row"
+    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
+    tensor_scale = ((rows, 1) if row_scaled else (), torch.float32, False) if two_level else None
+    if form == "values":
+        values = ((rows, stored), torch.bfloat16, module.COLUMN_VALUES_ARE_VIEWS)
+        return _Layout(Values, (values, tensor_scale, cast.format, rows, length, cast.hadamard))
+    fmt = cast.format
+    if form != "codes":
+        fmt = module.folded_format(fmt, form)
+    element = fmt.element
+    code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
+    codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)
     scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
-    tensors = [like.new_empty((rows, width), dtype=code_dtype), like.new_empty(scale_shape, dtype=scale_dtype)]
-    if _has_tensor_scale(cast):
-        tensors.append(like.new_empty((rows, 1) if fmt.tensor_scale == "row" else (), dtype=torch.float32))
-    return tensors
+    column_major = hasattr(module, "forms") and fmt.block == (1, 128) and fmt.scale.name == "FP32"
+    scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
+    return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard))
+
+
+def _scale_shape(fmt: ScaledFormat, rows: Any, stored: Any) -> tuple[Any, ...]:
+    if fmt.is_per_tensor:
+        return ()
+    block_rows, block_columns = fmt.block
+    return (-(-rows // block_rows), 1 if block_columns is None else -(-stored // block_columns))
+
+
+def _saved_layouts(
+    recipe: Recipe, module: Any, x: torch.Tensor, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
+) -> tuple[_Layout | None, _Layout | None]:
+    """Layouts of x.T for wgrad and of w.T for dgrad; None where nothing is saved."""
+    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
+    return (
+        _layout(module, recipe.wgrad, in_features, rows, x.device) if wants_dw else None,
+        _layout(module, recipe.dgrad, in_features, out_features, x.device) if wants_dx else None,
+    )
+
+
+def _tensors_of(operand: Any) -> list[torch.Tensor]:
+    values = [getattr(operand, entry.name) for entry in dataclasses.fields(operand)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _fake_forward(
     x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
     compute: torch.dtype, wants_dx: bool, wants_dw: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    recipe: Recipe = tokens.recipe_of(token)
-    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
-    outputs = [x.new_empty((*x.shape[:-1], out_features), dtype=compute)]
-    if wants_dw and recipe.wgrad.rhs is not None:
-        outputs += _fake_operand(recipe.wgrad.rhs, in_features, rows, x)
-    if wants_dx and recipe.dgrad.rhs is not None:
-        outputs += _fake_operand(recipe.dgrad.rhs, in_features, out_features, x)
+    module = backends.choose(backend, x.device)
+    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
+    for layout in _saved_layouts(tokens.recipe_of(token), module, x, weight, wants_dx, wants_dw):
+        outputs += [] if layout is None else layout.empty(x)
     return outputs
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.recipes import Cast, Delayed, Gemm, Recipe
+from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -30,9 +30,15 @@ __all__ = [
 
 # Counter word `stream` of each operand's random bytes (docs/numerics.md 5.3).
 STREAM = {"x": (0, 5), "w": (1, 3), "dy": (2, 4)}
+# The GEMM and side (0 = lhs, 1 = rhs) that read a tensor's row form, and those that read its column form.
+USES = {
+    "x": (("fprop", 0), ("wgrad", 1)),
+    "w": (("fprop", 1), ("dgrad", 1)),
+    "dy": (("dgrad", 0), ("wgrad", 0)),
+}
 
 # An operand in high precision is the plain 2-D tensor in operand form.
-AnyOperand = Operand | torch.Tensor
+AnyOperand = Operand | Values | torch.Tensor
 
 
 @dataclass(eq=False)
@@ -152,26 +158,30 @@ def _cast_both(
     row_cast = row if isinstance(row, Cast) else None
     column_cast = column if isinstance(column, Cast) else None
     row_stream, column_stream = STREAM[slot]
-    quantized: tuple[Operand | None, Operand | None] = (None, None)
+    quantized: tuple[Any, Any] = (None, None)
     if row_cast is not None or column_cast is not None:
-        scale_enc = _delayed_scale(call, slot, tensor, row_cast, column_cast)
-        quantized = call.backend.quantize_both(
-            tensor, row_cast, column_cast, seed=call.seed, row_stream=row_stream, column_stream=column_stream,
-            scale_enc=scale_enc,
-        )  # fmt: skip
-    return (
-        tensor if row is None else quantized[0],
-        tensor.t() if column is None else quantized[1],
-    )
+        options: dict[str, Any] = {"seed": call.seed, "row_stream": row_stream, "column_stream": column_stream}
+        backend, history = call.backend, None
+        delayed = next((cast for cast in (row_cast, column_cast) if cast is not None and cast.is_delayed), None)
+        if delayed is not None:
+            options["scale_enc"], history = _delayed_state(call, slot, tensor, delayed)
+        if hasattr(backend, "prepare_both"):
+            (row_gemm, row_side), (column_gemm, column_side) = USES[slot]
+            device = tensor.device
+            options["row_form"] = backend.forms(getattr(call.recipe, row_gemm), device)[row_side]
+            options["column_form"] = backend.forms(getattr(call.recipe, column_gemm), device)[column_side]
+            quantized = backend.prepare_both(tensor, row_cast, column_cast, record=history, **options)
+        else:
+            if history is not None:
+                scaling.record_amax_(history, backend.amax(tensor))
+            quantized = backend.quantize_both(tensor, row_cast, column_cast, **options)
+    return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
 
 
-def _delayed_scale(
-    call: LinearCall, slot: str, tensor: torch.Tensor, row: Cast | None, column: Cast | None
-) -> torch.Tensor | None:
-    """The slot's encode scale when a cast is delayed, after recording this tensor's amax; None otherwise."""
-    cast = next((cast for cast in (row, column) if cast is not None and isinstance(cast.scaling, Delayed)), None)
-    if cast is None:
-        return None
+def _delayed_state(
+    call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slot's encode scale, and the history whose live entry this cast must record into (None: it must not)."""
     layer = call.layer() if call.layer is not None else None
     scale = call.scales.get(slot)
     if scale is None:  # dy's scale is read when backward runs: forward could not know it
@@ -181,10 +191,10 @@ def _delayed_scale(
                 "Keep the model alive until backward is done."
             )
         scale = scaling.encode_scale(layer, slot)
-    if call.records and layer is not None:
-        amax = call.backend.amax(tensor)
-        scaling.record(layer, slot, amax, cast.scaling, cast.format.element, group=call.group, region=call.region)
-    return scale
+    if not call.records or layer is None:
+        return scale, None
+    scaling.note_recorded(layer, slot, cast, group=call.group, region=call.region)
+    return scale, scaling.amax_history(layer, slot)
 
 
 def _cast_weight(
@@ -227,10 +237,10 @@ def _gemm(
     backend: Any, gemm: Gemm, lhs: AnyOperand, rhs: AnyOperand, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``lhs @ rhs.T (+ bias)``: quantized when both operands are, else in high precision with the other dequantized."""
-    if isinstance(lhs, Operand) and isinstance(rhs, Operand):
+    if not isinstance(lhs, torch.Tensor) and not isinstance(rhs, torch.Tensor):
         return backend.scaled_matmul(lhs, rhs, bias=bias, out_dtype=out_dtype, accumulate=gemm.accumulate)
-    if not isinstance(lhs, Operand):
-        rhs = backend.dequantize(rhs, lhs.dtype) if isinstance(rhs, Operand) else rhs.to(lhs.dtype)
+    if isinstance(lhs, torch.Tensor):
+        rhs = rhs.to(lhs.dtype) if isinstance(rhs, torch.Tensor) else backend.dequantize(rhs, lhs.dtype)
     else:
         lhs = backend.dequantize(lhs, rhs.dtype)
     return _high_precision_gemm(lhs, rhs, bias, out_dtype)
@@ -260,25 +270,25 @@ class _Saver:
         if operand is None:
             return None
         start = len(self.tensors)
-        if not isinstance(operand, Operand):
+        if isinstance(operand, torch.Tensor):
             self.tensors.append(operand)
             return (start, None)
-        self.tensors += [operand.codes, operand.scale]
-        if operand.tensor_scale is not None:
-            self.tensors.append(operand.tensor_scale)
-        return (
-            start,
-            (operand.format, operand.rows, operand.length, operand.hadamard, operand.tensor_scale is not None),
-        )
+        fields = dataclasses.fields(operand)
+        values = [getattr(operand, entry.name) for entry in fields]
+        self.tensors += [value for value in values if isinstance(value, torch.Tensor)]
+        return (start, (type(operand), [_TENSOR if isinstance(value, torch.Tensor) else value for value in values]))
 
     @staticmethod
     def restore(entry: Any, saved: tuple[torch.Tensor, ...]) -> AnyOperand:
         start, description = entry
         if description is None:
             return saved[start]
-        fmt, rows, length, hadamard, has_tensor_scale = description
-        tensor_scale = saved[start + 2] if has_tensor_scale else None
-        return Operand(saved[start], saved[start + 1], tensor_scale, fmt, rows, length, hadamard)
+        kind, values = description
+        tensors = iter(saved[start:])
+        return kind(*(next(tensors) if value is _TENSOR else value for value in values))
+
+
+_TENSOR = object()
 
 
 def _plain_dtypes(device_type: str) -> Any:

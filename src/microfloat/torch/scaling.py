@@ -19,10 +19,11 @@ from torch import nn
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ElementFormat
 from microfloat.recipes import Cast, Delayed
+from microfloat.torch.backends.base import record_amax_
 
 __all__ = [
-    "SLOTS", "Region", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward", "flush_layer",
-    "has_buffers", "number_layer", "previous_scale", "record", "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
+    "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward", "flush_layer",
+    "has_buffers", "number_layer", "note_recorded", "previous_scale", "record_amax_", "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -118,15 +119,14 @@ def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     return _PREVIOUS.get(layer, {}).get(slot, encode_scale(layer, slot))
 
 
-def record(
-    layer: nn.Module, slot: str, amax: torch.Tensor, delayed: Delayed, element: ElementFormat,
-    *, group: Any = None, region: Region | None = None, history: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """``history[0] = max(history[0], amax)`` in place; a non-finite amax records nothing (docs/numerics.md 3.3)."""
-    live = (layer._buffers[buffer_names(slot)[1]] if history is None else history)[0]
-    with torch.no_grad():
-        live.copy_(torch.where(torch.isfinite(amax), torch.maximum(live, amax), live))
-    _PENDING.setdefault(layer, {})[slot] = _Pending(delayed, element, group, region)
+def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
+    """The amax-history buffer of a slot, float32 [L]; entry 0 is live."""
+    return layer._buffers[buffer_names(slot)[1]]
+
+
+def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
+    """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
+    _PENDING.setdefault(layer, {})[slot] = _Pending(cast.scaling, cast.format.element, group, region)  # type: ignore[arg-type]
     if slot != "dy" and region is not None:
         region.add(layer)
         # Noted here and not in backward, which may run on another thread of the autograd engine.
@@ -149,7 +149,8 @@ def record_compiled(
         )
     else:
         _COMPILED[layer] = (region, group)
-    record(layer, slot, amax, cast.scaling, cast.format.element, group=group, region=region, history=history)  # type: ignore[arg-type]
+    record_amax_(history, amax)
+    note_recorded(layer, slot, cast, group=group, region=region)
 
 
 def update_delayed_(

@@ -29,11 +29,14 @@ def _triton_support(device: torch.device) -> Support:
         return Support(False, False, "the triton backend needs the package triton, which is not installed")
     if device.type != "cuda":
         return Support(False, False, f"the triton backend needs a CUDA device, and the tensor is on {device.type}")
-    return Support(False, False, "the triton backend is not part of this version of microfloat")
+    return Support(True, False, "fused cast kernels; GEMMs by torch ops in float32")
 
 
 def _native_support(device: torch.device) -> Support:
-    return Support(False, False, "the native backend is not part of this version of microfloat")
+    kernels = _triton_support(device)
+    if not kernels:
+        return Support(False, False, kernels.reason.replace("the triton backend", "the native backend"))
+    return Support(True, True, "fused cast kernels and the vendor's GEMMs; explain(recipe) says which")
 
 
 # name -> (what can be said without importing it, its module), in the order in which "auto" prefers them.

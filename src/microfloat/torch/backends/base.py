@@ -10,7 +10,7 @@ import torch
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Hadamard
 
-__all__ = ["Operand", "Values"]
+__all__ = ["Operand", "Values", "record_amax_"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +40,9 @@ class Operand:
 class Values:
     """One quantized matrix in operand form, decoded: ``value[r, c] = values[r, c] * tensor_scale``, exactly.
 
-    What a GEMM without support for the format multiplies instead of codes: `values` [R, C'] in bfloat16 hold element times
-    block scale, which is exact there wherever it is normal (docs/numerics.md 8.2); `tensor_scale` float32 () or [R, 1] or
-    None goes to the epilogue. With `hadamard` the values are in the transformed domain.
+    What a GEMM without support for the format multiplies instead of codes: `values` [R, C] in bfloat16 hold element
+    times block scale, which is exact there wherever it is normal (docs/numerics.md 8.2); `tensor_scale` float32 () or
+    [R, 1] or None goes to the epilogue. With `hadamard` the values are in the transformed domain (C padded to 16).
     """
 
     values: torch.Tensor
@@ -51,3 +51,10 @@ class Values:
     rows: int
     length: int
     hadamard: Hadamard | None = None
+
+
+@torch.no_grad()
+def record_amax_(history: torch.Tensor, amax: torch.Tensor) -> None:
+    """``history[0] = max(history[0], amax)`` in place; a non-finite amax records nothing (docs/numerics.md 3.3)."""
+    live = history[0]
+    live.copy_(torch.where(torch.isfinite(amax), torch.maximum(live, amax), live))

@@ -199,7 +199,8 @@ class Linear(nn.Linear):
         for slot, tensor, cast in (("x", x, recipe.fprop.lhs), ("w", self.weight, recipe.fprop.rhs)):
             if cast is not None and isinstance(cast.scaling, Delayed):
                 amax = backend.amax(tensor.detach().reshape(-1, tensor.shape[-1]))
-                scaling.record(self, slot, amax, cast.scaling, cast.format.element, group=state.group)
+                scaling.record_amax_(scaling.amax_history(self, slot), amax)
+                scaling.note_recorded(self, slot, cast, group=state.group)
 
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)

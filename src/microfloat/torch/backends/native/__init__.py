@@ -1,0 +1,167 @@
+"""The native backend: fused casts feeding the vendor's GEMMs on a CUDA device.
+
+`_forms` decides in which form each operand enters its GEMM (what `describe` prints and `prepare_both` makes),
+`_gemm` calls the GEMMs of Ada and Hopper and the exact bfloat16 products of every other chip, `_blackwell` the
+block-scaled ones.
+"""
+
+import torch
+
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.formats import E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ScaledFormat
+from microfloat.recipes import Cast, Gemm
+from microfloat.support import Support
+from microfloat.torch.backends import reference
+from microfloat.torch.backends import triton as casts
+from microfloat.torch.backends.base import Operand, Values, record_amax_
+from microfloat.torch.backends.native._blackwell import block_scaled_matmul
+from microfloat.torch.backends.native._forms import Route, chip_of, route_of
+from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
+from microfloat.torch.backends.plans import GemmPlan
+
+__all__ = ["amax", "dequantize", "describe", "forms", "prepare_both", "quantize", "quantize_both", "scaled_matmul"]
+
+amax = casts.amax
+# The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
+COLUMN_VALUES_ARE_VIEWS = True
+
+
+def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
+    """The FP8 format that an MX operand becomes in the form "folded" or "tiles"."""
+    formats = {"folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2)}[form]
+    return formats[fmt.element == E5M2]
+
+
+def _kernels(*wanted: Cast | None) -> object:
+    """The backend with kernels for these casts: triton, or the reference where one of them has none."""
+    return reference if any(cast is not None and casts.refusal(cast) for cast in wanted) else casts
+
+
+def quantize(x: torch.Tensor, cast: Cast, **options: object) -> Operand:
+    """See `backends.reference.quantize`."""
+    return _kernels(cast).quantize(x, cast, **options)  # type: ignore[attr-defined]
+
+
+def quantize_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, **options: object
+) -> tuple[Operand | None, Operand | None]:
+    """See `backends.reference.quantize_both`."""
+    return _kernels(row_cast, column_cast).quantize_both(x, row_cast, column_cast, **options)  # type: ignore[attr-defined]
+
+
+def dequantize(operand: Operand | Values, dtype: torch.dtype) -> torch.Tensor:
+    """See `backends.reference.dequantize`."""
+    if isinstance(operand, Values):
+        raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
+    return reference.dequantize(operand, dtype)
+
+
+def prepare_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, row_form: str, column_form: str,
+    seed: torch.Tensor | None, row_stream: int, column_stream: int, scale_enc: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
+) -> tuple[Operand | Values | None, Operand | Values | None]:  # fmt: skip
+    """Both operand forms of `x` as their GEMMs read them: in one pass where the forms agree, else in two.
+
+    Forms: "codes", "values" (decoded to bfloat16), "folded" (MX to 1x128), "tiles" (MX to 128x128).
+    """
+    options = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream}
+    if row_cast is not None and column_cast is not None and row_form != column_form:
+        row, _ = _prepare(row_form, x, row_cast, None, options, scale_enc, record)
+        _, column = _prepare(column_form, x, None, column_cast, options, scale_enc, None)
+        return row, column
+    return _prepare(
+        row_form if row_cast is not None else column_form, x, row_cast, column_cast, options, scale_enc, record
+    )
+
+
+def _prepare(
+    form: str, x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, options: dict,
+    scale_enc: torch.Tensor | None, record: torch.Tensor | None,
+) -> tuple[Operand | Values | None, Operand | Values | None]:  # fmt: skip
+    if _kernels(row_cast, column_cast) is reference:
+        if record is not None:
+            record_amax_(record, reference.amax(x))
+        return reference.quantize_both(x, row_cast, column_cast, **options, scale_enc=scale_enc)
+    if form == "codes":
+        return casts.quantize_both(x, row_cast, column_cast, **options, scale_enc=scale_enc, record=record)
+    if form == "values":
+        return _values_both(x, row_cast, column_cast, options)
+    row, column, _lossy = casts.fold_both(x, row_cast, column_cast, tile=form == "tiles", **options)
+    return row, column
+
+
+def _values_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, options: dict
+) -> tuple[Values | None, Values | None]:
+    row, column = casts.quantize_to_bf16(x, row_cast, column_cast, **options)
+    rows, columns = x.shape
+    return (
+        None
+        if row is None or row_cast is None
+        else Values(row, None, row_cast.format, rows, columns, row_cast.hadamard),
+        None
+        if column is None or column_cast is None
+        else Values(column, None, column_cast.format, columns, rows, column_cast.hadamard),
+    )
+
+
+def forms(gemm: Gemm, device: torch.device) -> tuple[str, str]:
+    """The forms in which the two operands of `gemm` enter it on `device`."""
+    route = route_of(gemm, chip_of(device))
+    return route.lhs, route.rhs
+
+
+def scaled_matmul(
+    a: Operand | Values, b: Operand | Values, *, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32, accumulate: str = "split",
+) -> torch.Tensor:  # fmt: skip
+    """``round(a @ b.T + bias)``: [M, N] in `out_dtype`, one rounding; on the format's tensor cores where they exist."""
+    if accumulate == "exact":
+        raise invalid_value(
+            "accumulate",
+            "'exact'",
+            "'fast' or 'split' on the native backend",
+            "Use backend='reference' for exact sums.",
+        )
+    if isinstance(a, Values) and isinstance(b, Values):
+        return values_matmul(a, b, bias=bias, out_dtype=out_dtype)
+    assert isinstance(a, Operand)
+    assert isinstance(b, Operand)
+    route = route_of(Gemm(_bare(a), _bare(b), path="exact"), chip_of(a.codes.device))
+    if not route.accelerated:
+        wide = a.format.block[1] is None and b.format.block[1] is None
+        if a.format.scale.name != "FP32" or wide:
+            return values_matmul(_decoded(a), _decoded(b), bias=bias, out_dtype=out_dtype)
+        return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+    if a.format.scale.name == "FP32":
+        return fp8_matmul(a, b, bias=bias, out_dtype=out_dtype, fast=accumulate == "fast")
+    return block_scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+_BARE: dict[tuple, Cast] = {}
+
+
+def _bare(operand: Operand) -> Cast:
+    """A Cast of the operand's format and transform: all that a route depends on."""
+    key = (operand.format, operand.hadamard)
+    cast = _BARE.get(key)
+    if cast is None:
+        cast = _BARE[key] = Cast(operand.format, hadamard=operand.hadamard)
+    return cast
+
+
+def _decoded(operand: Operand) -> Values:
+    """Element times block scale in bfloat16, exact where normal; tensor scales, and FP32 scales of rows, stay apart."""
+    scale, tensor_scale = operand.scale, operand.tensor_scale
+    if operand.format.scale.name == "FP32":
+        scale, tensor_scale = torch.ones_like(scale), scale
+    bare = Operand(operand.codes, scale, None, operand.format, operand.rows, operand.stored_length, None)
+    values = reference.dequantize(bare, torch.bfloat16)
+    return Values(values, tensor_scale, operand.format, operand.rows, operand.length, operand.hadamard)
+
+
+def describe(gemm: Gemm, device: torch.device, shape: tuple[int, int, int] | None) -> GemmPlan:
+    """What `explain` says of one GEMM."""
+    route: Route = route_of(gemm, chip_of(device))
+    return GemmPlan("native", route.kernel, Support(True, route.accelerated, route.reason))

@@ -1,0 +1,102 @@
+"""GEMMs of quantized operands through torch's scaled matmul, with the layouts that each generation of chips needs.
+
+Hopper and Ada multiply FP8 with both operands' contraction axis contiguous. Scales: () per tensor, [R, 1] per row;
+1x128 blocks as [R, C/128] column-major, 128x128 tiles of the second operand as [C/128, R/128] with strides (1, C/128).
+What no scaled matmul takes (MX and NVFP4 before Blackwell) runs as an exact bfloat16 product of `Values`.
+
+Legend: M, N = rows of the operands, K = contraction length.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from microfloat.torch.backends.base import Operand, Values
+
+__all__ = ["fp8_matmul", "values_matmul"]
+
+_ALIGNMENT = 16
+_TILE = (128, 128)
+
+
+def fp8_matmul(
+    a: Operand, b: Operand, *, bias: torch.Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> torch.Tensor:
+    """``round(a @ b.T + bias)`` of FP8 operands with FP32 scales on FP8 tensor cores: [M, N] in `out_dtype`.
+
+    Per-tensor, per-row, 1x128 x 1x128 and 1x128 x 128x128 scales. `fast`: the hardware accumulator along all of K.
+    """
+    rows, columns = a.rows, b.rows
+    if (a.codes.shape[1] | columns) % _ALIGNMENT:
+        a, b = _aligned(a, b)
+    # A bias of another dtype than the output would be rounded to it first: add it in float32 instead.
+    in_kernel = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
+    kernel_dtype = out_dtype if in_kernel else torch.float32
+    if a.format.block[1] == 128:
+        y = _block_matmul(a, b, torch.float32 if bias is not None else out_dtype)
+        in_kernel = bias is None
+    else:
+        kernel_bias = bias if in_kernel else None
+        if kernel_bias is not None and b.codes.shape[0] != columns:
+            kernel_bias = F.pad(kernel_bias, (0, b.codes.shape[0] - columns))
+        y = _wide_matmul(a, b, kernel_bias, kernel_dtype, fast)
+    if y.shape[1] != columns or y.shape[0] != rows:
+        y = y[:rows, :columns].contiguous()
+    return y if in_kernel else (y + bias.float()).to(out_dtype)  # type: ignore[union-attr]
+
+
+def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    a_scale, b_scale = a.scale, b.scale
+    if a_scale.dim() or b_scale.dim():
+        a_scale = a_scale if a_scale.dim() else a_scale.expand(a.codes.shape[0], 1).contiguous()
+        b_scale = (b_scale if b_scale.dim() else b_scale.expand(b.codes.shape[0], 1).contiguous()).t()
+    return torch._scaled_mm(a.codes, b.codes.t(), a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _block_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    kinds = F.ScalingType
+    if b.format.block == _TILE:
+        b_scale, b_kind = b.scale.contiguous().t(), kinds.BlockWise128x128
+    else:
+        b_scale, b_kind = _column_major(b.scale), kinds.BlockWise1x128
+    return F.scaled_mm(
+        a.codes, b.codes.t(), _column_major(a.scale), kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype
+    )
+
+
+def _column_major(scale: torch.Tensor) -> torch.Tensor:
+    return scale if scale.stride(0) == 1 and scale.stride(1) == scale.shape[0] else scale.t().contiguous().t()
+
+
+def _aligned(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Both operands with C and b's rows padded to 16 by code 0 and scale 1, which changes no value."""
+    pad_length, pad_rows = -a.codes.shape[1] % _ALIGNMENT, -b.rows % _ALIGNMENT
+    return _padded(a, 0, pad_length), _padded(b, pad_rows, pad_length)
+
+
+def _padded(operand: Operand, more_rows: int, more_columns: int) -> Operand:
+    codes = F.pad(operand.codes.view(torch.uint8), (0, more_columns, 0, more_rows)).view(operand.codes.dtype)
+    scale, (block_rows, block_columns) = operand.scale, operand.format.block
+    if scale.dim():
+        wanted_rows = -(-codes.shape[0] // (block_rows or 1))
+        wanted_columns = 1 if block_columns is None else -(-codes.shape[1] // block_columns)
+        scale = F.pad(scale, (0, wanted_columns - scale.shape[1], 0, wanted_rows - scale.shape[0]), value=1.0)
+    return Operand(codes, scale, None, operand.format, codes.shape[0], codes.shape[1], operand.hadamard)
+
+
+def values_matmul(
+    a: Values, b: Values, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``round(a @ b.T + bias)`` of decoded operands: bfloat16 products, float32 sums, tensor scales in the epilogue."""
+    unscaled = a.tensor_scale is None and b.tensor_scale is None
+    if unscaled and out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype):
+        return F.linear(a.values, b.values, bias)
+    y = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
+    # float32(a_scale * b_scale) once, then one multiplication of the accumulator (docs/numerics.md 8.2).
+    scales = [a.tensor_scale, None if b.tensor_scale is None else b.tensor_scale.t()]
+    factors = [scale for scale in scales if scale is not None]
+    alpha = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
+    if alpha is not None:
+        y = y.mul_(alpha)
+    if bias is not None:
+        y = y.add_(bias.float())
+    return y.to(out_dtype)
