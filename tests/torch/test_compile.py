@@ -178,5 +178,5 @@ def test_delayed_scaling_state_is_that_of_eager() -> None:
 
 def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
-    with pytest.raises(Exception, match="Call the compiled function inside"):
+    with pytest.raises(Exception, match="Call the compiled function"):
         compiled(layer)(torch.randn(4, 16))

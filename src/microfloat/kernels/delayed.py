@@ -10,15 +10,16 @@ import triton.language as tl
 
 @triton.jit
 def update_delayed(
-    addresses_ptr, live_ptr, previous_ptr, element_max_ptr, margin_factor, L, MOST_RECENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    addresses_ptr, live_ptr, previous_ptr, element_max_ptr, margin_factor, L, GIVEN: tl.constexpr,
+    MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`addresses_ptr`: int64 [slots, 2], history and scale; `live_ptr`: float32 [slots], reduced; `previous_ptr`: float32
-    [slots], receives the scales from before; `margin_factor` = 2^-margin; L = history length <= BLOCK."""
+    """`addresses_ptr`: int64 [slots, 2], history and scale; `live_ptr`: float32 [slots], the reduced live amaxes if
+    `GIVEN`, else unused; `previous_ptr`: float32 [slots], receives the scales from before; `margin_factor` = 2^-margin;
+    L = history length <= BLOCK."""
     slot = tl.program_id(0)
     history_ptr = tl.load(addresses_ptr + 2 * slot).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(addresses_ptr + 2 * slot + 1).to(tl.pointer_type(tl.float32))
-    live = tl.load(live_ptr + slot)
+    live = tl.load(live_ptr + slot) if GIVEN else tl.load(history_ptr)
     element_max = tl.load(element_max_ptr + slot)
     i = tl.arange(0, BLOCK)
     following = tl.load(history_ptr + i + 1, mask=i + 1 < L, other=0.0)

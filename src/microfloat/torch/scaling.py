@@ -19,11 +19,13 @@ from torch import nn
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ElementFormat
 from microfloat.recipes import Cast, Delayed
+from microfloat.torch import backends
 from microfloat.torch.backends.base import record_amax_
 
 __all__ = [
-    "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward", "flush_layer",
-    "has_buffers", "number_layer", "note_recorded", "previous_scale", "record_amax_", "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
+    "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward",
+    "flush_layer", "has_buffers", "note_recorded", "number_layer", "previous_scale", "record_amax_",
+    "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -144,8 +146,9 @@ def record_compiled(
         region, group = _COMPILED.get(layer, (region, group))
     elif region is None:
         raise NotSupportedError(
-            "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an enclosing "
-            "one, because its exit is what updates the scales. Call the compiled function inside `with autocast():`."
+            "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
+            "enclosing one, because its exit is what updates the scales. Call the compiled function inside "
+            "`with autocast():`."
         )
     else:
         _COMPILED[layer] = (region, group)
@@ -173,13 +176,17 @@ def update_delayed_(
     scale.copy_(torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale))
 
 
-def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
-    """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
+def _reduces(delayed: Delayed, group: Any) -> bool:
     distributed = torch.distributed
     if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
-        return live
-    if distributed.get_world_size(group) > 1:
-        distributed.all_reduce(live, op=distributed.ReduceOp.MAX, group=group)
+        return False
+    return distributed.get_world_size(group) > 1
+
+
+def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
+    """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
+    if _reduces(delayed, group):
+        torch.distributed.all_reduce(live, op=torch.distributed.ReduceOp.MAX, group=group)
     return live
 
 
@@ -196,12 +203,47 @@ def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any) -> No
                 key = (entry.delayed, entry.group, encode_scale(layer, slot).device)
                 jobs.setdefault(key, []).append((layer, slot, entry))
     for (delayed, group, _), batch in jobs.items():
-        histories = [layer._buffers[buffer_names(slot)[1]] for layer, slot, _ in batch]
-        live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
-        for index, (layer, slot, entry) in enumerate(batch):
-            scale = encode_scale(layer, slot)
-            _PREVIOUS.setdefault(layer, {})[slot] = scale.clone()
-            update_delayed_(histories[index], scale, delayed, entry.element, live[index])
+        histories = [amax_history(layer, slot) for layer, slot, _ in batch]
+        scales = [encode_scale(layer, slot) for layer, slot, _ in batch]
+        elements = [entry.element for _, _, entry in batch]
+        previous = _update_fused(histories, scales, delayed, elements, group)
+        if previous is None:
+            previous = _update_one_by_one(histories, scales, delayed, elements, group)
+        for index, (layer, slot, _) in enumerate(batch):
+            _PREVIOUS.setdefault(layer, {})[slot] = previous[index]
+
+
+def _update_fused(
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    delayed: Delayed,
+    elements: list[ElementFormat],
+    group: Any,
+) -> torch.Tensor | None:
+    """All slots in one launch where a kernel can; returns the scales from before, or None where none can."""
+    if callable(delayed.amax_compute_algo) or not backends.support("triton", scales[0].device):
+        return None
+    from microfloat.torch.backends.triton._delayed import slots_of, update_delayed
+
+    slots = slots_of(histories, scales, [element.max for element in elements])
+    if slots is None:
+        return None
+    live = _reduced(slots.gather_live(), delayed, group) if _reduces(delayed, group) else None
+    return update_delayed(slots, delayed, live)
+
+
+def _update_one_by_one(
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    delayed: Delayed,
+    elements: list[ElementFormat],
+    group: Any,
+) -> torch.Tensor:
+    live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
+    previous = torch.stack(scales)
+    for index, element in enumerate(elements):
+        update_delayed_(histories[index], scales[index], delayed, element, live[index])
+    return previous
 
 
 def _closed(entry: _Pending) -> bool:
