@@ -8,16 +8,38 @@ import torch
 
 from microfloat.formats import ScaledFormat
 
-__all__ = ["Chunk", "Grid"]
+__all__ = ["Chunk", "Grid", "Workspace", "chunk_budget"]
 
-# Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk should stay in the second-level caches of
-# the threads at work; elsewhere the cut only bounds the memory of temporaries.
-_CPU_CHUNK_PER_THREAD = 1 << 16
+# Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (1 MB each per thread) should stay in its
+# caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
+_CPU_CHUNK_PER_THREAD = 1 << 18
 _DEVICE_CHUNK = 1 << 26
+_LOWEST_STRIP = 128  # rows of a chunk that is read across its storage, so that every read is long enough
+
+
+def chunk_budget(device: torch.device) -> int:
+    """Elements of a chunk on `device`."""
+    return _CPU_CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def _ceil_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+class Workspace:
+    """Temporaries by name that the chunks of one call share: a page that was touched once stays mapped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized contiguous tensor; it is valid until the same name is taken again."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size].view(shape)
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks of `block` elements (sizes >= 1; None means the whole extent) over [rows, columns]."""
+    """Blocks of `block` elements (sizes >= 1) over [rows, columns]."""
 
     rows: int
     columns: int
@@ -57,17 +79,20 @@ class Grid:
         """Rows and columns of the grid; empty extents have no block."""
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
-    def chunks(self, device: torch.device) -> Iterator[Chunk]:
-        """Windows that cover the matrix; they start at multiples of the block, columns also at multiples of 16."""
+    def chunks(self, device: torch.device, *, across: bool = False) -> Iterator[Chunk]:
+        """Windows that cover the matrix; they start at multiples of the block, columns also at multiples of 16.
+
+        `across`: the matrix is stored column by column, so chunks should be several rows high.
+        """
         if not self.rows or not self.columns:
             return
-        budget = _CPU_CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
+        budget = chunk_budget(device)
         block_rows, block_columns = self.block
-        column_unit = math.lcm(block_columns, 16)
-        column_step = _ceil_to(self.columns, column_unit)
+        unit = 16 if self.is_per_tensor else math.lcm(block_columns, 16)
+        column_step = _ceil_to(self.columns, unit)
         if self.is_per_tensor or block_columns < self.columns:
-            unit = 16 if self.is_per_tensor else column_unit
-            column_step = min(column_step, max(unit, budget // block_rows // unit * unit))
+            height = max(block_rows, _LOWEST_STRIP if across else 1)
+            column_step = min(column_step, max(unit, budget // height // unit * unit))
         row_step = max(block_rows, budget // column_step // block_rows * block_rows)
         for row in range(0, self.rows, row_step):
             row_stop = min(row + row_step, self.rows)

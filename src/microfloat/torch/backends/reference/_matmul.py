@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._dequantize import block_scales_f32, decode_scaled
+from microfloat.torch.backends.reference._dequantize import block_scale_values, decode_scaled
 
 __all__ = ["scaled_matmul"]
 
@@ -42,10 +42,10 @@ def scaled_matmul(
 
 def _exact_values(operand: Operand) -> torch.Tensor:
     """float64 [R, C]: every factor of an element is exact in float64."""
-    scales = block_scales_f32(operand).double()
+    scales = block_scale_values(operand).double()
     if operand.tensor_scale is not None:
         scales = scales * operand.tensor_scale.double()
-    return decode_scaled(operand, None).double().mul_(_per_element(scales, operand))
+    return decode_scaled(operand, None, torch.float64).mul_(_per_element(scales, operand))
 
 
 def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
@@ -60,8 +60,8 @@ def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
 def _operand_and_epilogue(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(float32 [R, C] for the GEMM, what its row of the accumulator is multiplied with: (), [R, 1] or None)."""
     if operand.format.scale.name == "FP32" and operand.format.block[1] is None:
-        return decode_scaled(operand, None), operand.scale
-    return decode_scaled(operand, block_scales_f32(operand)), operand.tensor_scale
+        return decode_scaled(operand, None, torch.float32), operand.scale
+    return decode_scaled(operand, block_scale_values(operand), torch.float32), operand.tensor_scale
 
 
 def _scale_accumulator(accumulator: torch.Tensor, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None) -> None:

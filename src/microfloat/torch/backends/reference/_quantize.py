@@ -20,8 +20,9 @@ from microfloat.torch.backends.reference._elements import (
     pack_fp4,
 )  # fmt: skip
 from microfloat.torch.backends.reference._four_over_six import four_over_six_scales
-from microfloat.torch.backends.reference._grid import Chunk, Grid
+from microfloat.torch.backends.reference._grid import Chunk, Grid, Workspace
 from microfloat.torch.backends.reference._hadamard import transform
+from microfloat.torch.backends.reference._load import is_stored_across, load_float32
 from microfloat.torch.backends.reference._random import random_bytes
 from microfloat.torch.backends.reference._scales import INFINITY_BITS, BlockScales, TensorLevel
 
@@ -53,29 +54,27 @@ def quantize_operand(
     rows, length = x_RC.shape
     if cast.hadamard is not None:
         x_RC = transform(x_RC, cast.hadamard)
-    fmt = cast.format
+    fmt, device = cast.format, x_RC.device
     grid = Grid.of(fmt, *x_RC.shape)
     codes = x_RC.new_empty((rows, -(-grid.columns // fmt.element.codes_per_byte)), dtype=codes_dtype(fmt.element))
     level, whole = _whole_tensor_scales(x_RC, cast, grid, amax, scale_enc)
     if whole is not None:
         stored = whole.stored.reshape(())
+    elif x_RC.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
+        stored = _empty_row_scales(grid.blocks[0], cast, device, level)
     else:
-        stored_dtype = torch.float32 if fmt.scale.bits == 32 else torch.uint8
-        stored = x_RC.new_empty(grid.blocks, dtype=stored_dtype)
-        if x_RC.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
-            stored = _empty_row_scales(grid.blocks[0], cast, x_RC.device, level)
+        stored = x_RC.new_empty(grid.blocks, dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8)
     noise = _Noise(seed, stream, batch) if cast.is_stochastic and seed is not None else None
-    for chunk in grid.chunks(x_RC.device):
-        values = _load(x_RC, chunk, grid)
+    workspace = Workspace(device)
+    for chunk in grid.chunks(device, across=is_stored_across(x_RC)):
+        values = _load(x_RC, chunk, grid, workspace)
         blocks = grid.as_blocks(values)
         scales = whole
         if scales is None:
-            scales = _block_scales(blocks, cast, level.rows(chunk.rows) if level else None)
-            stored[chunk.block_rows, chunk.block_columns] = (
-                scales.stored.flatten(2).flatten(0, 1).view(-1, blocks.shape[2])
-            )
+            scales = _block_scales(blocks, cast, level.rows(chunk.rows) if level else None, workspace)
+            stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
-        _encode_chunk(values, codes, chunk, grid, cast, scales, noise)
+        _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
     tensor_scale = level.stored if level is not None and cast.rule.two_level.tensor_scale else None
     return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard)
 
@@ -91,12 +90,13 @@ def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tens
     raw, clean = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
     if x.numel() == 0:
         return raw, clean
-    if not per_row and x.stride(0) < x.stride(1):
+    if not per_row and is_stored_across(x):
         x = x.t()
     grid = Grid(*x.shape, (1, x.shape[1]), not per_row)
-    for chunk in grid.chunks(x.device):
-        part = x[chunk.rows, chunk.columns]
-        raw_part, clean_part = _reduce(_magnitude_bits(part), (1,) if per_row else (0, 1))
+    workspace = Workspace(x.device)
+    for chunk in grid.chunks(x.device, across=is_stored_across(x)):
+        bits = _loaded_magnitude_bits(x[chunk.rows, chunk.columns], workspace)
+        raw_part, clean_part = _reduce(bits, (1,) if per_row else (0, 1))
         for total, partial in ((raw, raw_part), (clean, clean_part)):
             window = total[chunk.rows] if per_row else total
             torch.maximum(window, partial.to(torch.int32).reshape(window.shape), out=window)
@@ -105,18 +105,22 @@ def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tens
     return raw, clean
 
 
-def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """Integers that order like |x|: int16 for bfloat16 (the upper half of float32's), else float32's int32."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16) & 0x7FFF
-    return x.to(torch.float32).view(torch.int32) & _MAGNITUDE
+def _loaded_magnitude_bits(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Integers that order like |part|: int16 for bfloat16 (the upper half of float32's), else float32's int32."""
+    if part.dtype == torch.bfloat16 and not is_stored_across(part):
+        narrow = workspace.take("bits", tuple(part.shape), torch.int16)
+        return torch.bitwise_and(part.view(torch.int16), 0x7FFF, out=narrow)
+    values = workspace.take("values", tuple(part.shape), torch.float32)
+    load_float32(part, values, workspace)
+    bits = values.view(torch.int32).bitwise_and_(_MAGNITUDE)
+    return bits if part.dtype != torch.bfloat16 else (bits >> 16).to(torch.int16)
 
 
 def _reduce(bits: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """(maximum with NaN above infinity, maximum with NaN ignored) of magnitude bits over `dims`, which are kept."""
     raw = _maximum(bits, dims)
     infinity = INFINITY_BITS if bits.dtype == torch.int32 else INFINITY_BITS >> 16
-    if bits.device.type == "cpu" and int(raw.max()) <= infinity:
+    if bits.device.type == "cpu" and int(raw.amax()) <= infinity:
         return raw, raw
     return raw, _maximum(bits.masked_fill(bits > infinity, 0), dims)
 
@@ -134,7 +138,9 @@ def _whole_tensor_scales(
     """(upper level of a two-level rule, scales of a per-tensor format), each None where the format has none."""
     constants, fmt = cast.rule.two_level, cast.format
     level = None
-    if constants is not None:
+    if constants is not None and not constants.tensor_scale:
+        level = _scales.tensor_level(x_RC.new_ones((), dtype=torch.float32), constants)
+    elif constants is not None:
         level_amax = tensor_amax(x_RC, per_row=fmt.tensor_scale == "row") if amax is None else amax
         level = _scales.tensor_level(level_amax, constants)
     if not grid.is_per_tensor:
@@ -144,78 +150,81 @@ def _whole_tensor_scales(
     if constants is None and fmt.scale.name == "FP32" and amax is not None:
         return level, _scales.fp32_scales(amax, cast)
     raw, clean = _amax_bits(x_RC, per_row=False)
-    return level, _scales_of_amax(raw, clean.view(torch.float32), cast, level)
+    return level, _scales_of_amax(raw, clean, cast, level)
 
 
-def _scales_of_amax(raw_bits: torch.Tensor, amax: torch.Tensor, cast: Cast, level: TensorLevel | None) -> BlockScales:
-    """Block scales from the two kinds of amax (NaN above infinity, as bits; NaN ignored)."""
+def _scales_of_amax(raw: torch.Tensor, clean: torch.Tensor, cast: Cast, level: TensorLevel | None) -> BlockScales:
+    """Block scales from the two kinds of amax bits (NaN above infinity; NaN ignored, the same tensor without NaN)."""
     constants = cast.rule.two_level
-    if constants is not None:
-        return _with_nan(_scales.two_level_scales(amax, constants, level), raw_bits)
-    return _scales.e8m0_scales(raw_bits, cast) if cast.rule.thresholds is not None else _scales.fp32_scales(amax, cast)
+    if constants is not None and level is not None:
+        return _with_nan(_scales.two_level_scales(clean.view(torch.float32), constants, level), raw, clean)
+    if cast.rule.thresholds is not None:
+        return _scales.e8m0_scales(raw, cast)
+    scales = _scales.fp32_scales(clean.view(torch.float32), cast)
+    return BlockScales(scales.stored, scales.encode, None, elements_may_be_nan=raw is not clean)
 
 
-def _block_scales(blocks: torch.Tensor, cast: Cast, level: TensorLevel | None) -> BlockScales:
+def _block_scales(blocks: torch.Tensor, cast: Cast, level: TensorLevel | None, workspace: Workspace) -> BlockScales:
     """Scales of every block of float32 `blocks` [blocks, rows, blocks, columns]."""
-    bits, constants = _magnitude_bits(blocks), cast.rule.two_level
+    bits, constants = workspace.take("bits", tuple(blocks.shape), torch.int32), cast.rule.two_level
+    torch.bitwise_and(blocks.view(torch.int32), _MAGNITUDE, out=bits)
     if cast.rule.thresholds is not None:
         return _scales.e8m0_scales(_maximum(bits, (1, 3)), cast)
     raw, clean = _reduce(bits, (1, 3))
-    amax = clean.view(torch.float32)
-    if constants is not None and constants.four_over_six is not None:
-        return _with_nan(four_over_six_scales(blocks, amax, cast.format.element, constants, level), raw)
-    return _scales_of_amax(raw, amax, cast, level)
+    if constants is not None and constants.four_over_six is not None and level is not None:
+        amax = clean.view(torch.float32)
+        scales = four_over_six_scales(blocks, amax, cast.format.element, constants, level, workspace)
+        return _with_nan(scales, raw, clean)
+    return _scales_of_amax(raw, clean, cast, level)
 
 
-def _with_nan(scales: BlockScales, raw_bits: torch.Tensor) -> BlockScales:
+def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor) -> BlockScales:
     """E4M3 block scales: a block that contains a NaN stores the NaN scale."""
-    is_nan = raw_bits > INFINITY_BITS
+    if raw is clean:
+        return scales
+    is_nan = raw > INFINITY_BITS
     return BlockScales(scales.stored.masked_fill(is_nan, E4M3.nan_code), scales.encode, is_nan)
 
 
 def _empty_row_scales(count: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
     zeros = torch.zeros(count, 1, 1, 1, dtype=torch.int32, device=device)
     rows_level = level.rows(slice(0, count)) if level else None
-    return _scales_of_amax(zeros, zeros.view(torch.float32), cast, rows_level).stored.view(count, 1)
+    return _scales_of_amax(zeros, zeros, cast, rows_level).stored.view(count, 1)
 
 
-def _load(x_RC: torch.Tensor, chunk: Chunk, grid: Grid) -> torch.Tensor:
+def _load(x_RC: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> torch.Tensor:
     """A float32 copy of a chunk, zero-padded to whole blocks."""
-    part, shape = x_RC[chunk.rows, chunk.columns], grid.padded(chunk)
-    values = torch.empty(shape, dtype=torch.float32, device=x_RC.device)
-    rows, columns = chunk.shape
+    shape, (rows, columns) = grid.padded(chunk), chunk.shape
+    values = workspace.take("values", shape, torch.float32)
     if shape != (rows, columns):
         values.zero_()
-    values[:rows, :columns] = part
+    load_float32(x_RC[chunk.rows, chunk.columns], values[:rows, :columns], workspace)
     return values
 
 
 def _encode_chunk(
     values: torch.Tensor, codes: torch.Tensor, chunk: Chunk, grid: Grid, cast: Cast, scales: BlockScales,
-    noise: _Noise | None,
+    noise: _Noise | None, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Encode scaled `values` (overwritten) of a chunk into its window of `codes`."""
-    element = cast.format.element
-    rows, columns = chunk.shape
-    nan_blocks = scales.is_nan
-    if nan_blocks is not None and nan_blocks.device.type == "cpu" and not bool(nan_blocks.any()):
-        nan_blocks = None
+    element, (rows, columns) = cast.format.element, chunk.shape
+    nan_blocks = None if scales.is_nan is None else _spread(scales.is_nan, values, grid)
     if noise is None and has_float8_dtype(element):
-        window = codes[chunk.rows, chunk.columns]
-        encode_float8(values[:rows, :columns], element, window, saturate=_scales.saturates(cast))
+        window, saturate = codes[chunk.rows, chunk.columns], _scales.saturates(cast)
+        may_be_nan = scales.elements_may_be_nan
+        encode_float8(values[:rows, :columns], element, window, saturate=saturate, may_be_nan=may_be_nan)
         if nan_blocks is not None:
-            window.view(torch.uint8).masked_fill_(_spread(nan_blocks, values, grid)[:rows, :columns], element.nan_code)
+            window.view(torch.uint8).masked_fill_(nan_blocks[:rows, :columns], element.nan_code)
         return
-    is_nan = _spread(nan_blocks, values, grid) if nan_blocks is not None else None
-    if cast.format.scale.name == "FP32":
-        is_nan = values.isnan()  # element by element: an FP32 scale carries no NaN
-    unpacked = encode_integer(values, element, noise.window(chunk, tuple(values.shape)) if noise else None)
+    is_nan = values.isnan() if scales.elements_may_be_nan else nan_blocks
+    random_bytes = noise.window(chunk, tuple(values.shape)) if noise else None
+    unpacked = encode_integer(values, element, random_bytes, workspace)
     if is_nan is not None:
         unpacked.masked_fill_(is_nan, element.nan_code)
     unpacked = unpacked[:rows, :columns]
     if element.codes_per_byte == 2:
         half = chunk.columns.start // 2
-        codes[chunk.rows, half : half + -(-columns // 2)] = pack_fp4(unpacked)
+        pack_fp4(unpacked, codes[chunk.rows, half : half + -(-columns // 2)])
     else:
         codes.view(torch.uint8)[chunk.rows, chunk.columns] = unpacked
 

@@ -11,21 +11,32 @@ _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_2 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
-# Unsigned 32 x 32 -> 64 bit products wrap in int64; their two halves are right all the same. As int64 arithmetic knows
-# no unsigned shift, every high half is masked after it.
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Ten rounds of Philox4x32: four int64 counter words (below 2^32, broadcastable), seed int64 [2] -> four words."""
+    """Ten rounds of Philox4x32: four int64 counter words below 2^32, seed int64 [2] -> four words below 2^32.
+
+    The words may be of any shapes that broadcast; as long as they differ (the first rounds see one axis at a time), so
+    do the intermediate ones. A product of two 32-bit numbers wraps in int64, but both of its halves are right all the
+    same; what an arithmetic shift leaves above them is masked away where a word is next multiplied.
+    """
     c0, c1, c2, c3 = counter
     key_0, key_1 = seed[0], seed[1]
     for _ in range(_ROUNDS):
         product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
-        c0 = ((product_2 >> 32) & _LOW) ^ c1 ^ key_0
-        c2 = ((product_0 >> 32) & _LOW) ^ c3 ^ key_1
-        c1, c3 = product_2 & _LOW, product_0 & _LOW
+        c0 = _mixed(product_2, c1, key_0)
+        c2 = _mixed(product_0, c3, key_1)
+        c1, c3 = product_2, product_0
         key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
-    return c0, c1, c2, c3
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """``high(product) ^ low(word) ^ key``."""
+    high = product >> 32
+    if high.shape == torch.broadcast_shapes(high.shape, word.shape):
+        return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_LOW)
+    return (high ^ word).bitwise_xor_(key).bitwise_and_(_LOW)
 
 
 def random_bytes(seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0) -> torch.Tensor:
@@ -37,14 +48,8 @@ def random_bytes(seed: torch.Tensor, rows: range, columns: range, *, stream: int
     device = seed.device
     groups = torch.arange(columns.start // 16, -(-columns.stop // 16), dtype=torch.int64, device=device)
     row_index = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
-    shape = (len(rows), groups.numel())
-    counter = (
-        groups[None, :].expand(shape),
-        row_index[:, None].expand(shape),
-        torch.full((), stream, dtype=torch.int64, device=device),
-        torch.full((), batch, dtype=torch.int64, device=device),
-    )
-    words = torch.empty(*shape, 4, dtype=torch.int32, device=device)
-    for position, word in enumerate(philox(counter, seed)):
+    constants = [torch.full((), value, dtype=torch.int64, device=device) for value in (stream, batch)]
+    words = torch.empty(len(rows), groups.numel(), 4, dtype=torch.int32, device=device)
+    for position, word in enumerate(philox((groups[None, :], row_index[:, None], *constants), seed)):
         words[..., position] = word  # keeps the low 32 bits
     return words.view(torch.uint8).flatten(1)[:, : len(columns)]

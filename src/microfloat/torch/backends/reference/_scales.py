@@ -26,11 +26,15 @@ _MANTISSA_AND_SIGN = 0x807FFFFF - (1 << 32)  # as int32
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Per block: the stored scale, the factor that elements are multiplied with, and which blocks are all NaN."""
+    """Per block: the stored scale, the factor that elements are multiplied with, and which blocks are NaN throughout.
+
+    `is_nan` None: no block is. `elements_may_be_nan`: single elements may be NaN, which an FP32 scale does not tell.
+    """
 
     stored: torch.Tensor
     encode: torch.Tensor
     is_nan: torch.Tensor | None = None
+    elements_may_be_nan: bool = False
 
 
 def divide(numerator: torch.Tensor | float, denominator: torch.Tensor | float) -> torch.Tensor:
@@ -55,8 +59,10 @@ def e8m0_scales(amax_bits: torch.Tensor, cast: Cast) -> BlockScales:
     element = cast.format.element
     carry = (1 << 23) - e8m0_threshold(cast.rule, element)  # the bump, as a carry out of the mantissa
     byte = ((amax_bits + carry) >> 23).sub_(element.emax).clamp_(0, 254)
-    is_nan = amax_bits >= INFINITY_BITS
-    byte.masked_fill_(is_nan, 255)
+    is_nan = None
+    if amax_bits.device.type != "cpu" or (amax_bits.numel() and int(amax_bits.amax()) >= INFINITY_BITS):
+        is_nan = amax_bits >= INFINITY_BITS
+        byte.masked_fill_(is_nan, 255)
     factor = (254 - byte).clamp_(min=1).bitwise_left_shift_(23).view(torch.float32)
     return BlockScales(byte.to(torch.uint8), factor, is_nan)
 
@@ -75,7 +81,7 @@ def fp32_scales(amax: torch.Tensor, cast: Cast) -> BlockScales:
 
 def scales_of_encode_factor(factor: torch.Tensor) -> BlockScales:
     """The stored scale of a given encode factor, ``f32(1 / s)``."""
-    return BlockScales(divide(1.0, factor), factor)
+    return BlockScales(divide(1.0, factor), factor, elements_may_be_nan=True)
 
 
 @dataclass(frozen=True)
