@@ -123,8 +123,9 @@ class _CompiledLinear(torch.autograd.Function):
 
 def _call(token: str, backend: str, device: torch.device, compute: torch.dtype, seed: Any) -> LinearCall:
     # Not forced on a fake device: shapes of saved operands are those of the same backend on the real one.
-    module = backends.choose(backend, device)
-    return LinearCall(tokens.recipe_of(token), module, compute, seed=seed)
+    module, recipe = backends.choose(backend, device), tokens.recipe_of(token)
+    forms = _forms(module, recipe, device) if hasattr(module, "call_forms") else None
+    return LinearCall(recipe, module, compute, seed=seed, forms=forms)
 
 
 def _linear_forward(
@@ -223,12 +224,11 @@ class _Layout:
         return tensors
 
 
-def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, device: torch.device) -> _Layout | None:
+def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layout | None:
     """The layout of the right operand of `gemm`, which a forward saves; None where it is kept in high precision."""
     cast = gemm.rhs
     if cast is None:
         return None
-    form = module.forms(gemm, device)[1] if hasattr(module, "forms") else "codes"
     stored = -(-length // 16) * 16 if cast.hadamard else length
     row_scaled = cast.format.tensor_scale == "row"
     two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
@@ -243,7 +243,7 @@ def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, device: torch.devic
     code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
     codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)
     scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
-    column_major = hasattr(module, "forms") and fmt.block == (1, 128) and fmt.scale.name == "FP32"
+    column_major = hasattr(module, "call_forms") and fmt.block == (1, 128) and fmt.scale.name == "FP32"
     scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
     return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard))
 
@@ -260,10 +260,18 @@ def _saved_layouts(
 ) -> tuple[_Layout | None, _Layout | None]:
     """Layouts of x.T for wgrad and of w.T for dgrad; None where nothing is saved."""
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
+    forms = _forms(module, recipe, x.device)
     return (
-        _layout(module, recipe.wgrad, in_features, rows, x.device) if wants_dw else None,
-        _layout(module, recipe.dgrad, in_features, out_features, x.device) if wants_dx else None,
+        _layout(module, recipe.wgrad, in_features, rows, forms["wgrad"][1]) if wants_dw else None,
+        _layout(module, recipe.dgrad, in_features, out_features, forms["dgrad"][1]) if wants_dx else None,
     )
+
+
+def _forms(module: Any, recipe: Recipe, device: torch.device) -> dict[str, tuple[str, str]]:
+    # No counts here: what is compiled once cannot change its outputs with what a step before has counted.
+    if hasattr(module, "call_forms"):
+        return module.call_forms(recipe, device, None)
+    return dict.fromkeys(("fprop", "dgrad", "wgrad"), ("codes", "codes"))
 
 
 def _tensors_of(operand: Any) -> list[torch.Tensor]:

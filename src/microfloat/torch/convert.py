@@ -154,7 +154,7 @@ def revert(model: nn.Module) -> nn.Module:
             for slot in scaling.SLOTS:
                 for name in scaling.buffer_names(slot):
                     module._buffers.pop(name, None)
-            for attribute in ("pinned", "backend", "_weight_cache", "_pin_token", "_number"):
+            for attribute in ("pinned", "backend", "_weight_cache", "_fold_counts", "_pin_token", "_number"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = nn.Linear
         if isinstance(module, nn.TransformerEncoderLayer):

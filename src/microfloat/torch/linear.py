@@ -57,6 +57,9 @@ class LinearCall:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     weight_cache: "dict[Any, tuple[AnyOperand, AnyOperand | None]] | None" = None
     weight_key: Any = None
+    # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
+    forms: dict[str, tuple[str, str]] | None = None
+    counts: Any = None
 
 
 def quantized_linear(
@@ -165,12 +168,13 @@ def _cast_both(
         delayed = next((cast for cast in (row_cast, column_cast) if cast is not None and cast.is_delayed), None)
         if delayed is not None:
             options["scale_enc"], history = _delayed_state(call, slot, tensor, delayed)
-        if hasattr(backend, "prepare_both"):
+        if call.forms is not None:
             (row_gemm, row_side), (column_gemm, column_side) = USES[slot]
-            device = tensor.device
-            options["row_form"] = backend.forms(getattr(call.recipe, row_gemm), device)[row_side]
-            options["column_form"] = backend.forms(getattr(call.recipe, column_gemm), device)[column_side]
-            quantized = backend.prepare_both(tensor, row_cast, column_cast, record=history, **options)
+            quantized = backend.prepare_both(
+                tensor, row_cast, column_cast, row_form=call.forms[row_gemm][row_side],
+                column_form=call.forms[column_gemm][column_side], record=history, slot=slot, counts=call.counts,
+                **options,
+            )  # fmt: skip
         else:
             if history is not None:
                 scaling.record_amax_(history, backend.amax(tensor))

@@ -154,6 +154,11 @@ class Linear(nn.Linear):
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         name = self.backend if self.backend != "auto" or state is None else state.backend
         call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
+        if hasattr(call.backend, "call_forms"):
+            call.counts = self.__dict__.get("_fold_counts")
+            if call.counts is None:
+                call.counts = self.__dict__["_fold_counts"] = call.backend.FoldCounts()
+            call.forms = call.backend.call_forms(recipe, x.device, call.counts)
         if recipe.is_stochastic:
             call.seed = draw_seed(x.device)
         if first is not None and not isinstance(self.weight, QuantizedTensor):
@@ -202,12 +207,20 @@ class Linear(nn.Linear):
                 scaling.record_amax_(scaling.amax_history(self, slot), amax)
                 scaling.note_recorded(self, slot, cast, group=state.group)
 
+    def folded_elements(self) -> dict[str, float]:
+        """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.
+
+        Waits for the GPU. Source: docs/numerics.md, section 9.
+        """
+        counts = self.__dict__.get("_fold_counts")
+        return {} if counts is None else counts.shares()
+
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_number", "_pin_token"):
+        for name in ("_weight_cache", "_fold_counts", "_number", "_pin_token"):
             state.pop(name, None)
         return state
 

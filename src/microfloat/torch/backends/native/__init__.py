@@ -9,7 +9,7 @@ import torch
 
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ScaledFormat
-from microfloat.recipes import Cast, Gemm
+from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.support import Support
 from microfloat.torch.backends import reference
 from microfloat.torch.backends import triton as casts
@@ -17,9 +17,20 @@ from microfloat.torch.backends.base import Operand, Values, record_amax_
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
 from microfloat.torch.backends.native._forms import Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
+from microfloat.torch.backends.native._lossy import FoldCounts, gemm_forms
 from microfloat.torch.backends.plans import GemmPlan
 
-__all__ = ["amax", "dequantize", "describe", "forms", "prepare_both", "quantize", "quantize_both", "scaled_matmul"]
+__all__ = [
+    "FoldCounts",
+    "amax",
+    "call_forms",
+    "dequantize",
+    "describe",
+    "prepare_both",
+    "quantize",
+    "quantize_both",
+    "scaled_matmul",
+]
 
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
@@ -59,35 +70,50 @@ def dequantize(operand: Operand | Values, dtype: torch.dtype) -> torch.Tensor:
 def prepare_both(
     x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, row_form: str, column_form: str,
     seed: torch.Tensor | None, row_stream: int, column_stream: int, scale_enc: torch.Tensor | None = None,
-    record: torch.Tensor | None = None,
+    record: torch.Tensor | None = None, slot: str = "x", counts: FoldCounts | None = None,
 ) -> tuple[Operand | Values | None, Operand | Values | None]:  # fmt: skip
     """Both operand forms of `x` as their GEMMs read them: in one pass where the forms agree, else in two.
 
-    Forms: "codes", "values" (decoded to bfloat16), "folded" (MX to 1x128), "tiles" (MX to 128x128).
+    Forms: "codes", "values" (decoded to bfloat16), "folded" (MX to 1x128), "tiles" (MX to 128x128). `slot` and `counts`
+    name where the number of elements that folding changed is noted.
     """
-    options = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream}
-    if row_cast is not None and column_cast is not None and row_form != column_form:
-        row, _ = _prepare(row_form, x, row_cast, None, options, scale_enc, record)
-        _, column = _prepare(column_form, x, None, column_cast, options, scale_enc, None)
-        return row, column
-    return _prepare(
-        row_form if row_cast is not None else column_form, x, row_cast, column_cast, options, scale_enc, record
-    )
+    streams = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream}
+    if row_cast is None or column_cast is None or row_form == column_form:
+        parts = [(row_form if row_cast is not None else column_form, row_cast, column_cast)]
+    else:
+        parts = [(row_form, row_cast, None), (column_form, None, column_cast)]
+    row = column = None
+    for form, wanted_row, wanted_column in parts:
+        if form == "values" and _kernels(wanted_row, wanted_column) is casts:
+            made = _values_both(x, wanted_row, wanted_column, streams)
+        elif form in ("folded", "tiles"):
+            made = _folded_both(x, wanted_row, wanted_column, form, slot, counts, streams)
+        else:
+            made = _codes_both(x, wanted_row, wanted_column, streams, scale_enc, record)
+        row, column = made[0] if wanted_row is not None else row, made[1] if wanted_column is not None else column
+    return row, column
 
 
-def _prepare(
-    form: str, x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, options: dict,
-    scale_enc: torch.Tensor | None, record: torch.Tensor | None,
-) -> tuple[Operand | Values | None, Operand | Values | None]:  # fmt: skip
+def _codes_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, streams: dict, scale_enc: torch.Tensor | None,
+    record: torch.Tensor | None,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     if _kernels(row_cast, column_cast) is reference:
         if record is not None:
             record_amax_(record, reference.amax(x))
-        return reference.quantize_both(x, row_cast, column_cast, **options, scale_enc=scale_enc)
-    if form == "codes":
-        return casts.quantize_both(x, row_cast, column_cast, **options, scale_enc=scale_enc, record=record)
-    if form == "values":
-        return _values_both(x, row_cast, column_cast, options)
-    row, column, _lossy = casts.fold_both(x, row_cast, column_cast, tile=form == "tiles", **options)
+        return reference.quantize_both(x, row_cast, column_cast, **streams, scale_enc=scale_enc)
+    return casts.quantize_both(x, row_cast, column_cast, **streams, scale_enc=scale_enc, record=record)
+
+
+def _folded_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, form: str, slot: str, counts: FoldCounts | None,
+    streams: dict,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
+    row, column, lossy = casts.fold_both(x, row_cast, column_cast, tile=form == "tiles", **streams)
+    if counts is not None:
+        for index, (orientation, operand) in enumerate((("row", row), ("column", column))):
+            if operand is not None:
+                counts.note(slot, orientation, form, lossy[index], x.numel())
     return row, column
 
 
@@ -106,10 +132,9 @@ def _values_both(
     )
 
 
-def forms(gemm: Gemm, device: torch.device) -> tuple[str, str]:
-    """The forms in which the two operands of `gemm` enter it on `device`."""
-    route = route_of(gemm, chip_of(device))
-    return route.lhs, route.rhs
+def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:
+    """The forms in which the operands of each GEMM of a call enter it on `device`."""
+    return gemm_forms(recipe, chip_of(device), counts)
 
 
 def scaled_matmul(
