@@ -15,7 +15,8 @@ from microfloat.recipes import (
 from microfloat.recipes.core import GEMMS
 from microfloat.support import Support
 from microfloat.torch.autocast import as_recipe
-from microfloat.torch.backends.plans import plan
+from microfloat.torch.backends import check_name
+from microfloat.torch.backends.plans import GemmPlan, plan
 
 __all__ = [
     "Explanation", "GemmRow", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
@@ -89,19 +90,29 @@ def explain(
     """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
 
     `device` None: CUDA where there is one, else the CPU. `shape` (M, K, N) of a Linear, for choices that depend on the
-    size. Nothing is run. Raises InvalidTypeError or InvalidValueError for arguments that are none.
+    size. Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs there. Raises
+    InvalidTypeError or InvalidValueError for arguments that are none.
     """
     recipe = as_recipe(recipe)
     target = _device(device)
+    check_name(backend)
     if shape is not None and not (len(shape) == 3 and all(isinstance(size, int) and size >= 0 for size in shape)):
         raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
     rows = []
     for name in GEMMS:
         gemm = getattr(recipe, name)
-        planned = plan(backend, target, gemm, shape)
+        planned = plan(backend, target, gemm, shape) if _is_present(target) else _ABSENT
         operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
         rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
     return Explanation(recipe, str(target), tuple(rows))
+
+
+# The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware.
+_ABSENT = GemmPlan("-", "-", Support(False, False, "torch sees no CUDA device on this machine"))
+
+
+def _is_present(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_available()
 
 
 def _device(device: torch.device | str | None) -> torch.device:
