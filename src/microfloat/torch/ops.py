@@ -127,12 +127,13 @@ def _check_quantized(argument: str, value: object, remedy: str) -> None:
 
 
 def _check_stream(stream: int) -> None:
+    error = invalid_value("stream", repr(stream), "an int in [0, 2^32)")
     try:
         number = -1 if isinstance(stream, bool) else operator.index(stream)
     except TypeError:
-        raise invalid_type("stream", type(stream), "an int in [0, 2^32)") from None
+        raise error from None
     if not 0 <= number < 1 << 32:
-        raise invalid_value("stream", stream, "an int in [0, 2^32)")
+        raise error
 
 
 def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:

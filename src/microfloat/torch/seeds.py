@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value
+from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.torch.backends.reference._random import philox
 
 __all__ = ["derive", "draw_seed", "seed_words"]
@@ -46,8 +46,7 @@ def draw_seed(device: torch.device | str) -> torch.Tensor:
 def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A given call seed as int64 [2] on `device`: an int in [0, 2^64), or its two words, low first.
 
-    Raises InvalidValueError for anything out of range, InvalidTypeError for a tensor that is not int64. The words of a
-    tensor on an accelerator are not read back to check them.
+    Raises InvalidValueError for anything else. The words of a tensor on an accelerator are not read back to check them.
     """
     if isinstance(seed, torch.Tensor) and seed.dim() == 1:
         return _checked_words(seed, torch.device(device))
@@ -76,14 +75,14 @@ def derive(seed64: int | Sequence[int] | torch.Tensor, step: int, site: int, sha
         word = _as_int(value, error)
         if not 0 <= word <= _LOW:
             raise error
-        counter.append(torch.tensor(word, dtype=torch.int64))
-    counter.append(torch.tensor(_DERIVE_DOMAIN, dtype=torch.int64))
+        counter.append(torch.tensor(word, dtype=torch.int64, device="cpu"))
+    counter.append(torch.tensor(_DERIVE_DOMAIN, dtype=torch.int64, device="cpu"))
     return torch.stack(philox(tuple(counter), seed_words(seed64, "cpu"))[:2])
 
 
 def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
     if seed.dtype != torch.int64:
-        raise invalid_type("seed", seed.dtype, "int64 [2], each word below 2^32")
+        raise invalid_value("seed", f"a tensor of {seed.dtype}", f"{_NEEDED}, as int64 [2]")
     if seed.shape != (2,):
         raise invalid_value("seed", f"shape {tuple(seed.shape)}", "shape (2,): its two 32-bit words, low first")
     if seed.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((seed < 0) | (seed > _LOW)).any()):

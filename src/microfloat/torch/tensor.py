@@ -266,8 +266,8 @@ def _refuse_arithmetic() -> None:
         operator.__name__ = name
         return operator
 
-    arithmetic = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
-    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), *"eq ne lt le gt ge".split()):
+    arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), *["eq", "ne", "lt", "le", "gt", "ge"]):
         setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__"))
     QuantizedTensor.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
     QuantizedTensor.__matmul__ = lambda self, other: torch.matmul(self, other)  # type: ignore[method-assign]

@@ -114,7 +114,7 @@ def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
 def _pair_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
     """int64 [256]: for every byte of packed FP4 the bits of its two float32 values."""
     values = code_values(element, torch.device("cpu"))
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
     return pairs.view(torch.int64).flatten().to(device)
 

@@ -9,7 +9,7 @@ docs/numerics.md 8.3. bfloat16 is not used: its GEMM is 3 to 5 times slower on C
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -87,13 +87,12 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
-    """Keep TF32 (CUDA) and bf16 (CPU) shortcuts out of a float32 GEMM, whatever the process allows elsewhere."""
+    """Keep TF32 (CUDA), bf16 shortcuts (CPU) and torch.autocast out of a float32 GEMM, whatever the process allows."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if before != "highest":
+            stack.callback(torch.set_float32_matmul_precision, before)
+            torch.set_float32_matmul_precision("highest")
         yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -51,6 +51,7 @@ def quantize_operand(
     amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
     """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of the package's `quantize`."""
+    x_RC = x_RC.detach()
     rows, length = x_RC.shape
     if cast.hadamard is not None:
         x_RC = transform(x_RC, cast.hadamard)
@@ -81,7 +82,7 @@ def quantize_operand(
 
 def tensor_amax(x: torch.Tensor, *, per_row: bool = False) -> torch.Tensor:
     """float32 amax of all of `x` [R, C], shape (), or of every row, [R, 1]. NaN is ignored, infinity counts."""
-    return _amax_bits(x, per_row)[1].view(torch.float32)
+    return _amax_bits(x.detach(), per_row)[1].view(torch.float32)
 
 
 def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:

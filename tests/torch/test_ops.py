@@ -1,0 +1,407 @@
+"""quantize, dequantize and scaled_matmul of microfloat.torch: arguments, errors, states of torch that must not matter."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import microfloat.torch as mf
+from microfloat import formats, reference
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from microfloat.formats import FORMATS, ScaledFormat
+from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
+from microfloat.torch import backends, seeds
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+STOCHASTIC = Cast("mxfp8", rounding="stochastic")
+X = torch.linspace(-3, 5, 6 * 40).reshape(6, 40)
+
+
+def same(a, b):
+    return torch.equal(a, b)
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8],
+    ids=str,
+)  # fmt: skip
+def test_other_dtypes_are_refused_by_name(dtype):
+    with pytest.raises(
+        InvalidTypeError, match=rf"x: got {dtype}, needed torch.float32, torch.bfloat16 or torch.float16"
+    ):
+        mf.quantize(torch.zeros(4, 32, dtype=dtype), "mxfp8")
+
+
+@pytest.mark.parametrize("x", [np.zeros((2, 32), np.float32), [[1.0]], 1.0, None], ids=lambda x: type(x).__name__)
+def test_what_is_no_tensor_is_refused(x):
+    with pytest.raises(InvalidTypeError, match=r"x: got \w+, needed a torch.Tensor. Convert it with torch.as_tensor"):
+        mf.quantize(x, "mxfp8")
+
+
+def test_quantized_and_sparse_tensors_are_refused():
+    with pytest.raises(InvalidTypeError, match=r"x: got a QuantizedTensor \(mxfp8\).*Call x.dequantize\(\) first"):
+        mf.quantize(mf.quantize(X, "mxfp8"), "mxfp8")
+    with pytest.raises(InvalidTypeError, match=r"layout torch.sparse_coo.*to_dense"):
+        mf.quantize(X.to_sparse(), "mxfp8")
+
+
+def test_casts_that_are_none():
+    with pytest.raises(InvalidValueError, match=r"cast: got 'mxfp9'.*Did you mean 'mxfp8"):
+        mf.quantize(X, "mxfp9")
+    with pytest.raises(InvalidTypeError, match=r"take one, for example recipe\.fprop\.lhs"):
+        mf.quantize(X, MXFP8BlockScaling())
+
+
+@pytest.mark.parametrize("cast", ["mxfp8", formats.MXFP8, Cast("mxfp8"), Cast(formats.MXFP8, "rceil")], ids=repr)
+def test_a_cast_a_format_or_a_name(cast):
+    assert same(mf.quantize(X, cast), mf.quantize(X, "mxfp8"))
+
+
+@every_format
+def test_strides_do_not_matter_and_inputs_are_not_changed(fmt):
+    base = torch.randn(140, 150, generator=torch.Generator().manual_seed(0))
+    before = base.clone()
+    views = {
+        "transposed": base.t(), "sliced": base[3:90:2, 1::3], "expanded": base[:1].expand(5, 150),
+        "column": base[:, 7:8], "overlapping": base.as_strided((20, 30), (1, 2)),
+        "offset": base.flatten()[1:4001].view(80, 50), "negated": torch.complex(base, base).conj().imag,
+    }  # fmt: skip
+    for name, view in views.items():
+        for axis in (-1, -2):
+            for dtype in (torch.float32, torch.bfloat16):
+                narrow = view.to(dtype) if dtype != torch.float32 else view
+                expected = mf.quantize(narrow.resolve_neg().contiguous(), fmt, axis=axis)
+                assert same(mf.quantize(narrow, fmt, axis=axis), expected), (name, axis, dtype)
+    assert torch.equal(base, before)
+
+
+def test_requires_grad_is_left_behind():
+    x = X.clone().requires_grad_()
+    q = mf.quantize(x, "nvfp4")
+    assert not q.requires_grad
+    assert not q.dequantize().requires_grad
+    assert not mf.scaled_matmul(q, q).requires_grad
+
+
+def test_large_rows_and_many_rows_are_cut_into_chunks_without_a_seam():
+    """More elements than one chunk, in every direction; random bytes, tiles and packing continue across the cut."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((3, 700_001), (9001, 130), (1200, 1200)):
+        x = torch.randn(shape, generator=generator).bfloat16()
+        for cast in (Cast("nvfp4", rounding="stochastic"), Cast("nvfp4_2d"), Cast("mxfp8"), Cast("fp8_128x128")):
+            for axis in (-1, -2):
+                q = mf.quantize(x, cast, axis=axis, seed=5)
+                expected = reference.quantize(x.float().numpy(), cast, axis=axis, seed=5)
+                assert np.array_equal(q.codes.view(torch.uint8).numpy(), expected.codes), (shape, cast, axis)
+                assert np.array_equal(q.scale.numpy(), expected.scale), (shape, cast, axis)
+                assert np.array_equal(q.dequantize(torch.float32).numpy(), reference.dequantize(expected))
+
+
+# ---- axes
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "normal"),
+    [
+        ((6, 40), -1, 1),
+        ((6, 40), 1, 1),
+        ((6, 40), -2, 0),
+        ((6, 40), 0, 0),
+        ((40,), 0, 0),
+        ((), -1, 0),
+        ((2, 3, 40), 2, 2),
+    ],
+)
+def test_axis(shape, axis, normal):
+    x = torch.ones(shape)
+    q = mf.quantize(x, "mxfp8", axis=axis)
+    assert (q.axis, tuple(q.shape)) == (normal, shape)
+    assert torch.equal(q.dequantize(), x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((6, 40), 2), ((6, 40), -3), ((2, 3, 40), -2), ((2, 3, 40), 0), ((40,), -2), ((), 1)]
+)
+def test_axes_that_are_refused(shape, axis):
+    with pytest.raises(
+        InvalidValueError, match=rf"axis: got {axis} for an array of {len(shape)} axes, needed -1, or -2"
+    ):
+        mf.quantize(torch.ones(shape), "mxfp8", axis=axis)
+
+
+@pytest.mark.parametrize("axis", [True, 1.0, "last", None])
+def test_axes_of_a_wrong_type(axis):
+    with pytest.raises(InvalidTypeError, match="axis: got"):
+        mf.quantize(X, "mxfp8", axis=axis)
+
+
+# ---- seeds
+
+
+def test_seeds_of_every_form():
+    base = mf.quantize(X, STOCHASTIC, seed=3 | 5 << 32)
+    for seed in ((3, 5), [3, 5], torch.tensor([3, 5]), seeds.seed_words(3 | 5 << 32, "cpu")):
+        assert same(mf.quantize(X, STOCHASTIC, seed=seed), base)
+    assert not same(mf.quantize(X, STOCHASTIC, seed=4), base)
+    assert not same(mf.quantize(X, STOCHASTIC, seed=3 | 5 << 32, stream=1), base)
+
+
+@pytest.mark.parametrize(
+    "seed", [-1, 2**64, (1,), (1, 2, 3), (-1, 0), (0, 2**32), 1.5, True, "seed", (1.5, 2), torch.tensor([-1, 0]),
+             torch.tensor([0, 1 << 32]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2]])], ids=repr
+)  # fmt: skip
+def test_seeds_that_are_refused(seed):
+    with pytest.raises(InvalidValueError, match="seed: got"):
+        mf.quantize(X, STOCHASTIC, seed=seed)
+
+
+def test_seeds_of_a_wrong_dtype():
+    for dtype in (torch.int32, torch.float32):
+        with pytest.raises(InvalidValueError, match=r"seed: got a tensor of torch\.\w+, needed .* as int64"):
+            mf.quantize(X, STOCHASTIC, seed=torch.ones(2, dtype=dtype))
+
+
+def test_without_a_seed_the_default_generator_decides():
+    torch.manual_seed(11)
+    first, second = mf.quantize(X, STOCHASTIC), mf.quantize(X, STOCHASTIC)
+    assert not same(first, second)
+    torch.manual_seed(11)
+    assert same(mf.quantize(X, STOCHASTIC), first)
+    torch.manual_seed(11)
+    assert same(mf.quantize(X, STOCHASTIC, seed=seeds.draw_seed("cpu")), first)
+
+
+def test_nearest_draws_nothing_and_ignores_seed():
+    torch.manual_seed(12)
+    state = torch.get_rng_state()
+    assert same(mf.quantize(X, "mxfp8", seed="nonsense"), mf.quantize(X, "mxfp8"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("stream", [-1, 2**32, 1.0, None, True])
+def test_streams_that_are_refused(stream):
+    with pytest.raises(InvalidValueError, match="stream: got"):
+        mf.quantize(X, STOCHASTIC, seed=1, stream=stream)
+
+
+# ---- amax and scale_enc
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"])
+@pytest.mark.parametrize(
+    "kind", [float, int, np.float32, torch.tensor, lambda v: torch.tensor(v, dtype=torch.bfloat16)]
+)
+def test_a_given_amax(name, kind):
+    q, expected = mf.quantize(X, name, amax=kind(8.0)), reference.quantize(X.numpy(), name, amax=8.0)
+    assert np.array_equal(q.codes.view(torch.uint8).numpy(), expected.codes)
+    assert np.array_equal(q.scale.numpy(), expected.scale)
+
+
+def test_an_amax_per_row():
+    amax = torch.tensor([[1.0], [2], [4], [0], [float("inf")], [16]])
+    q = mf.quantize(X, "nvfp4_row", amax=amax)
+    for row in range(6):
+        alone = mf.quantize(X[row : row + 1], "nvfp4", amax=amax[row, 0])
+        assert torch.equal(q.codes[row], alone.codes[0])
+        assert q.tensor_scale[row, 0] == alone.tensor_scale
+
+
+@pytest.mark.parametrize(
+    "cast",
+    ["mxfp8", "fp8_row", "fp8_1x128", Cast("nvfp4", "one_level_e4m3"), Cast("fp8_tensor", scaling=Delayed())],
+    ids=str,
+)
+def test_amax_where_there_is_none_to_replace(cast):
+    with pytest.raises(InvalidValueError, match=r"amax: got a value with .*needed None"):
+        mf.quantize(X, cast, amax=1.0, scale_enc=1.0 if isinstance(cast, Cast) and cast.format.is_per_tensor else None)
+
+
+@pytest.mark.parametrize("amax", [float("nan"), -1.0, torch.tensor(float("nan"))])
+def test_amaxes_that_are_no_maximum(amax):
+    with pytest.raises(InvalidValueError, match=r"amax: got .*needed values >= 0, not NaN"):
+        mf.quantize(X, "nvfp4", amax=amax)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("nvfp4", (6, 1)), ("fp8_tensor", (1,)), ("nvfp4_row", ()), ("nvfp4_row", (6,)), ("nvfp4_row", (5, 1))],
+)
+def test_amaxes_of_a_wrong_shape(name, shape):
+    with pytest.raises(InvalidValueError, match=rf"amax: got shape \({', '.join(map(str, shape))}"):
+        mf.quantize(X, name, amax=torch.ones(shape))
+
+
+@pytest.mark.parametrize("amax", ["1", True, [1.0], 1j, torch.tensor(1)], ids=repr)
+def test_amaxes_of_a_wrong_type(amax):
+    with pytest.raises(InvalidTypeError, match="amax: got"):
+        mf.quantize(X, "nvfp4", amax=amax)
+
+
+def test_scale_enc_is_given_exactly_with_delayed_scaling():
+    delayed = Cast("fp8_tensor", scaling=Delayed())
+    for scale_enc in (0.25, torch.tensor(0.25), torch.tensor([0.25]), np.float32(0.25)):
+        assert mf.quantize(X, delayed, scale_enc=scale_enc).scale == 4
+    with pytest.raises(InvalidValueError, match=r"scale_enc: got None.*The first step uses 1.0"):
+        mf.quantize(X, delayed)
+    with pytest.raises(InvalidValueError, match=r"scale_enc: got a value.*Leave it out"):
+        mf.quantize(X, "fp8_tensor", scale_enc=1.0)
+    for bad in (0.0, -1.0, float("nan"), float("inf"), torch.ones(2)):
+        with pytest.raises(InvalidValueError, match=r"scale_enc: got .*needed one positive finite float32"):
+            mf.quantize(X, delayed, scale_enc=bad)
+
+
+# ---- backends
+
+
+def test_backends_by_name():
+    assert backends.NAMES == ("auto", "reference", "triton", "native")
+    cpu = torch.device("cpu")
+    assert backends.choose("auto", cpu) is backends.choose("reference", cpu)
+    available, reason = backends.support("triton", cpu)
+    assert not available
+    assert "triton" in reason
+    with pytest.raises(NotSupportedError, match=rf"backend='triton': {reason}. Use backend='auto' or 'reference'"):
+        mf.quantize(X, "mxfp8", backend="triton")
+    with pytest.raises(NotSupportedError, match="backend='native'"):
+        mf.scaled_matmul(mf.quantize(X, "mxfp8"), mf.quantize(X, "mxfp8"), backend="native")
+    with pytest.raises(InvalidValueError, match="backend: got 'tritn'.*Did you mean 'triton'"):
+        mf.quantize(X, "mxfp8", backend="tritn")
+    with pytest.raises(InvalidTypeError, match="backend: got NoneType"):
+        mf.quantize(X, "mxfp8", backend=None)
+
+
+def test_signatures_are_the_contract():
+    parameters = inspect.signature(mf.quantize).parameters
+    assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend"]
+    parameters = inspect.signature(mf.scaled_matmul).parameters
+    assert list(parameters) == ["a", "b", "bias", "out_dtype", "accumulate", "backend"]
+    assert parameters["accumulate"].default == "split"
+
+
+# ---- dequantize
+
+
+@every_format
+def test_dequantize_dtypes(fmt):
+    q = mf.quantize(X.bfloat16(), fmt)
+    assert q.dequantize().dtype == torch.bfloat16
+    full = mf.dequantize(q, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert torch.equal(mf.dequantize(q, dtype), full.to(dtype))
+
+
+def test_dequantize_refuses_other_things():
+    with pytest.raises(InvalidTypeError, match=r"q: got a tensor of torch.float32, needed a QuantizedTensor. Call"):
+        mf.dequantize(X)
+    with pytest.raises(InvalidTypeError, match=r"dtype: got torch.int32"):
+        mf.dequantize(mf.quantize(X, "mxfp8"), torch.int32)
+
+
+# ---- scaled_matmul
+
+
+def test_operands_that_cannot_be_multiplied():
+    q = mf.quantize(X, "mxfp8")
+    with pytest.raises(InvalidTypeError, match=r"b: got a tensor of torch.float32, needed a QuantizedTensor"):
+        mf.scaled_matmul(q, X)
+    with pytest.raises(InvalidTypeError, match=r"a: got int, needed a QuantizedTensor"):
+        mf.scaled_matmul(3, q)
+    with pytest.raises(InvalidValueError, match=r"b: got contraction length 32 .*needed 40, as a has"):
+        mf.scaled_matmul(q, mf.quantize(torch.ones(3, 32), "mxfp8"))
+    with pytest.raises(InvalidValueError, match=r"b: got contraction length 6 \(shape \(6, 40\), axis 0\)"):
+        mf.scaled_matmul(q, mf.quantize(X, "mxfp8", axis=-2))
+    with pytest.raises(InvalidValueError, match=r"b: got nvfp4 \(E4M3 scales\) against mxfp8 \(E8M0 scales\) of a"):
+        mf.scaled_matmul(q, mf.quantize(X, "nvfp4"))
+    with pytest.raises(InvalidValueError, match=r"b: got hadamard Hadamard\(16, 0xd7e8\) against None of a"):
+        mf.scaled_matmul(q, mf.quantize(X, Cast("mxfp8", hadamard=Hadamard())))
+    with pytest.raises(InvalidValueError, match=r"hadamard Hadamard\(16, 0x0000\) against Hadamard\(16, 0xd7e8\)"):
+        mf.scaled_matmul(
+            mf.quantize(X, Cast("mxfp8", hadamard=Hadamard())), mf.quantize(X, Cast("mxfp8", hadamard=Hadamard(16, 0)))
+        )
+
+
+def test_arguments_of_scaled_matmul():
+    a, b = mf.quantize(X.bfloat16(), "mxfp8"), mf.quantize(X, "mxfp8")
+    assert mf.scaled_matmul(a, b).dtype == torch.bfloat16
+    assert mf.scaled_matmul(b, a).dtype == torch.float32
+    assert mf.scaled_matmul(a, b, out_dtype=torch.float16).dtype == torch.float16
+    with pytest.raises(InvalidTypeError, match="out_dtype: got torch.float64"):
+        mf.scaled_matmul(a, b, out_dtype=torch.float64)
+    with pytest.raises(InvalidValueError, match=r"accumulate: got 'splt'.*Did you mean 'split'"):
+        mf.scaled_matmul(a, b, accumulate="splt")
+    with pytest.raises(InvalidValueError, match=r"bias: got shape \(5,\), needed shape \(6,\)"):
+        mf.scaled_matmul(a, b, bias=torch.ones(5))
+    with pytest.raises(InvalidTypeError, match="bias: got torch.int64"):
+        mf.scaled_matmul(a, b, bias=torch.ones(6, dtype=torch.int64))
+    with pytest.raises(InvalidTypeError, match="bias: got list"):
+        mf.scaled_matmul(a, b, bias=[1.0] * 6)
+
+
+@pytest.mark.parametrize("accumulate", ["fast", "split", "exact"])
+def test_bias_is_added_before_the_only_rounding(accumulate):
+    """An accumulator of exactly 256 + 1: 257 is no bfloat16, 257 + 1 is; rounding twice would give 256 or 260."""
+    a = torch.zeros(1, 32)
+    a[0, :2] = torch.tensor([16.0, 1.0])
+    q = mf.quantize(a, "mxfp8")
+    assert mf.scaled_matmul(q, q, out_dtype=torch.float32, accumulate=accumulate) == 257
+    assert mf.scaled_matmul(q, q, out_dtype=torch.bfloat16, accumulate=accumulate) == 256
+    bias = torch.tensor([1.0], dtype=torch.bfloat16)
+    assert mf.scaled_matmul(q, q, bias=bias, out_dtype=torch.bfloat16, accumulate=accumulate) == 258
+
+
+def test_operand_form_of_more_axes():
+    x = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(2))
+    y = mf.scaled_matmul(mf.quantize(x, "mxfp8"), mf.quantize(X, "mxfp8"))
+    assert y.shape == (6, 6)
+    assert torch.equal(y, mf.scaled_matmul(mf.quantize(x.view(6, 40), "mxfp8"), mf.quantize(X, "mxfp8")))
+
+
+@pytest.fixture
+def default_state():
+    """torch's process-wide settings, put back whatever a test does to them."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+
+
+@every_format
+def test_torchs_ambient_settings_change_nothing(fmt, default_state):
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(40, 96, generator=generator), torch.randn(24, 96, generator=generator)
+
+    def run():
+        a, b = mf.quantize(x, fmt), mf.quantize(w, fmt)
+        return a, b.dequantize(), mf.scaled_matmul(a, b)
+
+    def check(results):
+        assert all(torch.equal(left, right) for left, right in zip(results, plain, strict=True))
+        assert results[2].dtype == torch.float32
+
+    plain = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        check(run())
+    with torch.inference_mode():
+        check(run())
+    torch.set_float32_matmul_precision("medium")
+    check(run())
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    check(run())
+
+
+def test_epsilon_and_a_users_own_element():
+    cast = Cast("fp8_tensor", scaling=Current(amax_epsilon=100.0))
+    assert mf.quantize(X, cast).scale == mf.quantize(X, "fp8_tensor", amax=100.0).scale
+    wide = formats.ElementFormat("E4M2", 4, 2, bias=7, max=448.0, has_inf=False, has_nan=False)
+    for scale, block in ((formats.SCALE_E8M0, (1, 8)), (formats.SCALE_FP32, (1, None)), (formats.SCALE_FP32, (4, 4))):
+        mine = ScaledFormat("mine", wide, scale, block)
+        q, expected = mf.quantize(X, mine), reference.quantize(X.numpy(), mine)
+        assert q.codes.dtype == torch.uint8
+        assert np.array_equal(q.codes.numpy(), expected.codes)
+        assert np.array_equal(q.dequantize().numpy(), reference.dequantize(expected))

@@ -1,0 +1,518 @@
+"""QuantizedTensor: what it presents, which operations it knows, and how it refuses the rest."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import microfloat.torch as mf
+from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError
+from microfloat.formats import E2M1, FORMATS, SCALE_E8M0, ElementFormat, ScaledFormat
+from microfloat.recipes import Cast, Current, Delayed, Hadamard
+from microfloat.torch import QuantizedTensor
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+one_row_formats = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_tile], ids=str)
+ELEMENT = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def agrees(q, values):
+    """Whether `q` is quantized and stands for exactly `values`."""
+    assert isinstance(q, QuantizedTensor)
+    assert (q.shape, q.dtype) == (values.shape, values.dtype)
+    assert q.axis == (max(q.dim() - 1, 0) if q.dim() != 2 else q.axis)
+    for part in q.parts().values():
+        assert not isinstance(part, QuantizedTensor)
+    return torch.equal(q.dequantize(), values)
+
+
+# ---- what it presents
+
+
+@every_format
+def test_attributes(fmt):
+    x = randn(3, 40, 70).bfloat16()
+    q = mf.quantize(x, fmt)
+    assert (q.shape, q.dtype, q.device, q.ndim, q.numel()) == (x.shape, x.dtype, x.device, 3, x.numel())
+    assert (q.axis, q.hadamard, q.format, q.requires_grad) == (2, None, fmt, False)
+    packed = fmt.element.codes_per_byte == 2
+    assert q.codes.shape == (3, 40, 35 if packed else 70)
+    assert q.codes.dtype == ELEMENT.get(fmt.element.name, torch.uint8)
+    assert q.scale.dtype == (torch.float32 if fmt.scale.name == "FP32" else torch.uint8)
+    assert isinstance(q, torch.Tensor)
+    assert torch.is_tensor(q)
+
+
+def test_repr_names_formats_and_shapes_only():
+    q = mf.quantize(torch.ones(300, 300), Cast("nvfp4", hadamard=Hadamard()))
+    assert repr(q) == (
+        "QuantizedTensor(nvfp4, shape=(300, 300), dtype=torch.float32, axis=1, codes=uint8[300, 152], "
+        "scale=uint8[300, 19], tensor_scale=float32[], Hadamard(16, 0xd7e8))"
+    )
+    assert str(q) == repr(q) == f"{q}"
+    assert "fp8_row" in str([mf.quantize(torch.ones(2, 2), "fp8_row")])
+
+
+# ---- copies
+
+
+@every_format
+def test_copies(fmt):
+    q = mf.quantize(randn(5, 32, 40), fmt)
+    values = q.dequantize()
+    clone = q.clone()
+    assert agrees(clone, values)
+    assert clone.codes.data_ptr() != q.codes.data_ptr()
+    assert agrees(q.detach(), values)
+    assert q.detach().codes.data_ptr() == q.codes.data_ptr()
+    assert agrees(copy.copy(q), values)
+    deep = copy.deepcopy(q)
+    assert agrees(deep, values)
+    assert deep.codes.data_ptr() != q.codes.data_ptr()
+    assert q.contiguous() is q
+    assert q.cpu() is q
+    assert q.to("cpu") is q
+    assert torch.equal(q, clone)
+    if q.numel():
+        clone.codes.view(torch.uint8)[0, 0, 0] ^= 1
+        assert not torch.equal(q, clone)
+
+
+def test_equality_is_of_bytes_format_and_axis():
+    x = randn(32, 32)
+    assert torch.equal(mf.quantize(x, "mxfp8"), mf.quantize(x, "mxfp8"))
+    assert not torch.equal(mf.quantize(x, "mxfp8"), mf.quantize(x, "mxfp8", axis=-2))
+    assert not torch.equal(mf.quantize(x, "mxfp6_e2m3"), mf.quantize(x, "mxfp6_e3m2"))
+    nan = mf.quantize(torch.full((2, 32), float("nan")), "mxfp8")
+    assert torch.equal(nan, nan.clone())
+
+
+@every_format
+def test_to_changes_the_presented_dtype_only(fmt):
+    q = mf.quantize(randn(32, 48), fmt)
+    for dtype, half in (
+        (torch.bfloat16, q.bfloat16()),
+        (torch.float16, q.half()),
+        (torch.float16, q.to(torch.float16)),
+    ):
+        assert half.dtype == dtype
+        assert torch.equal(half.codes.view(torch.uint8), q.codes.view(torch.uint8))
+        assert torch.equal(half.dequantize(), q.dequantize(dtype))
+    assert torch.equal(half.float(), q)
+    assert q.type_as(torch.zeros(1).half()).dtype == torch.float16
+    for refused in (lambda: q.double(), lambda: q.int(), lambda: q.to(torch.float8_e4m3fn)):
+        with pytest.raises(InvalidTypeError, match=r"dtype: got torch\.\w+, .*dequantize"):
+            refused()
+
+
+def test_meta_device_keeps_shapes():
+    moved = mf.quantize(randn(32, 48), "nvfp4").to("meta")
+    assert (moved.device.type, moved.codes.device.type, moved.shape) == ("meta", "meta", (32, 48))
+
+
+@pytest.mark.gpu
+@every_format
+def test_moving_to_a_gpu_and_back(fmt):
+    q = mf.quantize(randn(32, 48), fmt)
+    moved = q.cuda()
+    assert moved.is_cuda
+    assert all(part.is_cuda for part in moved.parts().values())
+    assert torch.equal(moved.dequantize().cpu(), q.dequantize())
+    assert torch.equal(moved.cpu(), q)
+    pinned = q.pin_memory()
+    assert pinned.is_pinned()
+    assert not q.is_pinned()
+    assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), q)
+
+
+@every_format
+def test_copy_from_the_same_kind_and_from_a_plain_tensor(fmt):
+    q, other = mf.quantize(randn(32, 48), fmt), mf.quantize(randn(33, 48)[1:], fmt)
+    version = q._version
+    assert q.copy_(other) is q
+    assert torch.equal(q, other)
+    assert q._version > version
+    plain = randn(34, 48)[2:]
+    assert torch.equal(q.copy_(plain), mf.quantize(plain, fmt))
+
+
+def test_copies_between_kinds_are_refused():
+    q = mf.quantize(randn(32, 64), "mxfp8")
+    for other in (mf.quantize(randn(32, 64), "nvfp4"), mf.quantize(randn(32, 64), "mxfp8", axis=-2)):
+        with pytest.raises(InvalidValueError, match=r"copy_: got .* needed mxfp8 of shape \(32, 64\), axis 1"):
+            q.copy_(other)
+    with pytest.raises(InvalidTypeError, match=r"copy_.*dequantize"):
+        torch.zeros(32, 64).copy_(q)
+
+
+# ---- files
+
+
+@every_format
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_saving_with_weights_only(fmt, axis):
+    q = mf.quantize(randn(32, 48).bfloat16(), fmt, axis=axis)
+    buffer = io.BytesIO()
+    torch.save({"q": q, "parameter": nn.Parameter(q, requires_grad=True)}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert torch.equal(loaded["q"], q)
+    assert (loaded["q"].dtype, loaded["q"].axis, loaded["q"].cast) == (q.dtype, q.axis, q.cast)
+    assert not isinstance(loaded["q"], nn.Parameter)
+    assert isinstance(loaded["parameter"], nn.Parameter)
+    assert loaded["parameter"].requires_grad
+    assert torch.equal(pickle.loads(pickle.dumps(q)), q)
+
+
+def test_casts_survive_a_file():
+    own = ScaledFormat(
+        "mine", ElementFormat("E2M2", 2, 2, bias=1, max=7.0, has_inf=False, has_nan=False), SCALE_E8M0, (1, 8)
+    )
+    casts = [
+        Cast("nvfp4", "four_over_six_mse_448"), Cast("nvfp4", rounding="stochastic", hadamard=Hadamard(16, 3)),
+        Cast("fp8_row", scaling=Current(0.5)), Cast(own),
+    ]  # fmt: skip
+    for cast in casts:
+        q = mf.quantize(randn(4, 40), cast, seed=1)
+        loaded = pickle.loads(pickle.dumps(q))
+        assert loaded.cast == cast
+        assert torch.equal(loaded.dequantize(), q.dequantize())
+
+
+def test_a_delayed_tensor_keeps_its_scale_and_forgets_the_history():
+    q = mf.quantize(randn(4, 40), Cast("fp8_tensor", scaling=Delayed()), scale_enc=3.0)
+    assert q.cast.scaling == Current()
+    assert torch.equal(pickle.loads(pickle.dumps(q)), q)
+
+
+def test_a_damaged_file_is_refused():
+    q = mf.quantize(randn(4, 40), "mxfp8")
+    rebuild, (codes, scale, tensor_scale, description) = q.__reduce_ex__(4)
+    with pytest.raises(InvalidValueError, match=r"scale: got shape \(3, 2\), needed shape \(4, 2\)"):
+        rebuild(codes, scale[:3], tensor_scale, description)
+
+
+def test_modules_with_quantized_parameters():
+    layer = nn.Linear(48, 32)
+    layer.weight = nn.Parameter(mf.quantize(randn(32, 48), "mxfp8"), requires_grad=False)
+    twin = copy.deepcopy(layer)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert torch.equal(twin.weight, layer.weight)
+    twin.weight.data.zero_()
+    assert not torch.equal(twin.weight, layer.weight)
+    twin.load_state_dict(layer.state_dict())
+    assert torch.equal(twin.weight, layer.weight)
+    assert layer.bfloat16().weight.dtype == torch.bfloat16
+
+
+# ---- shapes
+
+
+@every_format
+def test_regrouping_leading_axes(fmt):
+    q = mf.quantize(randn(4, 32, 70), fmt)
+    values = q.dequantize()
+    assert agrees(q.view(128, 70), values.view(128, 70))
+    assert agrees(q.view(-1, 70), values.view(-1, 70))
+    assert agrees(q.reshape(2, 2, 32, 70), values.reshape(2, 2, 32, 70))
+    assert agrees(q.flatten(0, 1), values.flatten(0, 1))
+    assert agrees(q.unflatten(0, (2, 2)), values.unflatten(0, (2, 2)))
+    assert agrees(q.unsqueeze(0), values.unsqueeze(0))
+    assert agrees(q.unsqueeze(-2), values.unsqueeze(-2))
+    assert agrees(q.unsqueeze(1).squeeze(1), values)
+    assert agrees(q.unsqueeze(1).squeeze(), values)
+    assert agrees(q[None], values[None])
+    assert q.view(128, 70).codes.data_ptr() == q.codes.data_ptr()
+    flat = mf.quantize(randn(70), fmt)
+    assert agrees(flat.view(1, 70), flat.dequantize().view(1, 70))
+    assert agrees(flat.view(1, 70).view(70), flat.dequantize())
+    assert agrees(mf.quantize(torch.tensor(2.0), fmt).view(1), torch.tensor([2.0]))
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(2240, 4), (8960,), (4, 70, 32), (4, 32, 70, 1), (4, 32, 7, 10)], ids=str)
+def test_regrouping_the_contraction_axis_is_refused(fmt, shape):
+    with pytest.raises(
+        InvalidValueError, match=r"shape: got .* needed a shape whose last axis is the contraction axis, 70"
+    ):
+        mf.quantize(randn(4, 32, 70), fmt).view(shape)
+
+
+def test_regrouping_to_another_size_is_refused():
+    with pytest.raises((InvalidValueError, RuntimeError), match="shape"):
+        mf.quantize(randn(4, 70), "mxfp8").view(5, 70)
+    with pytest.raises(InvalidValueError, match="blocks along axis 0"):
+        mf.quantize(randn(4, 70), "mxfp8", axis=-2).view(2, 2, 70)
+
+
+@every_format
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_transposing_a_matrix_moves_no_byte(fmt, axis):
+    q = mf.quantize(randn(33, 70), fmt, axis=axis)
+    values = q.dequantize()
+    for transposed in (q.t(), q.T, q.mT, q.transpose(0, 1), q.permute(1, 0), q.swapaxes(0, 1)):
+        assert agrees(transposed, values.t())
+        assert transposed.axis == 1 - q.axis
+        assert transposed.codes.data_ptr() == q.codes.data_ptr()
+    assert torch.equal(q.t().t(), q)
+    assert agrees(q.permute(0, 1), values)
+
+
+@one_row_formats
+def test_permuting_leading_axes(fmt):
+    q = mf.quantize(randn(3, 5, 2, 70), fmt)
+    values = q.dequantize()
+    assert agrees(q.transpose(0, 1), values.transpose(0, 1))
+    permuted = q.permute(2, 0, 1, 3)
+    assert agrees(permuted, values.permute(2, 0, 1, 3))
+    assert agrees(permuted.contiguous(), values.permute(2, 0, 1, 3))
+    assert permuted.contiguous().codes.is_contiguous()
+    assert agrees(permuted.reshape(30, 70), values.permute(2, 0, 1, 3).reshape(30, 70))
+    with pytest.raises(InvalidValueError, match="the contraction axis to stay last"):
+        q.transpose(0, 3)
+
+
+@one_row_formats
+def test_cutting_leading_axes(fmt):
+    q = mf.quantize(randn(4, 33, 70), fmt)
+    values = q.dequantize()
+    for cut in (
+        lambda t: t[1:3], lambda t: t[2], lambda t: t[-1], lambda t: t[:, 3:17:2], lambda t: t[:, 5], lambda t: t[1, 2],
+        lambda t: t[1:1], lambda t: t[..., :], lambda t: t.narrow(1, 4, 9), lambda t: t.select(0, 1), lambda t: t[1][2:4],
+        lambda t: t[:, -3:],
+    ):  # fmt: skip
+        assert agrees(cut(q), cut(values))
+    for parts in (
+        lambda t: t.split(3), lambda t: t.split([1, 3]), lambda t: t.chunk(4, dim=1), lambda t: t.unbind(0),
+        lambda t: t.tensor_split(3, dim=1), lambda t: list(t),
+    ):  # fmt: skip
+        assert all(agrees(part, wanted) for part, wanted in zip(parts(q), parts(values), strict=True))
+    matrix = mf.quantize(randn(70, 9), fmt, axis=-2)
+    assert agrees(matrix[:, 2:5], matrix.dequantize()[:, 2:5])
+    assert agrees(matrix[:, 4], matrix.dequantize()[:, 4])
+
+
+@pytest.mark.parametrize("name", ["nvfp4_2d", "fp8_128x128"])
+def test_cutting_tiles(name):
+    q = mf.quantize(randn(300, 270), name)
+    values, tile = q.dequantize(), q.format.block[0]
+    for cut in (
+        lambda t: t[tile:],
+        lambda t: t[: 2 * tile],
+        lambda t: t[:, tile : 2 * tile],
+        lambda t: t[2 * tile :, :tile],
+    ):
+        assert agrees(cut(q), cut(values))
+    assert agrees(q.t()[tile:], values.t()[tile:])
+    for cut, axis in ((lambda t: t[1:], 0), (lambda t: t[: tile + 1], 0), (lambda t: t[3], 0), (lambda t: t[:, 1:], 1)):
+        with pytest.raises(
+            InvalidValueError, match=rf"slice of axis {axis}: got .* bounds that are multiples of {tile} "
+        ):
+            cut(q)
+    deep = mf.quantize(randn(4, tile // 2, 64), name)
+    assert agrees(deep[2:], deep.dequantize()[2:])
+    with pytest.raises(InvalidValueError, match="multiples of 2 "):
+        deep[1:]
+    with pytest.raises(InvalidValueError, match="a cut along the first axis only"):
+        deep[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("cast", "unit"),
+    [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16), ("nvfp4_row", 16), ("fp8_1x128", 128), ("fp8_row", 1), ("fp8_tensor", 1),
+     (Cast("mxfp8", hadamard=Hadamard()), 32), (Cast("fp8_row", hadamard=Hadamard()), 16),
+     (ScaledFormat("mine", E2M1, SCALE_E8M0, (1, 3)), 6)], ids=str,
+)  # fmt: skip
+def test_cutting_the_contraction_axis_at_blocks(cast, unit):
+    for axis in (-1, -2):
+        q = mf.quantize(randn(5, 3 * unit + 7) if axis == -1 else randn(3 * unit + 7, 5), cast, axis=axis)
+        values = q.dequantize()
+        for bounds in ((unit, 2 * unit), (0, unit), (2 * unit, None)):
+            window = (..., slice(*bounds)) if axis == -1 else (slice(*bounds),)
+            assert agrees(q[window], values[window])
+        if unit > 1:
+            for bounds in ((1, None), (0, unit + 1), (0, 2 * unit, 2)):
+                window = (..., slice(*bounds)) if axis == -1 else (slice(*bounds),)
+                with pytest.raises(InvalidValueError, match=rf"step 1 and bounds that are multiples of {unit} "):
+                    q[window]
+        with pytest.raises(InvalidValueError, match=r"dim: got .*, the contraction axis of a QuantizedTensor"):
+            q.select(q.axis, 0)
+
+
+# ---- products
+
+
+@every_format
+def test_products_as_torch_writes_them(fmt):
+    q, w, bias = mf.quantize(randn(40, 96), fmt), mf.quantize(randn(24, 96), fmt), randn(24)
+    expected = mf.scaled_matmul(q, w)
+    for product in (q @ w.t(), torch.mm(q, w.t()), torch.matmul(q, w.T), F.linear(q, w), q.mm(w.t()), q.matmul(w.mT)):
+        assert type(product) is torch.Tensor
+        assert torch.equal(product, expected)
+    assert torch.equal(F.linear(q, w, bias), mf.scaled_matmul(q, w, bias=bias))
+    assert torch.equal(torch.addmm(bias, q, w.t()), mf.scaled_matmul(q, w, bias=bias))
+    columns = mf.quantize(w.dequantize().t().contiguous(), fmt, axis=-2)
+    assert torch.equal(q @ columns, mf.scaled_matmul(q, columns.t()))
+    deep = q.view(2, 20, 96)
+    assert torch.equal(F.linear(deep, w), expected.view(2, 20, 24))
+    assert torch.equal(F.linear(deep, w, bias), mf.scaled_matmul(q, w, bias=bias).view(2, 20, 24))
+    assert torch.equal(deep @ w.t(), expected.view(2, 20, 24))
+
+
+def test_products_that_torch_writes_wrongly():
+    q, w = mf.quantize(randn(40, 96), "mxfp8"), mf.quantize(randn(96, 24), "mxfp8")
+    with pytest.raises(
+        InvalidValueError, match=r"b: got blocks along axis 1 of shape \(96, 24\), needed blocks along axis 0"
+    ):
+        q @ w
+    with pytest.raises(InvalidValueError, match=r"a: got blocks along axis 0 of shape \(40, 96\)"):
+        mf.quantize(randn(40, 96), "mxfp8", axis=-2) @ w.t().t()
+    for mixed in (lambda: q @ randn(96, 24), lambda: randn(24, 40) @ q, lambda: F.linear(randn(3, 96), q)):
+        with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(mxfp8\).*dequantize"):
+            mixed()
+
+
+# ---- everything else
+
+
+REFUSED = {
+    "add": lambda q, x: q + 1, "add tensor": lambda q, x: q + x, "radd": lambda q, x: x + q, "sub": lambda q, x: 1 - q,
+    "mul": lambda q, x: q * x, "div": lambda q, x: q / 2, "pow": lambda q, x: q**2, "eq": lambda q, x: q == x,
+    "lt": lambda q, x: q < x, "neg": lambda q, x: -q, "abs": lambda q, x: q.abs(), "sum": lambda q, x: q.sum(),
+    "relu": lambda q, x: torch.relu(q), "cat": lambda q, x: torch.cat([q, q]), "stack": lambda q, x: torch.stack([q, q]),
+    "where": lambda q, x: torch.where(x > 0, q, x), "index": lambda q, x: q[x > 0], "fill": lambda q, x: q.fill_(1),
+    "numpy": lambda q, x: q.numpy(), "tolist": lambda q, x: q.tolist(), "item": lambda q, x: q.item(),
+    "softmax": lambda q, x: q.softmax(-1), "amax": lambda q, x: q.amax(), "isnan": lambda q, x: torch.isnan(q),
+    "allclose": lambda q, x: torch.allclose(q, x), "einsum": lambda q, x: torch.einsum("ij->ji", q) + 0,
+    "layer_norm": lambda q, x: F.layer_norm(q, (64,)), "out": lambda q, x: torch.add(x, q, out=x),
+    "in place argument": lambda q, x: x.add_(q), "set item": lambda q, x: x.__setitem__(0, q[0]),
+    "bmm": lambda q, x: torch.bmm(q[None], q[None]), "expand": lambda q, x: q[None].expand(3, -1, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_other_operation_names_dequantize(name):
+    q, x = mf.quantize(randn(32, 64), "mxfp8"), randn(32, 64)
+    with pytest.raises(
+        InvalidTypeError, match=r"got a QuantizedTensor \(mxfp8\), needed a plain tensor. Call .dequantize"
+    ):
+        REFUSED[name](q, x)
+
+
+def test_factories_give_plain_tensors():
+    q = mf.quantize(randn(32, 64).bfloat16(), "mxfp8")
+    for made in (
+        torch.zeros_like(q),
+        torch.empty_like(q),
+        torch.randn_like(q),
+        q.new_zeros(32, 64),
+        torch.full_like(q, 3),
+    ):
+        assert type(made) is torch.Tensor
+        assert (made.shape, made.dtype) == (q.shape, q.dtype)
+    assert torch.zeros_like(q, dtype=torch.float32).dtype == torch.float32
+    assert q.new_empty(3).shape == (3,)
+
+
+@every_format
+def test_an_optimizer_steps_on_codes(fmt):
+    """Dequantize, apply, requantize with the same Cast."""
+    x = randn(32, 64)
+    for make in (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)):
+        parameter, plain = nn.Parameter(mf.quantize(x, fmt)), nn.Parameter(mf.quantize(x, fmt).dequantize())
+        gradient = randn(32, 65)[:, :64].contiguous()
+        parameter.grad, plain.grad = gradient.clone(), gradient.clone()
+        before = parameter._version
+        make([parameter]).step()
+        make([plain]).step()
+        assert isinstance(parameter.data, QuantizedTensor)
+        assert parameter._version > before
+        if make([plain]).defaults.get("weight_decay", 0) == 0:
+            assert torch.equal(parameter, mf.quantize(plain.detach(), fmt))
+        else:  # decay is a step of its own, and each step rounds
+            assert (parameter.dequantize() - plain).abs().max() < 0.5
+
+
+# ---- from_parts
+
+
+@every_format
+def test_from_parts_wraps_without_copying(fmt):
+    q = mf.quantize(randn(3, 33, 48), fmt)
+    made = QuantizedTensor.from_parts(q.codes, q.scale, q.tensor_scale, fmt, shape=q.shape)
+    assert torch.equal(made, q)
+    assert made.codes is q.codes
+    assert torch.equal(QuantizedTensor.from_parts(q.codes, q.scale, q.tensor_scale, fmt.name), q)
+    columns = mf.quantize(randn(48, 33), fmt, axis=-2)
+    made = QuantizedTensor.from_parts(*columns.parts().values(), *([None] * (3 - len(columns.parts()))), fmt, axis=-2)
+    assert torch.equal(made, columns)
+
+
+def test_from_parts_with_a_transform_and_without_a_tensor_scale():
+    cast = Cast("nvfp4", hadamard=Hadamard())
+    q = mf.quantize(randn(5, 50).bfloat16(), cast)
+    made = QuantizedTensor.from_parts(
+        q.codes, q.scale, q.tensor_scale, "nvfp4", shape=(5, 50), dtype=torch.bfloat16, hadamard=Hadamard()
+    )
+    assert torch.equal(made.dequantize(), q.dequantize())
+    one_level = mf.quantize(randn(5, 48), Cast("nvfp4", "one_level_e4m3"))
+    made = QuantizedTensor.from_parts(one_level.codes, one_level.scale, None, "nvfp4")
+    assert torch.equal(made.dequantize(), one_level.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codes": torch.zeros(6, 40, dtype=torch.uint8)}, r"codes: got shape \(6, 40\), needed shape \(6, 20\)"),
+        ({"codes": torch.zeros(6, 20)}, r"codes: got torch.float32, needed a tensor of torch.uint8"),
+        ({"codes": [[0]]}, r"codes: got list"),
+        ({"scale": torch.zeros(6, 2, dtype=torch.uint8)}, r"scale: got shape \(6, 2\), needed shape \(6, 3\)"),
+        ({"scale": torch.zeros(6, 3)}, r"scale: got torch.float32"),
+        ({"scale": None}, r"scale: got NoneType"),
+        ({"tensor_scale": torch.ones(1)}, r"tensor_scale: got shape \(1,\), needed shape \(\)"),
+        ({"format": "mxfp4"}, r"scale: got shape \(6, 3\), needed shape \(6, 2\)"),
+        ({"format": 4}, r"format: got int, needed a ScaledFormat"),
+        ({"format": "nvfp5"}, r"Did you mean"),
+        ({"shape": (6, 41)}, r"codes: got shape"),
+        ({"axis": -2}, r"codes: got shape"),
+        ({"dtype": torch.float64}, r"dtype: got torch.float64"),
+        ({"hadamard": Hadamard()}, r"codes: got shape \(6, 20\), needed shape \(6, 24\)"),
+    ],
+    ids=str,
+)
+def test_from_parts_that_do_not_fit(changes, message):
+    q = mf.quantize(randn(6, 40), "nvfp4")
+    arguments = {
+        "codes": q.codes,
+        "scale": q.scale,
+        "tensor_scale": q.tensor_scale,
+        "format": "nvfp4",
+        "shape": (6, 40),
+    }
+    with pytest.raises(MicrofloatError, match=message):
+        QuantizedTensor.from_parts(**(arguments | changes))
+
+
+def test_from_parts_with_a_scale_too_many():
+    q = mf.quantize(randn(6, 40), "mxfp8")
+    with pytest.raises(InvalidValueError, match=r"tensor_scale: got a tensor, needed None for mxfp8"):
+        QuantizedTensor.from_parts(q.codes, q.scale, torch.ones(()), "mxfp8")
+
+
+@every_format
+def test_flattening_for_compilers(fmt):
+    q = mf.quantize(randn(6, 40), fmt, axis=-2)
+    names, context = q.__tensor_flatten__()
+    hash(context)
+    parts = {name: getattr(q, name) for name in names}
+    again = QuantizedTensor.__tensor_unflatten__(parts, context, q.shape, q.stride())
+    assert torch.equal(again, q)
+    assert (again.dtype, again.axis, again.cast) == (q.dtype, q.axis, q.cast)
