@@ -7,7 +7,7 @@ returns ``(stored, factor)``: what is written for the block, and the float32 tha
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bits_of, float_of
+from microfloat.kernels._convert import bits_of, encode_e4m3_scale, float_of
 
 # Families of scale rules, as constants of a compiled kernel.
 E8M0 = tl.constexpr(0)
@@ -46,3 +46,66 @@ def fp32_scale(amax_bits, epsilon, MAX: tl.constexpr, POW2: tl.constexpr):
         SMALLEST: tl.constexpr = MAX * 2.0**-126
         factor = tl.where(plain, 1.0, tl.div_rn(MAX, tl.maximum(amax, SMALLEST)))
         return tl.div_rn(1.0, factor), factor
+
+
+# How an NVFP4 block amax becomes a scale, as constants of a compiled kernel.
+TWO_LEVEL = tl.constexpr(0)  # a * f32(S * inverse_six)
+TWO_LEVEL_DIVIDED = tl.constexpr(1)  # f32(a / 6) / tensor_scale, at least 2^-6
+ONE_LEVEL = tl.constexpr(2)  # a / 6, at least 2^-6; no tensor scale
+FOUR_OVER_SIX_MAE = tl.constexpr(3)
+FOUR_OVER_SIX_MSE = tl.constexpr(4)
+
+
+@triton.jit
+def reciprocal(x, HW: tl.constexpr):
+    """f32(1 / x), correctly rounded."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr):
+    """NVFP4's first level from the tensor (or row) amax: (A as used, S, f32(1/S), tensor_scale)."""
+    CLAMP: tl.constexpr = (2688.0 if RULE < 3 else CAPACITY) * 2.0**-117
+    plain = (amax == 0.0) | (amax == float("inf"))
+    used = tl.where(plain, CAPACITY, tl.maximum(amax, CLAMP))
+    encode = tl.div_rn(CAPACITY, used)
+    return used, encode, tl.div_rn(1.0, encode), tl.div_rn(used, CAPACITY)
+
+
+@triton.jit
+def e4m3_factor(stored, decode_level, HW: tl.constexpr):
+    """``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb)."""
+    value = float_of(stored << 20) * 2.0**120
+    factor = tl.minimum(reciprocal(value * decode_level, HW), 3.4028234663852886e38)
+    return factor, value
+
+
+@triton.jit
+def e4m3_scale(
+    amax_bits, encode_level, decode_level, tensor_scale, RULE: tl.constexpr, INVERSE_SIX: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them."""
+    a = float_of(amax_bits)
+    if RULE == TWO_LEVEL:
+        t = tl.minimum(a * (encode_level * INVERSE_SIX), 3.4028234663852886e38)
+        stored = encode_e4m3_scale(t, HW)
+        factor, value = e4m3_factor(stored, decode_level, HW)
+    else:
+        t = tl.div_rn(a, 6.0)
+        if RULE == TWO_LEVEL_DIVIDED:
+            t = tl.div_rn(t, tensor_scale)
+        stored = encode_e4m3_scale(tl.minimum(tl.maximum(t, 0.015625), 448.0), HW)
+        value = float_of(stored << 20) * 2.0**120
+        if RULE == TWO_LEVEL_DIVIDED:
+            factor = tl.div_rn(tl.div_rn(1.0, tensor_scale), value)
+        else:
+            factor = tl.div_rn(1.0, value)
+    bad = amax_bits > 0x7F800000
+    nan = float_of(tl.zeros_like(amax_bits) + 0x7FC00000)
+    return tl.where(bad, 0x7F, stored), tl.where(bad, nan, factor), tl.where(bad, nan, value)

@@ -110,6 +110,28 @@ def store_quads(
 
 
 @triton.jit
+def store_octs(tile_ptr, octs, row, index, rows, length, ld, OCTS: tl.constexpr, EVEN: tl.constexpr):
+    """Store int32s of eight FP4 codes at oct `index` of operand row `row` (local; shapes that broadcast to `octs`).
+
+    `rows` x `length`: what is left of the operand from the tile's origin on; `ld` bytes per row. `OCTS`: rows are whole
+    numbers of octs, so that one is aligned; otherwise bytes are stored one by one.
+    """
+    if OCTS:
+        at = tile_ptr.to(tl.pointer_type(tl.int32)) + (row * (ld // 4) + index)
+        if EVEN:
+            tl.store(at, octs)
+        else:
+            tl.store(at, octs, mask=(row < rows) & (8 * index < length))
+    else:
+        for j in tl.static_range(4):
+            byte = (octs >> (8 * j)) & 0xFF
+            element = 8 * index + 2 * j
+            byte = tl.where(element + 1 < length, byte, byte & 15)
+            at = tile_ptr + (row * ld + 4 * index + j)
+            tl.store(at, byte.to(tl.uint8), mask=(row < rows) & (element < length))
+
+
+@triton.jit
 def transpose_quads(codes, GROUPS: tl.constexpr, Q: tl.constexpr, W: tl.constexpr):
     """[GROUPS, Q, W] quads of one column of every word -> [W, GROUPS * Q], rows contiguous."""
     return tl.permute(tl.reshape(codes, [GROUPS * Q, W]), [1, 0])

@@ -46,6 +46,18 @@ def publish_amax(amax_bits, out_ptr, scratch_ptr, WHAT: tl.constexpr):
 
 
 @triton.jit
+def publish_two(first_bits, second_bits, out_ptr, scratch_ptr):
+    """Two maxima of a launch into float32[2]; `scratch_ptr`: int64[3], zero before and after."""
+    tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
+    tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
+    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(out_ptr, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
+        tl.store(out_ptr + 1, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+
+
+@triton.jit
 def publish_counts(first, second, out_ptr, scratch_ptr):
     """Sum two counts over the programs of a launch into ``out`` (int64[2]); `scratch_ptr`: int64[3], zero before and after.
 

@@ -57,6 +57,12 @@ def tile_amax(
 
 
 @triton.jit
+def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, POW2: tl.constexpr):
+    """(scale, factor) of rows or columns from their float32 amaxes."""
+    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, POW2)
+
+
+@triton.jit
 def cast_tile_rows(
     out_tile, low, high, factor, r, w, row, word, rows, cols, C, seed_ptr, stream, batch,
     MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
@@ -120,28 +126,24 @@ def cast_scaled(
             raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW
         )  # fmt: skip
     if SOURCE == AXES:
-        row_bits = tl.load(source_ptr + row0 + r, mask=r < rows, other=0)
-        scale0, f0 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
-        row_bits = tl.load(source_ptr + row0 + r + 1, mask=r + 1 < rows, other=0)
-        scale1, f1 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
-        row_bits = tl.load(source_ptr + row0 + r + 2, mask=r + 2 < rows, other=0)
-        scale2, f2 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
-        row_bits = tl.load(source_ptr + row0 + r + 3, mask=r + 3 < rows, other=0)
-        scale3, f3 = fp32_scale(row_bits, epsilon, MAX, ANY[2])
-        bits = tl.load(source2_ptr + col0 + 2 * w, mask=2 * w < cols, other=0)
-        scale_low, f_low = fp32_scale(bits, epsilon, MAX, ANY[2])
-        bits = tl.load(source2_ptr + col0 + 2 * w + 1, mask=2 * w + 1 < cols, other=0)
-        scale_high, f_high = fp32_scale(bits, epsilon, MAX, ANY[2])
+        f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
         if ROW is not None:
+            scale0, f0 = axis_scale(source_ptr + row0 + r, r < rows, epsilon, MAX, ANY[2])
+            scale1, f1 = axis_scale(source_ptr + row0 + r + 1, r + 1 < rows, epsilon, MAX, ANY[2])
+            scale2, f2 = axis_scale(source_ptr + row0 + r + 2, r + 2 < rows, epsilon, MAX, ANY[2])
+            scale3, f3 = axis_scale(source_ptr + row0 + r + 3, r + 3 < rows, epsilon, MAX, ANY[2])
             if col0 == 0:
                 tl.store(row_scale + row0 + r, scale0, mask=r < rows)
                 tl.store(row_scale + row0 + r + 1, scale1, mask=r + 1 < rows)
                 tl.store(row_scale + row0 + r + 2, scale2, mask=r + 2 < rows)
                 tl.store(row_scale + row0 + r + 3, scale3, mask=r + 3 < rows)
         if COLUMN is not None:
+            c = 2 * w
+            scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, MAX, ANY[2])
+            scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, MAX, ANY[2])
             if row0 == 0:
-                tl.store(column_scale + col0 + 2 * w, scale_low, mask=2 * w < cols)
-                tl.store(column_scale + col0 + 2 * w + 1, scale_high, mask=2 * w + 1 < cols)
+                tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
+                tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
     else:
         if SOURCE == GIVEN:
             f0 = tl.load(source_ptr)

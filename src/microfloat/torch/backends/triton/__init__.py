@@ -5,6 +5,8 @@ cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_
 `refusal` says which casts have no kernel, and why.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from microfloat.errors import NotSupportedError
@@ -13,10 +15,19 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._launch import Matrix
+from microfloat.torch.backends.triton._nvfp4 import quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 
-__all__ = ["amax", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
+__all__ = ["Values", "amax", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """Values of an operand in bfloat16, [R, stored length], times `tensor_scale` (float32 () or [R, 1], or None = 1)."""
+
+    values: torch.Tensor
+    tensor_scale: torch.Tensor | None
 
 
 def refusal(cast: Cast) -> str:
@@ -75,6 +86,11 @@ def quantize_both(
             Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, amax=amax,
             scale_enc=scale_enc, record=record,
         )  # fmt: skip
+    elif family == "nvfp4":
+        results = quantize_nvfp4(
+            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch,
+            amaxes=None if amax is None else (amax, amax),
+        )  # fmt: skip
     else:
         results = quantize_blocks(
             Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
@@ -84,26 +100,36 @@ def quantize_both(
 
 def quantize_to_bf16(
     x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
-    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
+) -> tuple[Values | None, Values | None]:  # fmt: skip
     """Quantize and dequantize at once: the values of the row operand [R, C] and of the column operand [C, R].
 
-    Both come in the memory layout of `x` (the second is a transposed view), which bfloat16 GEMMs read in any orientation.
+    MX: the full value, rounded once to bfloat16. NVFP4: code x block scale, exact, under `tensor_scale`; a transformed
+    operand stays transformed and is as long as it is stored. Both lie in the memory layout of `x` (the second is a
+    transposed view), which bfloat16 GEMMs read in any orientation.
     """
     row, column = _plan(row_cast), _plan(column_cast)
+    options = {"seed": seed, "batch": batch, "amax": amax}
     if row and column and not _share(row, column):
-        first, _ = quantize_to_bf16(x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch)
-        _, second = quantize_to_bf16(x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch)
+        first, _ = quantize_to_bf16(x, row_cast, None, row_stream=row_stream, **options)
+        _, second = quantize_to_bf16(x, None, column_cast, column_stream=column_stream, **options)
         return first, second
     turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
     if turned:
         x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
-    first, second = values_blocks(
-        Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
-    )
-    if turned:
-        return second, None if first is None else first.t()
-    return first, None if second is None else second.t()
+    streams = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream, "batch": batch}
+    family = (row or column).family  # type: ignore[union-attr]
+    row_scale = column_scale = None
+    if family == "nvfp4":
+        amaxes = None if amax is None else (amax, amax)
+        first, second, row_scale, column_scale = values_nvfp4(Matrix(x), row, column, amaxes=amaxes, **streams)
+    elif family == "blocks":
+        first, second = values_blocks(Matrix(x), row, column, **streams)
+    else:
+        raise NotSupportedError(f"quantize_to_bf16 has no kernel for {(row or column).cast.format.name}.")  # type: ignore[union-attr]
+    row_values = None if first is None else Values(first, row_scale)
+    column_values = None if second is None else Values(second.t(), column_scale)
+    return (column_values, row_values) if turned else (row_values, column_values)
 
 
 def fold_both(

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from microfloat.formats import ElementFormat
+from microfloat.kernels._scales import (
+    FOUR_OVER_SIX_MAE,
+    FOUR_OVER_SIX_MSE,
+    ONE_LEVEL,
+    TWO_LEVEL,
+    TWO_LEVEL_DIVIDED,
+)
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
@@ -25,7 +32,8 @@ class CastPlan:
 
     `family`: which kernel (`scaled`, `blocks`, `tiles`, `nvfp4`, or "" = none, with the reason in `refusal`).
     `rule`: the mantissa threshold of E8M0, or 1 for powers of two. `scale_dtype`, `codes_dtype`, `codes_per_byte`,
-    `block`: the shapes of what is written. `scale_layout`: of one-row blocks.
+    `block`: the shapes of what is written. `scale_layout`: of one-row blocks. `nvfp4_cast`: the constant that
+    `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED).
     """
 
     cast: Cast
@@ -41,6 +49,7 @@ class CastPlan:
     codes_per_byte: int
     scale_dtype: torch.dtype
     scale_layout: int
+    nvfp4_cast: tuple
 
     @property
     def block_cast(self) -> tuple:
@@ -82,6 +91,7 @@ def _make(cast: Cast) -> CastPlan:
         torch.float32 if fmt.scale.name == "FP32" else torch.uint8,
         # FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order.
         SCALE_COLUMN_MAJOR.value if fmt.block == (1, 128) and not is_e8m0 else SCALE_ROW_MAJOR.value,
+        _nvfp4_cast(cast) if family == "nvfp4" else (),
     )  # fmt: skip
 
 
@@ -96,10 +106,26 @@ def _family(cast: Cast) -> tuple[str, str]:
         return "", f"element {element.name} is not one of the stock elements"
     if cast.hadamard is not None and fmt.scale.name != "E4M3":
         return "", f"a Hadamard transform of {fmt.name}"
-    if fmt.scale.name == "E4M3":
-        return "", f"format {fmt.name}"
+    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
+        return "nvfp4", ""
     if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
         return "scaled", ""
     if fmt.block[0] == 1 and fmt.block[1] in _ROW_BLOCKS and (element.bits == 8 or fmt.scale.name == "E8M0"):
         return "blocks", ""
     return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+def _nvfp4_cast(cast: Cast) -> tuple:
+    level = cast.rule.two_level
+    assert level is not None
+    if level.four_over_six is not None:
+        rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
+    elif level.inverse_six is not None:
+        rule = TWO_LEVEL
+    else:
+        rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
+    signs = -1 if cast.hadamard is None else cast.hadamard.sign_mask
+    per_row = cast.format.tensor_scale == "row" and level.tensor_scale
+    return (
+        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan
 
-__all__ = ["measure_amax", "quantize_scaled"]
+__all__ = ["measure_amax", "measure_axes", "quantize_scaled"]
 
 _AMAX_CONTIGUOUS = Kernel(amax_kernels.amax_contiguous)
 _AMAX_STRIDED = Kernel(amax_kernels.amax_strided)
@@ -69,9 +69,7 @@ def quantize_scaled(
             mode, source = _AMAX, (measure_amax(matrix) if amax is None else amax)
     elif plan.block == (1, None):
         mode = _AXES
-        bits = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-        source, source2 = bits[:rows], bits[rows:]
-        _measure_axes(matrix, source, source2, row is not None, column is not None, hardware)
+        source, source2 = measure_axes(matrix, row is not None, column is not None)
         row_scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if row else None
         column_scale = torch.empty((columns, 1), dtype=torch.float32, device=x.device) if column else None
     else:
@@ -88,8 +86,7 @@ def quantize_scaled(
         x, row_codes, column_codes, row_scale, column_scale, source, source2, record,
         scratch(device) if record is not None else None, seed,
     )  # fmt: skip
-    aligned = source2 is None or rows & 3 == 0
-    key = (matrix.key, constants, warps, aligned, row_stream, column_stream, seed is None or seed.data_ptr() & 15 == 0)
+    key = (matrix.key, constants, warps, row_stream, column_stream)
     scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
     _CAST(key, programs, device, tensors, scalars, constants, warps)
     return (
@@ -98,14 +95,18 @@ def quantize_scaled(
     )
 
 
-def _measure_axes(
-    matrix: Matrix, row_bits: torch.Tensor, column_bits: torch.Tensor, row: bool, column: bool, hardware: bool
-) -> None:
-    """Bits of the amax of every row and column, merged into cleared buffers."""
+def measure_axes(matrix: Matrix, row: bool, column: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """float32 amaxes of every row [R] and of every column [C], NaN ignored, in one pass (each if asked for)."""
     tile_rows, tile_columns, warps = TILES["axes"]
+    x = matrix.tensor
+    device = x.get_device()
+    amaxes = torch.zeros((matrix.rows if row else 0) + (matrix.columns if column else 0), device=x.device)
+    row_amax = amaxes[: matrix.rows] if row else None
+    column_amax = amaxes[matrix.rows if row else 0 :] if column else None
     even = matrix.fills(tile_rows, tile_columns)
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    constants = (row, column, matrix.kind, even, matrix.index64, hardware, tile_rows, tile_columns)
+    constants = (row, column, matrix.kind, even, matrix.index64, compiled_conversions(device), tile_rows, tile_columns)
     key = (matrix.key, constants, warps)
-    tensors = (matrix.tensor, row_bits, column_bits)
-    _AMAX_AXES(key, programs, matrix.tensor.get_device(), tensors, matrix.sizes, constants, warps)
+    bits = [None if t is None else t.view(torch.int32) for t in (row_amax, column_amax)]
+    _AMAX_AXES(key, programs, device, (x, *bits), matrix.sizes, constants, warps)
+    return row_amax, column_amax

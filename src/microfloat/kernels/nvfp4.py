@@ -1,0 +1,356 @@
+"""NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one pass.
+
+A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED)``: the constants of the
+scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x 16 tiles, one amax
+per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16 (exact; the tensor scale
+stays outside) in the layout of the input, and whether stored units are aligned. A transformed column operand has R rounded up to 16 rows.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._block16 import (
+    block_octs,
+    block_values,
+    column_block_amax,
+    hadamard_column_blocks,
+    hadamard_row_blocks,
+    load_column_blocks,
+    load_row_blocks,
+    row_block_amax,
+)
+from microfloat.kernels._convert import WORDS_BF16, bf16_word
+from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
+from microfloat.kernels._random import block_words, load_seed
+from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, e4m3_scale, tensor_level
+from microfloat.kernels._tiles import store_octs, store_pairs
+from microfloat.kernels.amax import publish_two
+
+CODES = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+
+
+@triton.jit
+def over_rows(x, NB: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr):
+    """Largest of every 16 rows of [NB, BM], spread over them again."""
+    if TILE:
+        m = tl.max(tl.reshape(x, [NB, BM // 16, 16]), 2)
+        return tl.reshape(tl.broadcast_to(m[:, :, None], [NB, BM // 16, 16]), [NB, BM])
+    else:
+        return x
+
+
+@triton.jit
+def over_columns(a, b, G: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
+    """Largest of every 16 columns of two [G, W] tensors (first and second column of every word), spread over both."""
+    if TILE:
+        m = tl.max(tl.reshape(tl.maximum(a, b), [G, W // 8, 8]), 2)
+        m = tl.reshape(tl.broadcast_to(m[:, :, None], [G, W // 8, 8]), [G, W])
+        return m, m
+    else:
+        return a, b
+
+
+@triton.jit
+def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
+    """The first level of the operand, from one amax or (PER_ROW) from that of every row."""
+    if CAST[0] == ONE_LEVEL:
+        amax = tl.zeros([], tl.float32)
+    elif CAST[6]:
+        amax = tl.load(amax_ptr + index, mask=inside, other=0.0)
+    else:
+        amax = tl.load(amax_ptr)
+    return tensor_level(amax, CAST[0], CAST[1])
+
+
+@triton.jit
+def choose_rows(block, amax, level, CAST: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr):
+    """(stored, factor, value) of blocks along rows."""
+    used, encode, decode, tensor_scale = level
+    if CAST[0] < FOUR_OVER_SIX_MAE:
+        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], HW)
+    else:
+        stored6, factor6, value6 = candidate(amax, encode, decode, 1.0, HW)
+        stored4, factor4, value4 = candidate(amax, encode, decode, 1.5, HW)
+        error6 = row_error(block, factor6, value6, used, CAST[0], CAST[1], HW)
+        error4 = row_error(block, factor4, value4, used, CAST[0], CAST[1], HW)
+        if CAST[5]:
+            N: tl.constexpr = BM // 16
+            error6 = tl.trans(sum_tree(tl.trans(error6), N, NB))
+            error4 = tl.trans(sum_tree(tl.trans(error4), N, NB))
+            better = (error4 < error6).to(tl.int32)
+            better = tl.reshape(tl.broadcast_to(better[:, :, None], [NB, N, 16]), [NB, BM]) != 0
+        else:
+            better = error4 < error6
+        return _chosen(better, amax, stored6, factor6, value6, stored4, factor4, value4)
+
+
+@triton.jit
+def _chosen(better, amax, stored6, factor6, value6, stored4, factor4, value4):
+    bad = amax > 0x7F800000
+    stored = tl.where(bad, 0x7F, tl.where(better, stored4, stored6))
+    factor = tl.where(bad, float("nan"), tl.where(better, factor4, factor6))
+    return stored, factor, tl.where(bad, float("nan"), tl.where(better, value4, value6))
+
+
+@triton.jit
+def choose_columns(
+    low, high, amax_low, amax_high, level_low, level_high, CAST: tl.constexpr, HW: tl.constexpr,
+    G: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """(stored, factor, value) of the blocks of the first and of the second columns."""
+    used, encode, decode, tensor_scale = level_low
+    used2, encode2, decode2, tensor_scale2 = level_high
+    if CAST[0] < FOUR_OVER_SIX_MAE:
+        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], HW)
+        if CAST[5]:
+            return s, f, v, s, f, v
+        else:
+            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], HW)
+            return s, f, v, s2, f2, v2
+    else:
+        s6, f6, v6 = candidate(amax_low, encode, decode, 1.0, HW)
+        s4, f4, v4 = candidate(amax_low, encode, decode, 1.5, HW)
+        r6, g6, u6 = candidate(amax_high, encode2, decode2, 1.0, HW)
+        r4, g4, u4 = candidate(amax_high, encode2, decode2, 1.5, HW)
+        error6 = row_error(low, f6, v6, used, CAST[0], CAST[1], HW)
+        error4 = row_error(low, f4, v4, used, CAST[0], CAST[1], HW)
+        other6 = row_error(high, g6, u6, used2, CAST[0], CAST[1], HW)
+        other4 = row_error(high, g4, u4, used2, CAST[0], CAST[1], HW)
+        if CAST[5]:
+            N: tl.constexpr = W // 8
+            error6 = _columns_tree(error6, other6, G, N)
+            error4 = _columns_tree(error4, other4, G, N)
+            better = (error4 < error6).to(tl.int32)
+            better = tl.reshape(tl.broadcast_to(better[:, :, None], [G, N, 8]), [G, W]) != 0
+            also = better
+        else:
+            better = error4 < error6
+            also = other4 < other6
+        s, f, v = _chosen(better, amax_low, s6, f6, v6, s4, f4, v4)
+        s2, f2, v2 = _chosen(also, amax_high, r6, g6, u6, r4, g4, u4)
+        return s, f, v, s2, f2, v2
+
+
+@triton.jit
+def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
+    """Errors of the 16 columns of tiles ([G, 8 * N] of first, of second columns) summed as `sum_tree` does: [G, N]."""
+    a = tl.sum(tl.reshape(low, [G, N, 2, 4]), 2)
+    b = tl.sum(tl.reshape(high, [G, N, 2, 4]), 2)
+    a = tl.sum(tl.reshape(a, [G, N, 2, 2]), 2)
+    b = tl.sum(tl.reshape(b, [G, N, 2, 2]), 2)
+    return tl.sum(a, 2) + tl.sum(b, 2)
+
+
+@triton.jit
+def nvfp4_rows(
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    row0, col0, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The row operand of one tile."""
+    NB: tl.constexpr = BN // 16
+    rows = R - row0
+    cols = C - col0
+    words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, NB, BM)
+    if CAST[4] >= 0:
+        cols = (cols + 15) // 16 * 16
+        words, block = hadamard_row_blocks(block, CAST[4], KIND, HW)
+        amax = row_block_amax(words, block, WORDS_BF16, False, HW)
+    else:
+        amax = row_block_amax(words, block, KIND, False, HW)
+    amax = over_rows(amax, NB, BM, CAST[5])
+    b = tl.arange(0, NB)[:, None]
+    r = tl.arange(0, BM)[None, :]
+    level = load_level(amax_ptr, row0 + r, r < rows, CAST)
+    stored, factor, value = choose_rows(block, amax, level, CAST, HW, NB, BM)
+    random = (0, 0, 0, 0)
+    if CAST[3]:
+        random = block_words(load_seed(seed_ptr), row0 + r, col0 // 16 + b, stream, batch)
+    length = C
+    if CAST[4] >= 0:
+        length = (C + 15) // 16 * 16
+    inside = (r < rows) & (b * 16 < cols)
+    if CAST[7] == CODES:
+        first, second = block_octs(block, factor, random, CAST[3], HW)
+        out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
+        octs = tl.join(first, second)
+        store_octs(
+            out_tile, octs, tl.arange(0, BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
+            rows, cols, (length + 1) // 2, CAST[8], EVEN,
+        )  # fmt: skip
+        if CAST[5]:
+            tiles = (C + 15) // 16
+            at = scale_ptr + ((row0 + r) // 16) * tiles + col0 // 16 + b
+            tl.store(at, stored.to(tl.uint8), mask=inside & (r % 16 == 0))
+        else:
+            tl.store(
+                scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b, stored.to(tl.uint8), mask=inside
+            )
+    else:
+        values = block_values(block, factor, value, random, CAST[3], HW)
+        out_tile = out_ptr + row0.to(tl.int64) * length + col0
+        for i in tl.static_range(8):
+            word = bf16_word(values[2 * i], values[2 * i + 1], HW)
+            store_pairs(out_tile, word, r, b * 8 + i, rows, cols, length, 16, CAST[8], EVEN)
+    if CAST[6]:
+        if col0 == 0:
+            tl.store(tensor_scale_ptr + row0 + r, level[3], mask=r < rows)
+    else:
+        if (row0 == 0) & (col0 == 0):
+            tl.store(tensor_scale_ptr, level[3])
+
+
+@triton.jit
+def nvfp4_columns(
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    row0, col0, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The column operand of one tile."""
+    G: tl.constexpr = BM // 16
+    W: tl.constexpr = BN // 2
+    rows = R - row0
+    cols = C - col0
+    words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, G, W)
+    length = R
+    if CAST[4] >= 0:
+        length = (R + 15) // 16 * 16
+        rows = length - row0
+        words, low, high = hadamard_column_blocks(low, high, CAST[4], KIND, HW)
+        amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HW)
+    else:
+        amax_low, amax_high = column_block_amax(words, low, high, KIND, False, HW)
+    amax_low, amax_high = over_columns(amax_low, amax_high, G, W, CAST[5])
+    g = tl.arange(0, G)[:, None]
+    c = tl.arange(0, W)[None, :] * 2
+    level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
+    level_high = level_low
+    if CAST[6]:
+        level_high = load_level(amax_ptr, col0 + c + 1, c + 1 < cols, CAST)
+    stored_low, factor_low, value_low, stored_high, factor_high, value_high = choose_columns(
+        low, high, amax_low, amax_high, level_low, level_high, CAST, HW, G, W
+    )
+    random_low = (0, 0, 0, 0)
+    random_high = (0, 0, 0, 0)
+    if CAST[3]:
+        seed = load_seed(seed_ptr)
+        random_low = block_words(seed, col0 + c, row0 // 16 + g, stream, batch)
+        random_high = block_words(seed, col0 + c + 1, row0 // 16 + g, stream, batch)
+    if CAST[7] == CODES:
+        ld = (length + 1) // 2
+        out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2
+        cs = tl.arange(0, W)[:, None] * 2
+        octs = tl.arange(0, 2 * G)[None, :]
+        first, second = block_octs(low, factor_low, random_low, CAST[3], HW)
+        codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
+        store_octs(out_tile, codes, cs, octs, cols, rows, ld, CAST[8], EVEN)
+        first, second = block_octs(high, factor_high, random_high, CAST[3], HW)
+        codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
+        store_octs(out_tile, codes, cs + 1, octs, cols, rows, ld, CAST[8], EVEN)
+        blocks = (length + 15) // 16
+        if CAST[5]:
+            at = scale_ptr + ((col0 + c) // 16) * blocks + row0 // 16 + g
+            tl.store(at, stored_low.to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
+        else:
+            at = scale_ptr + (col0 + c) * blocks + row0 // 16 + g
+            tl.store(at, stored_low.to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
+            tl.store(at + blocks, stored_high.to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
+    else:
+        a = block_values(low, factor_low, value_low, random_low, CAST[3], HW)
+        b = block_values(high, factor_high, value_high, random_high, CAST[3], HW)
+        out_tile = out_ptr + row0.to(tl.int64) * C + col0
+        for i in tl.static_range(16):
+            word = bf16_word(a[i], b[i], HW)
+            store_pairs(out_tile, word, g * 16 + i, c // 2, rows, cols, C, 16, CAST[8], EVEN)
+    if CAST[6]:
+        if row0 == 0:
+            tl.store(tensor_scale_ptr + col0 + c, level_low[3], mask=c < cols)
+            tl.store(tensor_scale_ptr + col0 + c + 1, level_high[3], mask=c + 1 < cols)
+    else:
+        if (row0 == 0) & (col0 == 0):
+            tl.store(tensor_scale_ptr, level_low[3])
+
+
+@triton.jit
+def quantize_nvfp4(
+    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
+    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per BM x BN tile. ROW and COLUMN are casts, or None; amaxes are float32 in device memory."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    if ROW is not None:
+        nvfp4_rows(
+            x_tile, row_out, row_scale, row_tensor_scale, row_amax, seed_ptr, row_stream, batch, R, C, stride_r, stride_c,
+            row0, col0, ROW, KIND, EVEN, HW, BM, BN,
+        )  # fmt: skip
+    if COLUMN is not None:
+        nvfp4_columns(
+            x_tile, column_out, column_scale, column_tensor_scale, column_amax, seed_ptr, column_stream, batch, R, C,
+            stride_r, stride_c, row0, col0, COLUMN, KIND, EVEN, HW, BM, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def amax_transformed(
+    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c,
+    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c = stride_r * one, stride_c * one
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    if ALONG_ROWS:
+        words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
+        plain = row_block_amax(words, block, KIND, True, HW)
+        words, block = hadamard_row_blocks(block, MASK, KIND, HW)
+        transformed = row_block_amax(words, block, WORDS_BF16, True, HW)
+    else:
+        words, low, high = load_column_blocks(
+            x_tile, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, BM // 16, BN // 2
+        )  # fmt: skip
+        a, b = column_block_amax(words, low, high, KIND, True, HW)
+        plain = tl.maximum(a, b)
+        words, low, high = hadamard_column_blocks(low, high, MASK, KIND, HW)
+        a, b = column_block_amax(words, low, high, WORDS_BF16, True, HW)
+        transformed = tl.maximum(a, b)
+    publish_two(tl.max(tl.max(plain, 1), 0), tl.max(tl.max(transformed, 1), 0), out_ptr, scratch_ptr)
+
+
+@triton.jit
+def transform(
+    x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, KIND: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their own."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, False, BN // 16, BM)
+    words, block = hadamard_row_blocks(block, MASK, KIND, HW)
+    length = (C + 15) // 16 * 16
+    out_tile = out_ptr + row0.to(tl.int64) * length + col0
+    b = tl.arange(0, BN // 16)[:, None]
+    r = tl.arange(0, BM)[None, :]
+    for i in tl.static_range(8):
+        store_pairs(out_tile, words[i], r, b * 8 + i, R - row0, length - col0, length, 16, True, False)

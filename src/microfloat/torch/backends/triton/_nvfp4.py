@@ -1,0 +1,155 @@
+"""NVFP4 in its three formats: amaxes of the matrix and of its Hadamard transform, then both operands in one pass."""
+
+import torch
+
+from microfloat.kernels import nvfp4 as kernels
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._plans import CastPlan
+from microfloat.torch.backends.triton._scaled import measure_amax, measure_axes
+
+__all__ = ["quantize_nvfp4", "values_nvfp4"]
+
+_QUANTIZE = Kernel(kernels.quantize_nvfp4)
+_AMAX = Kernel(kernels.amax_transformed)
+_CODES, _VALUES = kernels.CODES.value, kernels.VALUES.value
+_NO_SIGNS = -1
+
+
+def _signs(plan: CastPlan) -> int:
+    return plan.nvfp4_cast[4]
+
+
+def _is_per_row(plan: CastPlan) -> bool:
+    return plan.nvfp4_cast[6]
+
+
+def _transformed_amax(matrix: Matrix, signs: int, along_rows: bool) -> torch.Tensor:
+    """float32 [2]: amax of the matrix and of its transform along the columns (or rows)."""
+    x = matrix.tensor
+    device = x.get_device()
+    tile_rows, tile_columns, warps = TILES["nvfp4"]
+    out = torch.empty(2, dtype=torch.float32, device=x.device)
+    constants = (
+        signs, along_rows, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
+        compiled_conversions(device), tile_rows, tile_columns,
+    )  # fmt: skip
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    key = (matrix.key, constants, warps)
+    _AMAX(key, programs, device, (x, out, scratch(device)), matrix.sizes, constants, warps)
+    return out
+
+
+def _amaxes(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The amax that each operand's first level needs: () of the matrix or of its transform, or one per operand row."""
+    row_amax = column_amax = plain = None
+    if row and _is_per_row(row):
+        row_amax = measure_axes(matrix, True, False)[0]
+    if column and _is_per_row(column):
+        column_amax = measure_axes(matrix, False, True)[1]
+    if column and column_amax is None and _signs(column) != _NO_SIGNS:
+        both = _transformed_amax(matrix, _signs(column), along_rows=False)
+        plain, column_amax = both[:1], both[1:]
+    if row and row_amax is None and _signs(row) != _NO_SIGNS:
+        both = _transformed_amax(matrix, _signs(row), along_rows=True)
+        plain, row_amax = both[:1], both[1:]
+    if plain is None and ((row and row_amax is None) or (column and column_amax is None)):
+        plain = measure_amax(matrix)
+    return row_amax if row_amax is not None else plain, column_amax if column_amax is not None else plain
+
+
+def _launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
+    amaxes: tuple[torch.Tensor | None, torch.Tensor | None], output: int, seed: torch.Tensor | None,
+    row_stream: int, column_stream: int, batch: int,
+) -> None:  # fmt: skip
+    device = matrix.tensor.get_device()
+    tile_rows, tile_columns, warps = TILES["nvfp4"]
+    row_length = ceil_div(matrix.columns, 16) * 16 if row and _signs(row) != _NO_SIGNS else matrix.columns
+    column_length = ceil_div(matrix.rows, 16) * 16 if column and _signs(column) != _NO_SIGNS else matrix.rows
+    if output == _CODES:
+        row_aligned, column_aligned = row_length % 8 == 0, column_length % 8 == 0
+    else:
+        row_aligned, column_aligned = row_length % 2 == 0, matrix.columns % 2 == 0
+    constants = (
+        (*row.nvfp4_cast, output, row_aligned) if row else None,
+        (*column.nvfp4_cast, output, column_aligned) if column else None,
+        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64, compiled_conversions(device),
+        tile_rows, tile_columns,
+    )  # fmt: skip
+    key = (matrix.key, constants, warps, row_stream, column_stream, batch)
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    scalars = (row_stream, column_stream, batch, *matrix.sizes)
+    _QUANTIZE(key, programs, device, (matrix.tensor, *outputs, *amaxes, seed), scalars, constants, warps)
+
+
+def _tensor_scale(plan: CastPlan, rows: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((rows, 1) if _is_per_row(plan) else (), dtype=torch.float32, device=device)
+
+
+def _stored(plan: CastPlan, length: int) -> int:
+    return ceil_div(length, 16) * 16 if _signs(plan) != _NO_SIGNS else length
+
+
+def _allocate(plan: CastPlan | None, rows: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """Codes, block scales and tensor scale of an operand."""
+    if plan is None:
+        return None, None, None
+    stored = _stored(plan, length)
+    codes = torch.empty((rows, ceil_div(stored, 2)), dtype=torch.uint8, device=device)
+    scale_rows = ceil_div(rows, 16) if plan.block[0] == 16 else rows
+    scale = torch.empty((scale_rows, ceil_div(stored, 16)), dtype=torch.uint8, device=device)
+    return codes, scale, _tensor_scale(plan, rows, device)
+
+
+def _operand(plan: CastPlan | None, parts: tuple, rows: int, length: int) -> Operand | None:
+    if plan is None:
+        return None
+    codes, scale, tensor_scale = parts
+    two_level = plan.cast.rule.two_level
+    if two_level is None or not two_level.tensor_scale:
+        tensor_scale = None
+    return Operand(codes, scale, tensor_scale, plan.cast.format, rows, length, plan.cast.hadamard)
+
+
+def quantize_nvfp4(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
+    amaxes: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+) -> tuple[Operand | None, Operand | None]:  # fmt: skip
+    """Codes, block scales and tensor scales of both operands; `amaxes` replaces the measured ones."""
+    rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
+    if amaxes is None:
+        amaxes = _amaxes(matrix, row, column)
+    row_parts = _allocate(row, rows, columns, device)
+    column_parts = _allocate(column, columns, rows, device)
+    _launch(
+        matrix, row, column, (*row_parts, *column_parts), amaxes, _CODES, seed, row_stream, column_stream, batch
+    )  # fmt: skip
+    return _operand(row, row_parts, rows, columns), _operand(column, column_parts, columns, rows)
+
+
+def values_nvfp4(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, *, seed: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0,
+    amaxes: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Code x block scale of both operands in bfloat16 (exact), in the layout of the matrix, and their tensor scales.
+
+    A transformed operand stays transformed: its contraction length is rounded up to 16.
+    """
+    rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
+    if amaxes is None:
+        amaxes = _amaxes(matrix, row, column)
+    row_values = row_scale = column_values = column_scale = None
+    if row:
+        row_values = torch.empty((rows, _stored(row, columns)), dtype=torch.bfloat16, device=device)
+        row_scale = _tensor_scale(row, rows, device)
+    if column:
+        column_values = torch.empty((_stored(column, rows), columns), dtype=torch.bfloat16, device=device)
+        column_scale = _tensor_scale(column, columns, device)
+    outputs = (row_values, None, row_scale, column_values, None, column_scale)
+    _launch(matrix, row, column, outputs, amaxes, _VALUES, seed, row_stream, column_stream, batch)
+    return row_values, column_values, row_scale, column_scale
