@@ -1,4 +1,4 @@
-"""quantize, dequantize and scaled_matmul of microfloat.torch: arguments, errors, states of torch that must not matter."""
+"""quantize, dequantize and scaled_matmul of microfloat.torch: arguments, errors, settings that must not matter."""
 
 import inspect
 
@@ -268,7 +268,7 @@ def test_backends_by_name():
         mf.quantize(X, "mxfp8", backend="triton")
     with pytest.raises(NotSupportedError, match="backend='native'"):
         mf.scaled_matmul(mf.quantize(X, "mxfp8"), mf.quantize(X, "mxfp8"), backend="native")
-    with pytest.raises(InvalidValueError, match="backend: got 'tritn'.*Did you mean 'triton'"):
+    with pytest.raises(InvalidValueError, match=r"backend: got 'tritn'.*Did you mean 'triton'"):
         mf.quantize(X, "mxfp8", backend="tritn")
     with pytest.raises(InvalidTypeError, match="backend: got NoneType"):
         mf.quantize(X, "mxfp8", backend=None)
@@ -329,13 +329,13 @@ def test_arguments_of_scaled_matmul():
     assert mf.scaled_matmul(a, b).dtype == torch.bfloat16
     assert mf.scaled_matmul(b, a).dtype == torch.float32
     assert mf.scaled_matmul(a, b, out_dtype=torch.float16).dtype == torch.float16
-    with pytest.raises(InvalidTypeError, match="out_dtype: got torch.float64"):
+    with pytest.raises(InvalidTypeError, match=r"out_dtype: got torch\.float64"):
         mf.scaled_matmul(a, b, out_dtype=torch.float64)
     with pytest.raises(InvalidValueError, match=r"accumulate: got 'splt'.*Did you mean 'split'"):
         mf.scaled_matmul(a, b, accumulate="splt")
     with pytest.raises(InvalidValueError, match=r"bias: got shape \(5,\), needed shape \(6,\)"):
         mf.scaled_matmul(a, b, bias=torch.ones(5))
-    with pytest.raises(InvalidTypeError, match="bias: got torch.int64"):
+    with pytest.raises(InvalidTypeError, match=r"bias: got torch\.int64"):
         mf.scaled_matmul(a, b, bias=torch.ones(6, dtype=torch.int64))
     with pytest.raises(InvalidTypeError, match="bias: got list"):
         mf.scaled_matmul(a, b, bias=[1.0] * 6)
