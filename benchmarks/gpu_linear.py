@@ -60,16 +60,17 @@ def step_times(layers: dict, x: torch.Tensor, dy: torch.Tensor, repetitions: int
     for layer in layers.values():
         for _ in range(3):
             one(layer)
-    times: dict[str, list[float]] = {name: [] for name in layers}
+    events: dict[str, list[tuple]] = {name: [] for name in layers}
     for _ in range(repetitions):
+        # Queued without waiting, so that a step's host time hides behind the step before, as in a training loop.
         for name, layer in layers.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             one(layer)
             stop.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(stop))
-    return times
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
 
 
 def host_time(layer, x: torch.Tensor, dy: torch.Tensor) -> float:

@@ -8,7 +8,6 @@ Recipes pinned by `convert` need no mirror; for them only an ``autocast(enabled=
 Legend: M = rows of x, K = in features, N = out features.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +139,7 @@ def _linear_forward(
     saved = []
     for operand, cast in ((x_column, recipe.wgrad.rhs), (w_column, recipe.dgrad.rhs)):
         if operand is not None and cast is not None:
-            saved += _tensors_of(operand)
+            saved += operand.flatten()[0]
     # Outputs of an operator may not share memory with its inputs or with each other.
     seen = {y.untyped_storage().data_ptr()}
     for index, tensor in enumerate(saved):
@@ -272,11 +271,6 @@ def _forms(module: Any, recipe: Recipe, device: torch.device) -> dict[str, tuple
     if hasattr(module, "call_forms"):
         return module.call_forms(recipe, device, None)
     return dict.fromkeys(("fprop", "dgrad", "wgrad"), ("codes", "codes"))
-
-
-def _tensors_of(operand: Any) -> list[torch.Tensor]:
-    values = [getattr(operand, entry.name) for entry in dataclasses.fields(operand)]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _fake_forward(

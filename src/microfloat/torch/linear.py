@@ -113,12 +113,15 @@ def linear_forward(
 ) -> tuple[torch.Tensor, AnyOperand | None, AnyOperand | None]:
     """fprop. Returns y [..., N], and what backward needs: x.T for wgrad and w.T for dgrad (None if not wanted)."""
     recipe = call.recipe
-    x_MK = x.reshape(-1, x.shape[-1]).to(call.compute_dtype)
+    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x_MK.dtype != call.compute_dtype:
+        x_MK = x_MK.to(call.compute_dtype)
     with _plain_dtypes(x.device.type):
         x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
         w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
         y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
-    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), x_column, w_column
+    y = y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], weight.shape[0])
+    return y, x_column, w_column
 
 
 def linear_backward(
@@ -127,7 +130,7 @@ def linear_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dgrad and wgrad, each where its other operand is given: (dx [M, K], dw [N, K])."""
     recipe, backend = call.recipe, call.backend
-    dy_MN = dy.reshape(-1, dy.shape[-1])
+    dy_MN = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     dx = dw = None
     with _plain_dtypes(dy.device.type):
         dy_row, dy_column = _cast_both(
@@ -212,7 +215,9 @@ def _cast_weight(
             return cached[0], None if isinstance(column, _Unused) else cached[1]
     if isinstance(weight, QuantizedTensor):
         return _stored_weight(call, weight, column)
-    w_NK = weight.detach().to(call.compute_dtype)
+    w_NK = weight.detach()
+    if w_NK.dtype != call.compute_dtype:
+        w_NK = w_NK.to(call.compute_dtype)
     operands = _cast_both(call, "w", w_NK, call.recipe.fprop.rhs, column)
     if call.weight_cache is not None:
         call.weight_cache.update(key=call.weight_key, operands=operands)
@@ -276,27 +281,22 @@ class _Saver:
         start = len(self.tensors)
         if isinstance(operand, torch.Tensor):
             self.tensors.append(operand)
-            return (start, None)
-        fields = dataclasses.fields(operand)
-        values = [getattr(operand, entry.name) for entry in fields]
-        self.tensors += [value for value in values if isinstance(value, torch.Tensor)]
-        return (start, (type(operand), [_TENSOR if isinstance(value, torch.Tensor) else value for value in values]))
+            return (start, start + 1, None, None)
+        tensors, rest = operand.flatten()
+        self.tensors += tensors
+        return (start, len(self.tensors), type(operand), rest)
 
     @staticmethod
     def restore(entry: Any, saved: tuple[torch.Tensor, ...]) -> AnyOperand:
-        start, description = entry
-        if description is None:
-            return saved[start]
-        kind, values = description
-        tensors = iter(saved[start:])
-        return kind(*(next(tensors) if value is _TENSOR else value for value in values))
+        start, stop, kind, rest = entry
+        return saved[start] if kind is None else kind.unflatten(saved[start:stop], rest)
 
 
-_TENSOR = object()
+_NOTHING = contextlib.nullcontext()
 
 
 def _plain_dtypes(device_type: str) -> Any:
     """Keep torch.autocast from touching the GEMMs inside: their dtypes are this module's business."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING

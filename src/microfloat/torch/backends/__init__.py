@@ -70,8 +70,19 @@ def resolve(backend: str, device: torch.device) -> str:
     return next(name for name, (supports, _) in _REGISTRY.items() if supports(device))
 
 
+# What `choose` has answered: it is asked on every call of a layer, and looking for packages takes longer than a launch.
+_CHOSEN: dict[tuple[str, torch.device], ModuleType] = {}
+
+
 def choose(backend: str, device: torch.device) -> ModuleType:
     """The module of `backend` for tensors on `device`; NotSupportedError with the reason where it cannot run."""
+    module = _CHOSEN.get((backend, device))
+    if module is None:
+        module = _CHOSEN[backend, device] = _choose(backend, device)
+    return module
+
+
+def _choose(backend: str, device: torch.device) -> ModuleType:
     name = resolve(backend, device)
     supports, module = _REGISTRY[name]
     verdict = supports(device)

@@ -3,6 +3,7 @@
 Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x K = w, M x N = dy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from microfloat.recipes import Hadamard
 __all__ = ["Operand", "Values", "record_amax_"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Operand:
     """One quantized matrix: ``value[r, c] = decode(codes[r, c]) * scale[block of r, c] * tensor_scale``.
 
@@ -30,13 +31,25 @@ class Operand:
     length: int
     hadamard: Hadamard | None = None
 
+    def flatten(self) -> tuple[list[torch.Tensor], tuple]:
+        """(its tensors, the rest), for `unflatten`: what autograd saves apart from each other."""
+        tensors = [self.codes, self.scale]
+        if self.tensor_scale is not None:
+            tensors.append(self.tensor_scale)
+        return tensors, (self.format, self.rows, self.length, self.hadamard)
+
+    @staticmethod
+    def unflatten(tensors: Sequence[torch.Tensor], rest: tuple) -> "Operand":
+        """The operand that was flattened."""
+        return Operand(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, *rest)
+
     @property
     def stored_length(self) -> int:
         """C, rounded up to a multiple of 16 when the Hadamard transform padded it."""
         return -(-self.length // 16) * 16 if self.hadamard else self.length
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Values:
     """One quantized matrix in operand form, decoded: ``value[r, c] = values[r, c] * tensor_scale``, exactly.
 
@@ -51,6 +64,16 @@ class Values:
     rows: int
     length: int
     hadamard: Hadamard | None = None
+
+    def flatten(self) -> tuple[list[torch.Tensor], tuple]:
+        """(its tensors, the rest), for `unflatten`."""
+        tensors = [self.values] if self.tensor_scale is None else [self.values, self.tensor_scale]
+        return tensors, (self.format, self.rows, self.length, self.hadamard)
+
+    @staticmethod
+    def unflatten(tensors: Sequence[torch.Tensor], rest: tuple) -> "Values":
+        """The operand that was flattened."""
+        return Values(tensors[0], tensors[1] if len(tensors) > 1 else None, *rest)
 
 
 @torch.no_grad()

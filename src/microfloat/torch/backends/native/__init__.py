@@ -153,27 +153,35 @@ def scaled_matmul(
         return values_matmul(a, b, bias=bias, out_dtype=out_dtype)
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
-    route = route_of(Gemm(_bare(a), _bare(b), path="exact"), chip_of(a.codes.device))
-    if not route.accelerated:
-        wide = a.format.block[1] is None and b.format.block[1] is None
-        if a.format.scale.name != "FP32" or wide:
-            return values_matmul(_decoded(a), _decoded(b), bias=bias, out_dtype=out_dtype)
-        return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-    if a.format.scale.name == "FP32":
+    kind = _kind_of(a, b)
+    if kind == "fp8":
         return fp8_matmul(a, b, bias=bias, out_dtype=out_dtype, fast=accumulate == "fast")
-    return block_scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
+    if kind == "block_scaled":
+        return block_scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
+    if kind == "values":
+        return values_matmul(_decoded(a), _decoded(b), bias=bias, out_dtype=out_dtype)
+    return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
 
 
-_BARE: dict[tuple, Cast] = {}
+# By identity of the formats, which live as long as the entry: see `gemm_forms`.
+_KINDS: dict[tuple[int, int, bool, torch.device], tuple[str, object, object]] = {}
 
 
-def _bare(operand: Operand) -> Cast:
-    """A Cast of the operand's format and transform: all that a route depends on."""
-    key = (operand.format, operand.hadamard)
-    cast = _BARE.get(key)
-    if cast is None:
-        cast = _BARE[key] = Cast(operand.format, hadamard=operand.hadamard)
-    return cast
+def _kind_of(a: Operand, b: Operand) -> str:
+    """Which GEMM multiplies two operands of codes: "fp8", "block_scaled", "values", or "float32" for none of them."""
+    key = (id(a.format), id(b.format), a.hadamard is None, a.codes.device)
+    known = _KINDS.get(key)
+    if known is None:
+        gemm = Gemm(Cast(a.format, hadamard=a.hadamard), Cast(b.format, hadamard=b.hadamard), path="exact")
+        route = route_of(gemm, chip_of(a.codes.device))
+        fp32 = a.format.scale.name == "FP32"
+        wide = a.format.block[1] is None and b.format.block[1] is None
+        if route.accelerated:
+            kind = "fp8" if fp32 else "block_scaled"
+        else:
+            kind = "values" if wide or not fp32 else "float32"
+        known = _KINDS[key] = (kind, a.format, b.format)
+    return known[0]
 
 
 def _decoded(operand: Operand) -> Values:

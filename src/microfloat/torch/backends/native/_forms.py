@@ -20,6 +20,9 @@ class Chip:
 
     capability: tuple[int, int]
 
+    def __hash__(self) -> int:
+        return self.capability[0] * 16 + self.capability[1]
+
     @property
     def has_fp8(self) -> bool:
         """FP8 GEMM: Ada, Hopper and newer."""

@@ -1,7 +1,8 @@
 """GEMMs of quantized operands through torch's scaled matmul, with the layouts that each generation of chips needs.
 
 Hopper and Ada multiply FP8 with both operands' contraction axis contiguous. Scales: () per tensor, [R, 1] per row;
-1x128 blocks as [R, C/128] column-major, 128x128 tiles of the second operand as [C/128, R/128] with strides (1, C/128).
+1x128 blocks as [R, C/128] column-major, 128x128 tiles of the second operand as [C/128 rounded up to 4, R/128] with unit
+stride along the first axis.
 What no scaled matmul takes (MX and NVFP4 before Blackwell) runs as an exact bfloat16 product of `Values`.
 
 Legend: M, N = rows of the operands, K = contraction length.
@@ -55,7 +56,7 @@ def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch
 def _block_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     kinds = F.ScalingType
     if b.format.block == _TILE:
-        b_scale, b_kind = b.scale.contiguous().t(), kinds.BlockWise128x128
+        b_scale, b_kind = F.pad(b.scale, (0, -b.scale.shape[1] % 4)).t(), kinds.BlockWise128x128
     else:
         b_scale, b_kind = _column_major(b.scale), kinds.BlockWise1x128
     return F.scaled_mm(

@@ -73,22 +73,35 @@ class FoldCounts:
         return {f"{gemm}.{side}": count.latest() or 0.0 for (gemm, side), count in self._counts.items()}
 
 
+# Recipes are asked by identity: hashing one costs as much as a launch. The recipe is kept, so its id stays its own.
+_STATIC: dict[tuple[int, Chip], tuple[Recipe, dict[str, tuple[str, str]], bool]] = {}
+
+
 def gemm_forms(recipe: Recipe, chip: Chip, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:
     """The forms of both operands of each GEMM for one call of a layer: its forward decides, its backward keeps them."""
-    chosen = {}
-    for name in ("fprop", "dgrad", "wgrad"):
-        gemm = getattr(recipe, name)
-        route = route_of(gemm, chip)
-        lhs, rhs = route.lhs, route.rhs
-        if counts is not None and lhs == "folded":
-            if (name, "rhs") in counts.narrow or counts.exceeded(name, "rhs", "tiles"):
-                counts.narrow.add((name, "rhs"))
-                rhs = "folded"
-            lossy = counts.exceeded(name, "lhs", "folded") or (
-                rhs == "folded" and counts.exceeded(name, "rhs", "folded")
-            )
-            if gemm.path == "auto" and lossy:
-                route = route_of(gemm, chip, fold=False)
-                lhs, rhs = route.lhs, route.rhs
-        chosen[name] = (lhs, rhs)
-    return chosen
+    known = _STATIC.get((id(recipe), chip))
+    if known is None or known[0] is not recipe:
+        routes = {name: route_of(getattr(recipe, name), chip) for name in ("fprop", "dgrad", "wgrad")}
+        static = {name: (route.lhs, route.rhs) for name, route in routes.items()}
+        folds = any("folded" in forms for forms in static.values())
+        known = _STATIC[id(recipe), chip] = (recipe, static, folds)
+    _, static, folds = known
+    if not folds or counts is None:
+        return static
+    return {name: _listened(name, recipe, chip, forms, counts) for name, forms in static.items()}
+
+
+def _listened(name: str, recipe: Recipe, chip: Chip, forms: tuple[str, str], counts: FoldCounts) -> tuple[str, str]:
+    """The forms of one GEMM after a look at what folding changed in the step before."""
+    lhs, rhs = forms
+    if lhs != "folded":
+        return forms
+    if (name, "rhs") in counts.narrow or counts.exceeded(name, "rhs", "tiles"):
+        counts.narrow.add((name, "rhs"))
+        rhs = "folded"
+    lossy = counts.exceeded(name, "lhs", "folded") or (rhs == "folded" and counts.exceeded(name, "rhs", "folded"))
+    gemm = getattr(recipe, name)
+    if gemm.path == "auto" and lossy:
+        route = route_of(gemm, chip, fold=False)
+        return route.lhs, route.rhs
+    return lhs, rhs
