@@ -17,6 +17,19 @@ def load_seed(seed_ptr):
 
 
 @triton.jit
+def zero_like(data, HW: tl.constexpr):
+    """Zeros (int32) that Triton cannot tell from a function of `data`, so that they live where `data` lives.
+
+    Counters made from them make the generator run in the lanes that use its bytes; made from plain index ranges it runs
+    in a layout of Triton's choice, and every byte travels through shared memory.
+    """
+    if HW:
+        return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [data], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.zeros_like(data)
+
+
+@triton.jit
 def block_words(seed, row, block, stream, batch):
     """The four words (uint32) of block ``column // 16`` of a row; `row` and `block` broadcast against each other."""
     zero = tl.zeros_like(row + block)

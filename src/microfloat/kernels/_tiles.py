@@ -148,3 +148,18 @@ def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
             return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
         else:
             return row * blocks + block
+
+
+@triton.jit
+def over_rows(x, N: tl.constexpr, BM: tl.constexpr, SIDE: tl.constexpr):
+    """[N, BM] -> the largest of every SIDE rows, in each of them."""
+    m = tl.max(tl.reshape(x, [N, BM // SIDE, SIDE]), 2)
+    return tl.reshape(tl.broadcast_to(m[:, :, None], [N, BM // SIDE, SIDE]), [N, BM])
+
+
+@triton.jit
+def over_columns(a, b, N: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr):
+    """Two [N, W] tensors, first and second column of every word -> the largest of every SIDE columns, in each of them."""
+    H: tl.constexpr = SIDE // 2
+    m = tl.max(tl.reshape(tl.maximum(a, b), [N, W // H, H]), 2)
+    return tl.reshape(tl.broadcast_to(m[:, :, None], [N, W // H, H]), [N, W])

@@ -3,9 +3,10 @@
 One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache.
 
-A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT)``: element, scale family
+A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element, scale family
 (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block length,
-rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) and where scales go.
+rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales go, and
+whether blocks are BLOCK x BLOCK tiles.
 """
 
 import triton
@@ -29,7 +30,15 @@ from microfloat.kernels._convert import (
 )
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
-from microfloat.kernels._tiles import load_pair, scale_offset, store_pairs, store_quads, transpose_quads
+from microfloat.kernels._tiles import (
+    load_pair,
+    over_columns,
+    over_rows,
+    scale_offset,
+    store_pairs,
+    store_quads,
+    transpose_quads,
+)
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -126,6 +135,8 @@ def quantize_rows(
     w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
     amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
+    if CAST[8]:
+        amax = over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
     factor = spread_rows(factor, NB, T, BM)
     if STOCHASTIC:
@@ -141,7 +152,10 @@ def quantize_rows(
         rs = tl.arange(0, BM)[None, :]
         blocks = (C + BLOCK - 1) // BLOCK
         at = scale_ptr + scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST[7])
-        if EVEN:
+        if CAST[8]:
+            at = scale_ptr + (row0 + rs) // BLOCK * blocks + col0 // BLOCK + k
+            tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols) & (rs % BLOCK == 0))
+        elif EVEN:
             tl.store(at, stored)
         else:
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))
@@ -182,6 +196,9 @@ def quantize_columns(
     amax_low, amax_high = columns_amax(
         raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, IGNORE_NAN, HW, NB, G, W
     )
+    if CAST[8]:
+        amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
+        amax_high = amax_low
     stored_low, factor_low, value_low = block_scale(amax_low, epsilon, CAST)
     stored_high, factor_high, value_high = block_scale(amax_high, epsilon, CAST)
     fl = spread_columns(factor_low, NB, G, W)
@@ -205,7 +222,10 @@ def quantize_columns(
         blocks = (R + BLOCK - 1) // BLOCK
         at_low = scale_ptr + scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST[7])
         at_high = scale_ptr + scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST[7])
-        if EVEN:
+        if CAST[8]:
+            at_low = scale_ptr + (col0 + cs) // BLOCK * blocks + row0 // BLOCK + k
+            tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols) & (cs % BLOCK == 0))
+        elif EVEN:
             tl.store(at_low, stored_low)
             tl.store(at_high, stored_high)
         else:

@@ -21,34 +21,13 @@ from microfloat.kernels._block16 import (
 )
 from microfloat.kernels._convert import WORDS_BF16, bf16_word
 from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
-from microfloat.kernels._random import block_words, load_seed
+from microfloat.kernels._random import block_words, load_seed, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, e4m3_scale, tensor_level
-from microfloat.kernels._tiles import store_octs, store_pairs
+from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
 from microfloat.kernels.amax import publish_two
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
-
-
-@triton.jit
-def over_rows(x, NB: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr):
-    """Largest of every 16 rows of [NB, BM], spread over them again."""
-    if TILE:
-        m = tl.max(tl.reshape(x, [NB, BM // 16, 16]), 2)
-        return tl.reshape(tl.broadcast_to(m[:, :, None], [NB, BM // 16, 16]), [NB, BM])
-    else:
-        return x
-
-
-@triton.jit
-def over_columns(a, b, G: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
-    """Largest of every 16 columns of two [G, W] tensors (first and second column of every word), spread over both."""
-    if TILE:
-        m = tl.max(tl.reshape(tl.maximum(a, b), [G, W // 8, 8]), 2)
-        m = tl.reshape(tl.broadcast_to(m[:, :, None], [G, W // 8, 8]), [G, W])
-        return m, m
-    else:
-        return a, b
 
 
 @triton.jit
@@ -159,14 +138,16 @@ def nvfp4_rows(
         amax = row_block_amax(words, block, WORDS_BF16, False, HW)
     else:
         amax = row_block_amax(words, block, KIND, False, HW)
-    amax = over_rows(amax, NB, BM, CAST[5])
+    if CAST[5]:
+        amax = over_rows(amax, NB, BM, 16)
     b = tl.arange(0, NB)[:, None]
     r = tl.arange(0, BM)[None, :]
     level = load_level(amax_ptr, row0 + r, r < rows, CAST)
     stored, factor, value = choose_rows(block, amax, level, CAST, HW, NB, BM)
     random = (0, 0, 0, 0)
     if CAST[3]:
-        random = block_words(load_seed(seed_ptr), row0 + r, col0 // 16 + b, stream, batch)
+        zero = zero_like(amax, HW)
+        random = block_words(load_seed(seed_ptr), row0 + r + zero, col0 // 16 + b + zero, stream, batch)
     length = C
     if CAST[4] >= 0:
         length = (C + 15) // 16 * 16
@@ -184,9 +165,7 @@ def nvfp4_rows(
             at = scale_ptr + ((row0 + r) // 16) * tiles + col0 // 16 + b
             tl.store(at, stored.to(tl.uint8), mask=inside & (r % 16 == 0))
         else:
-            tl.store(
-                scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b, stored.to(tl.uint8), mask=inside
-            )
+            tl.store(scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b, stored.to(tl.uint8), mask=inside)
     else:
         values = block_values(block, factor, value, random, CAST[3], HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
@@ -221,7 +200,9 @@ def nvfp4_columns(
         amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HW)
     else:
         amax_low, amax_high = column_block_amax(words, low, high, KIND, False, HW)
-    amax_low, amax_high = over_columns(amax_low, amax_high, G, W, CAST[5])
+    if CAST[5]:
+        amax_low = over_columns(amax_low, amax_high, G, W, 16)
+        amax_high = amax_low
     g = tl.arange(0, G)[:, None]
     c = tl.arange(0, W)[None, :] * 2
     level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
@@ -235,8 +216,9 @@ def nvfp4_columns(
     random_high = (0, 0, 0, 0)
     if CAST[3]:
         seed = load_seed(seed_ptr)
-        random_low = block_words(seed, col0 + c, row0 // 16 + g, stream, batch)
-        random_high = block_words(seed, col0 + c + 1, row0 // 16 + g, stream, batch)
+        zero = zero_like(amax_low, HW)
+        random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch)
+        random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch)
     if CAST[7] == CODES:
         ld = (length + 1) // 2
         out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2

@@ -5,7 +5,8 @@ cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_
 `refusal` says which casts have no kernel, and why.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._launch import Matrix
-from microfloat.torch.backends.triton._nvfp4 import quantize_nvfp4, values_nvfp4
+from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 
@@ -77,6 +78,11 @@ def quantize_both(
             x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch, amax=amax, scale_enc=scale_enc
         )  # fmt: skip
         return first, second
+    plan = row or column
+    if plan is not None and plan.bare is not None:
+        stream = row_stream if row else column_stream
+        operand = _quantize_transformed(x if row else x.t(), plan, seed=seed, row_stream=stream, batch=batch, amax=amax)
+        return (operand, None) if row else (None, operand)
     turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
     if turned:  # the transpose lies in memory row by row: exchange the roles
         x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
@@ -144,6 +150,15 @@ def fold_both(
     return fold_blocks(Matrix(x), row, column, tile=tile, seed=seed, row_stream=row_stream, column_stream=column_stream)
 
 
+def _quantize_transformed(x: torch.Tensor, plan: CastPlan, **options: Any) -> Operand:
+    """A cast whose kernel does not transform: the transform as a pass of its own, then the bare cast of its rows."""
+    assert plan.cast.hadamard is not None
+    transformed = hadamard_transform(x, plan.cast.hadamard.sign_mask)
+    operand, _ = quantize_both(transformed, plan.bare, None, **options)
+    assert operand is not None
+    return replace(operand, length=x.shape[1], hadamard=plan.cast.hadamard)
+
+
 def _plan(cast: Cast | None) -> CastPlan | None:
     if cast is None:
         return None
@@ -155,7 +170,7 @@ def _plan(cast: Cast | None) -> CastPlan | None:
 
 def _share(row: CastPlan, column: CastPlan) -> bool:
     """Whether one launch serves both casts."""
-    if row.family != column.family:
+    if row.family != column.family or row.bare is not None or column.bare is not None:
         return False
     if row.family == "scaled":
         return (row.block, row.rule, row.epsilon, row.mantissa_bits) == (

@@ -18,7 +18,7 @@ _CODES, _VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
 
 
 def _empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) -> torch.Tensor:
-    shape = (rows, ceil_div(length, plan.block[1] or length))
+    shape = (ceil_div(rows, plan.block[0] or rows), ceil_div(length, plan.block[1] or length))
     if plan.scale_layout == SCALE_COLUMN_MAJOR.value:
         return torch.empty(shape[::-1], dtype=plan.scale_dtype, device=device).t()
     return torch.empty(shape, dtype=plan.scale_dtype, device=device)
@@ -31,8 +31,8 @@ def _launch(
     device = matrix.tensor.get_device()
     tile_rows, tile_columns, warps = TILES["blocks"]
     constants = (
-        (*row.block_cast, output, row.scale_layout) if row else None,
-        (*column.block_cast, output, column.scale_layout) if column else None,
+        (*row.block_cast, output, row.scale_layout, row.block[0] != 1) if row else None,
+        (*column.block_cast, output, column.scale_layout, column.block[0] != 1) if column else None,
         matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
         compiled_conversions(device), tile_rows, tile_columns,
     )  # fmt: skip

@@ -20,7 +20,13 @@ __all__ = ["INTERPRETED", "TILES", "Kernel", "Matrix", "ceil_div", "compiled_con
 INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
 
 # Rows, columns and warps of one program, by kernel: chosen by measurement (benchmarks/gpu_kernels.py --sweep).
-TILES = {"cast": (128, 128, 4), "axes": (128, 128, 4), "blocks": (128, 128, 4), "fold": (128, 128, 4), "nvfp4": (128, 128, 4)}
+TILES = {
+    "cast": (128, 128, 4),
+    "axes": (128, 128, 4),
+    "blocks": (128, 128, 4),
+    "fold": (128, 128, 4),
+    "nvfp4": (64, 128, 4),
+}
 
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
 _INT32_MAX = 2**31 - 1

@@ -8,10 +8,11 @@ from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil
 from microfloat.torch.backends.triton._plans import CastPlan
 from microfloat.torch.backends.triton._scaled import measure_amax, measure_axes
 
-__all__ = ["quantize_nvfp4", "values_nvfp4"]
+__all__ = ["hadamard_transform", "quantize_nvfp4", "values_nvfp4"]
 
 _QUANTIZE = Kernel(kernels.quantize_nvfp4)
 _AMAX = Kernel(kernels.amax_transformed)
+_TRANSFORM = Kernel(kernels.transform)
 _CODES, _VALUES = kernels.CODES.value, kernels.VALUES.value
 _NO_SIGNS = -1
 
@@ -153,3 +154,15 @@ def values_nvfp4(
     outputs = (row_values, None, row_scale, column_values, None, column_scale)
     _launch(matrix, row, column, outputs, amaxes, _VALUES, seed, row_stream, column_stream, batch)
     return row_values, column_values, row_scale, column_scale
+
+
+def hadamard_transform(x: torch.Tensor, signs: int) -> torch.Tensor:
+    """The transform of a matrix along its rows in bfloat16, C rounded up to 16 (docs/numerics.md 5.2)."""
+    matrix = Matrix(x)
+    device = x.get_device()
+    tile_rows, tile_columns, warps = TILES["nvfp4"]
+    out = torch.empty((matrix.rows, ceil_div(matrix.columns, 16) * 16), dtype=torch.bfloat16, device=x.device)
+    constants = (signs, matrix.kind, matrix.index64, compiled_conversions(device), tile_rows, tile_columns)
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    _TRANSFORM((matrix.key, constants, warps), programs, device, (x, out), matrix.sizes, constants, warps)
+    return out

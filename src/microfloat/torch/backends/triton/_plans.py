@@ -1,6 +1,6 @@
 """What a Cast means to the kernels: a few numbers, worked out once per Cast object."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,8 @@ class CastPlan:
     `family`: which kernel (`scaled`, `blocks`, `tiles`, `nvfp4`, or "" = none, with the reason in `refusal`).
     `rule`: the mantissa threshold of E8M0, or 1 for powers of two. `scale_dtype`, `codes_dtype`, `codes_per_byte`,
     `block`: the shapes of what is written. `scale_layout`: of one-row blocks. `nvfp4_cast`: the constant that
-    `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED).
+    `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED). `bare`: the cast without its Hadamard
+    transform, where that is a pass of its own.
     """
 
     cast: Cast
@@ -50,6 +51,7 @@ class CastPlan:
     scale_dtype: torch.dtype
     scale_layout: int
     nvfp4_cast: tuple
+    bare: Cast | None
 
     @property
     def block_cast(self) -> tuple:
@@ -91,12 +93,12 @@ def _make(cast: Cast) -> CastPlan:
         torch.float32 if fmt.scale.name == "FP32" else torch.uint8,
         # FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order.
         SCALE_COLUMN_MAJOR.value if fmt.block == (1, 128) and not is_e8m0 else SCALE_ROW_MAJOR.value,
-        _nvfp4_cast(cast) if family == "nvfp4" else (),
+        _nvfp4_cast(cast) if family == "nvfp4" else (), _bare(cast),
     )  # fmt: skip
 
 
 _ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
-_ROW_BLOCKS = (16, 32, 64, 128)
+_BLOCKS = (16, 32, 64, 128)
 
 
 def _family(cast: Cast) -> tuple[str, str]:
@@ -104,15 +106,24 @@ def _family(cast: Cast) -> tuple[str, str]:
     fmt, element = cast.format, cast.format.element
     if (element.name, element.mantissa_bits, element.bias) not in _ELEMENTS:
         return "", f"element {element.name} is not one of the stock elements"
-    if cast.hadamard is not None and fmt.scale.name != "E4M3":
-        return "", f"a Hadamard transform of {fmt.name}"
     if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
         return "nvfp4", ""
     if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
         return "scaled", ""
-    if fmt.block[0] == 1 and fmt.block[1] in _ROW_BLOCKS and (element.bits == 8 or fmt.scale.name == "E8M0"):
+    if (
+        fmt.block[0] in (1, fmt.block[1])
+        and fmt.block[1] in _BLOCKS
+        and (element.bits == 8 or fmt.scale.name == "E8M0")
+    ):
         return "blocks", ""
     return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+def _bare(cast: Cast) -> Cast | None:
+    """The cast to run on the transformed matrix, for formats whose kernels do not transform."""
+    if cast.hadamard is None or (cast.format.scale.name == "E4M3" and cast.format.tensor_scale != "row"):
+        return None
+    return replace(cast, hadamard=None)
 
 
 def _nvfp4_cast(cast: Cast) -> tuple:
