@@ -15,12 +15,13 @@ from microfloat.recipes import Cast
 from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
+from microfloat.torch.backends.triton._dequantize import dequantize_operand
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 
-__all__ = ["Values", "amax", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
+__all__ = ["Values", "amax", "dequantize", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +137,11 @@ def quantize_to_bf16(
     row_values = None if first is None else Values(first, row_scale)
     column_values = None if second is None else Values(second.t(), column_scale)
     return (column_values, row_values) if turned else (row_values, column_values)
+
+
+def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of an operand, [R, C] in `dtype`, rounded once from float32; see `backends.reference.dequantize`."""
+    return dequantize_operand(operand, dtype)
 
 
 def fold_both(

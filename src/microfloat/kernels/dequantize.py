@@ -1,0 +1,115 @@
+"""Codes back to values, for every format: one multiplication in float32, one rounding (docs/numerics.md 8.1).
+
+A lane owns eight neighbouring elements of a row and reads their scale once. Where the scale lies is told by the block's
+height and width and two strides, 0 where all blocks share one: one kernel serves tiles, rows and whole tensors.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import bf16_word, decode, float_of
+
+# What a stored scale is.
+SCALE_FLOAT = tl.constexpr(0)
+SCALE_E8M0 = tl.constexpr(1)
+SCALE_E4M3 = tl.constexpr(2)
+
+
+@triton.jit
+def scale_value(stored, KIND: tl.constexpr):
+    """The float32 that a stored scale stands for."""
+    if KIND == SCALE_E8M0:
+        byte = stored.to(tl.int32)
+        bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+        return float_of(bits)
+    elif KIND == SCALE_E4M3:
+        return decode(stored.to(tl.int32), 3, 7)
+    else:
+        return stored
+
+
+@triton.jit
+def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
+    """The values of the two codes in an int16 (two bytes) or in an int8 (two nibbles)."""
+    if HW and BIAS == 7:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {a, b}, h; "
+            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=r,=r,r", [codes.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif HW and BIAS == 15:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e5m2x2 h, p; mov.b32 {a, b}, h; "
+            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=r,=r,r", [codes.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif MB + BIAS == 2:
+        pair = codes.to(tl.int32)
+        return decode(pair & 15, MB, BIAS), decode((pair >> 4) & 15, MB, BIAS)
+    else:
+        pair = codes.to(tl.int32)
+        return decode(pair & 0xFF, MB, BIAS), decode((pair >> 8) & 0xFF, MB, BIAS)
+
+
+@triton.jit
+def dequantize(
+    codes_ptr, scale_ptr, tensor_scale_ptr, out_ptr, R, C, scale_stride_r, scale_stride_k, tensor_scale_stride,
+    MB: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr, BF16: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per BM x BN tile. `PAIRS`: rows of codes are whole pairs; LEVELS = 2 with a tensor scale."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        one = tl.full([], 1, tl.int64)
+        R, C = R * one, C * one
+    rows = R - row0
+    cols = C - col0
+    lane = tl.arange(0, BN // 8)[:, None, None]
+    r = tl.arange(0, BM)[None, :, None]
+    w = lane * 4 + tl.arange(0, 4)[None, None, :]
+    inside = (r < rows) & (2 * w < cols)
+    also = (r < rows) & (2 * w + 1 < cols)
+    FP4: tl.constexpr = MB + BIAS == 2
+    if FP4:
+        ld = C // 2 if PAIRS else (C + 1) // 2
+        at = codes_ptr + row0.to(tl.int64) * ld + col0 // 2 + (r * ld + w)
+        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+    elif PAIRS:
+        at = (codes_ptr + row0.to(tl.int64) * C + col0).to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w)
+        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+    else:
+        at = codes_ptr + row0.to(tl.int64) * C + col0 + (r * C + 2 * w)
+        codes = tl.load(at, mask=inside, other=0).to(tl.int32) & 0xFF
+        codes = codes | ((tl.load(at + 1, mask=also, other=0).to(tl.int32) & 0xFF) << 8)
+    rs = tl.arange(0, BM)[None, :]
+    first = tl.arange(0, BN // 8)[:, None] * 8
+    block = (col0 + first) // WIDTH
+    at = scale_ptr + ((row0 + rs) // HEIGHT).to(tl.int64) * scale_stride_r + block.to(tl.int64) * scale_stride_k
+    stored = tl.load(at) if EVEN else tl.load(at, mask=(rs < rows) & (first < cols), other=0)
+    scale = scale_value(stored, SCALE)
+    if LEVELS == 2:
+        level = tl.load(tensor_scale_ptr + (row0 + rs) * tensor_scale_stride, mask=rs < rows, other=0.0)
+        scale = scale * level
+    scale = scale[:, :, None]
+    low, high = decode_pair(codes, MB, BIAS, HW)
+    low, high = low * scale, high * scale
+    out_tile = out_ptr + row0.to(tl.int64) * C + col0
+    if BF16 and PAIRS:
+        at = out_tile.to(tl.pointer_type(tl.int32)) + (r * (C // 2) + w)
+        if EVEN:
+            tl.store(at, bf16_word(low, high, HW))
+        else:
+            tl.store(at, bf16_word(low, high, HW), mask=inside)
+    elif BF16:
+        at = out_tile.to(tl.pointer_type(tl.int16)) + (r * C + 2 * w)
+        word = bf16_word(low, high, HW)
+        tl.store(at, word.to(tl.int16), mask=inside)
+        tl.store(at + 1, (word >> 16).to(tl.int16), mask=also)
+    else:
+        values = tl.reshape(tl.join(low, high), [BN // 8, BM, 8])
+        c = lane * 8 + tl.arange(0, 8)[None, None, :]
+        tl.store(out_tile + (r * C + c), values.to(out_ptr.dtype.element_ty), mask=(r < rows) & (c < cols))
