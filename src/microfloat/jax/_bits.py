@@ -8,13 +8,14 @@ operations are left alone by all of them.
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from microfloat.formats import ElementFormat
 
 __all__ = [
     "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide_by_constant", "encode",
     "is_nan", "magnitude_bits", "measured_bits", "multiply", "pack_fp4", "round_to_bf16", "sixth", "square",
-    "unpack_fp4",
+    "unpack_fp4", "where",
 ]  # fmt: skip
 
 INFINITY_BITS = np.uint32(0x7F800000)
@@ -47,7 +48,16 @@ def is_nan(magnitude: Array) -> Array:
 def measured_bits(x: Array) -> Array:
     """`magnitude_bits` with NaN as 0: what an amax that ignores NaN is the maximum of."""
     magnitude = magnitude_bits(x)
-    return jnp.where(is_nan(magnitude), np.uint32(0), magnitude)
+    return where(is_nan(magnitude), np.uint32(0), magnitude)
+
+
+def where(condition: Array, x: ArrayLike, y: ArrayLike) -> Array:
+    """``jnp.where`` for operands of one dtype, without a function of its own in the program.
+
+    XLA (jaxlib 0.10) was seen to fold the constants of one call into such a shared function and use them for another.
+    """
+    shape = jnp.broadcast_shapes(np.shape(condition), np.shape(x), np.shape(y))
+    return lax.select(*(jnp.broadcast_to(operand, shape) for operand in (condition, x, y)))
 
 
 def multiply(x: Array, factor: Array) -> Array:
@@ -58,18 +68,18 @@ def multiply(x: Array, factor: Array) -> Array:
     """
     bits = bits_of(x)
     # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
-    factor = jnp.where(bits == np.uint32(0xFFFFFFFF), np.float32(1), factor)
+    factor = where(bits == np.uint32(0xFFFFFFFF), np.float32(1), factor)
     factor_bits = bits_of(factor)
     small_exponent = np.uint32(125 << 23)
-    lowered = as_float(jnp.where(factor_bits > small_exponent, factor_bits - small_exponent, np.uint32(0)))
+    lowered = as_float(where(factor_bits > small_exponent, factor_bits - small_exponent, np.uint32(0)))
     magnitude = (bits & _MANTISSA).astype(jnp.float32) * np.float32(2.0**-24) * lowered
     from_subnormal = as_float(bits_of(magnitude) | (bits & _SIGN))
-    return jnp.where((bits & INFINITY_BITS) == 0, from_subnormal, x * factor)
+    return where((bits & INFINITY_BITS) == 0, from_subnormal, x * factor)
 
 
 def divide_by_constant(x: Array, constant: float) -> Array:
     """``f32(x / constant)`` for x >= 0, correctly rounded: XLA must not see that the divisor is a constant."""
-    opaque = jnp.where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), np.float32(constant))
+    opaque = where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), np.float32(constant))
     return x / opaque
 
 
@@ -82,11 +92,11 @@ def sixth(x: Array) -> Array:
     bits = bits_of(x)
     exponent = bits >> 23
     significand = (bits & _MANTISSA) | _HIDDEN_BIT
-    steps = jnp.where(exponent == 0, bits, significand << jnp.clip(exponent, 1, 3) - 1)
+    steps = where(exponent == 0, bits, significand << jnp.minimum(jnp.maximum(exponent, 1), 3) - 1)
     quotient = steps // 6
     remainder = steps - quotient * 6
     round_up = (remainder > 3) | ((remainder == 3) & ((quotient & 1) == 1))
-    return jnp.where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide_by_constant(x, 6.0))
+    return where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide_by_constant(x, 6.0))
 
 
 def square(x: Array) -> Array:
@@ -98,7 +108,7 @@ def round_to_bf16(x: Array) -> Array:
     """x rounded to bfloat16, nearest even, as float32. A conversion there and back would be elided by XLA."""
     bits = bits_of(x)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)
-    kept = jnp.where(is_nan(bits & np.uint32(0x7FFFFFFF)), bits | np.uint32(0x400000), rounded)
+    kept = where(is_nan(bits & np.uint32(0x7FFFFFFF)), bits | np.uint32(0x400000), rounded)
     return as_float(kept & np.uint32(0xFFFF0000))
 
 
@@ -112,7 +122,7 @@ def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) 
     bits = bits_of(y)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     field = (magnitude >> 23).astype(jnp.int32)
-    significand = (magnitude & _MANTISSA) | jnp.where(field > 0, _HIDDEN_BIT, np.uint32(0))
+    significand = (magnitude & _MANTISSA) | where(field > 0, _HIDDEN_BIT, np.uint32(0))
     exponent = jnp.maximum(field, 1) - 127
     local = jnp.maximum(exponent, 1 - bias)
     shift = (23 - mantissa_bits + local - exponent).astype(jnp.uint32)
@@ -125,14 +135,14 @@ def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) 
         shift = jnp.minimum(shift, np.uint32(31))
         fraction = (significand & ((np.uint32(1) << shift) - 1)) >> (shift - 8)
         up = (fraction + random_bytes.astype(jnp.uint32)) >= 256
-        count = jnp.where(vanishes, np.uint32(0), (significand >> shift) + up.astype(jnp.uint32))
+        count = where(vanishes, np.uint32(0), (significand >> shift) + up.astype(jnp.uint32))
     # `count` steps of the local binade; a carry out of it moves into the exponent by itself.
     offset = ((local + (bias - 1)) << mantissa_bits).astype(jnp.uint32)
-    code = jnp.where(count < np.uint32(1 << mantissa_bits), count, offset + count)
-    code = jnp.where(magnitude >= INFINITY_BITS, np.uint32(element.max_code), code)
+    code = where(count < np.uint32(1 << mantissa_bits), count, offset + count)
+    code = where(magnitude >= INFINITY_BITS, np.uint32(element.max_code), code)
     code = jnp.minimum(code, np.uint32(element.max_code))
-    code = code | jnp.where(bits >= _SIGN, np.uint32(element.sign_code), np.uint32(0))
-    return jnp.where(is_nan(magnitude), np.uint32(element.nan_code), code).astype(jnp.uint8)
+    code = code | where(bits >= _SIGN, np.uint32(element.sign_code), np.uint32(0))
+    return where(is_nan(magnitude), np.uint32(element.nan_code), code).astype(jnp.uint8)
 
 
 def decode(codes: Array, element: ElementFormat) -> Array:
@@ -145,7 +155,7 @@ def decode(codes: Array, element: ElementFormat) -> Array:
     mantissa = magnitude & np.uint32((1 << mantissa_bits) - 1)
     normal = (magnitude << (23 - mantissa_bits)) + np.uint32((127 - element.bias) << 23)
     subnormal = bits_of(mantissa.astype(jnp.float32) * np.float32(element.step))
-    bits = jnp.where((magnitude >> mantissa_bits) == 0, subnormal, normal)
+    bits = where((magnitude >> mantissa_bits) == 0, subnormal, normal)
     sign = (wide & np.uint32(element.sign_code)) << (32 - element.bits)
     return as_float(bits | sign)
 
@@ -167,7 +177,7 @@ def code_bytes(codes: Array, element: ElementFormat, length: int) -> Array:
 def pack_fp4(codes: Array) -> Array:
     """``byte[i] = c[2i] | c[2i + 1] << 4`` along the last axis; an odd length leaves the last high nibble 0."""
     if codes.shape[-1] % 2:
-        codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
+        codes = lax.pad(codes, np.uint8(0), [(0, 0, 0)] * (codes.ndim - 1) + [(0, 1, 0)])
     pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 

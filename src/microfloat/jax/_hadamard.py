@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from microfloat.jax._bits import round_to_bf16
 from microfloat.recipes import Hadamard
@@ -33,7 +33,7 @@ def hadamard_transform(x_RC: Array, hadamard: Hadamard) -> Array:
     """``bf16(H (sgn * bf16(x)) / 4)`` per group of 16: float32 [R, C] -> [R, C rounded up to 16]."""
     rows, cols = x_RC.shape
     padded = stored_length(cols, hadamard)
-    x_RC = jnp.pad(x_RC, ((0, 0), (0, padded - cols)))
+    x_RC = lax.pad(x_RC, np.float32(0), ((0, 0, 0), (0, padded - cols, 0)))
     groups = round_to_bf16(x_RC).reshape(rows, padded // hadamard.size, hadamard.size)
     mixed = _butterfly(groups * _signs(hadamard)[None, None, :])
     return round_to_bf16(mixed * np.float32(0.25)).reshape(rows, padded)

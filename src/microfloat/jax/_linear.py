@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._collectives import (
     like_in_variance,
@@ -28,10 +29,10 @@ from microfloat.jax.backends import reference, select
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Delayed, Recipe
 
-__all__ = ["CODES_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
+__all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
 
-# Names of the low-precision residuals, for rematerialisation policies.
-CODES_NAME, SCALES_NAME = "microfloat_codes", "microfloat_scales"
+# Names of the low-precision residuals and of a GEMM's result, for rematerialisation policies.
+CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
 
 # The random streams of the six operands (docs/numerics.md 5.3).
 _STREAMS = {
@@ -91,6 +92,8 @@ class _Call(NamedTuple):
             return x_RC
         noise = None
         if cast.is_stochastic:
+            if self.seed.words is None:
+                raise missing_key(self.config.recipe)
             noise = reference.Noise(
                 self.seed.words, _STREAMS[operand], 0 if self.seed.batch is None else self.seed.batch
             )
@@ -131,14 +134,22 @@ class _Call(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> Array:
-    """y_MN = x @ w.T of one matrix pair under ``config.recipe``."""
+def linear(
+    config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None
+) -> tuple[Array, DelayedState | None]:
+    """(y_MN = x @ w.T under ``config.recipe``, the state handed through).
+
+    The cotangent of `state` is the new state, or the cotangent of the state handed through where that is larger: a
+    second use that takes the latter contributes by maximum, never by sum.
+    """
     call = _Call(config, seed, _encode_scales(state))
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
-    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype).astype(config.dtype)
+    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype).astype(config.dtype), state
 
 
-def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[Array, Kept]:
+def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, Kept]:
+    if config.recipe.is_stochastic and seed.words is None:
+        raise missing_key(config.recipe)
     call = _Call(config, seed, _encode_scales(state))
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
     y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype)
@@ -148,10 +159,11 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
         if tensor in call.scales
     }
     kept = Kept(call.keep(w_NK, "w", w), call.keep(x_MK, "x", x), seed, state, amaxes, x_MK[:0], w_NK[:0])
-    return y_MN.astype(config.dtype), kept
+    return (checkpoint_name(y_MN.astype(config.dtype), OUTPUT_NAME), state), kept
 
 
-def _backward(config: Config, kept: Kept, dy_MN: Array) -> tuple[Array, Array, None, DelayedState | None]:
+def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
+    dy_MN, later = cotangents
     call = _Call(config, kept.seed, _encode_scales(kept.state))
     (rows, outputs), inputs, dtype = dy_MN.shape, kept.no_x.shape[1], kept.no_x.dtype
     dy = call.cast(dy_MN, "dy", _FIRST_USE["dy"])
@@ -163,7 +175,7 @@ def _backward(config: Config, kept: Kept, dy_MN: Array) -> tuple[Array, Array, N
     dw_NK = call.gemm("wgrad", dy_NM, call.second_form(kept.x, "x", inputs), rows, dtype)
     dx_MK = sum_to_type_of(dx_MK, kept.no_x).astype(kept.no_x.dtype)
     dw_NK = sum_to_type_of(dw_NK, kept.no_w).astype(kept.no_w.dtype)
-    return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN)
+    return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN, later)
 
 
 linear.defvjp(_forward, _backward)
@@ -171,7 +183,9 @@ linear.defvjp(_forward, _backward)
 
 def _encode_scales(state: DelayedState | None) -> dict[str, Array]:
     """The encode scale of this step per delayed tensor: the update that the previous step left open."""
-    return {} if state is None else scaling.encode_scales(state)
+    if state is None:
+        return {}
+    return {tensor: scale.reshape(()) for tensor, scale in scaling.encode_scales(state).items()}
 
 
 def amax_axes(x: Array, axis_names: tuple[str, ...]) -> frozenset[str]:
@@ -185,7 +199,7 @@ def live_amax(x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | 
     return max_over(tensor_amax(x.astype(jnp.float32)), amax_axes(x, axis_names) - apart)
 
 
-def _state_cotangent(config: Config, kept: Kept, dy_MN: Array) -> DelayedState | None:
+def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedState | None) -> DelayedState | None:
     """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
     state = kept.state
     if state is None:
@@ -196,13 +210,22 @@ def _state_cotangent(config: Config, kept: Kept, dy_MN: Array) -> DelayedState |
     for tensor, slot, rule in scaling.slots_of(state):
         recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
         leaves = []
-        for value, leaf in zip(recorded, slot, strict=True):
+        for value, leaf, incoming in zip(recorded, slot, later.slot(tensor), strict=True):
             value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
+            value = jnp.maximum(value, from_max_grad(incoming))
             # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes.
             value = on_first_device(value, config.axis_names) if told else value
             leaves.append(lax.convert_element_type(value, leaf.dtype))
         slots[tensor] = Slot(*leaves)
     return DelayedState(**{tensor: slots.get(tensor) for tensor in scaling.TENSORS}, rules=state.rules)
+
+
+def missing_key(recipe: Recipe) -> InvalidValueError:
+    """The error for a stochastic recipe without a key."""
+    return invalid_value(
+        "key", "None, and no seed", f"key= (a jax.random key) or seed= for {recipe!r}, which rounds stochastically",
+        "Modules take rngs={'sr_rng': key}. To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
+    )  # fmt: skip
 
 
 @jax.custom_vjp

@@ -24,6 +24,7 @@ from microfloat.jax._bits import (
     multiply,
     sixth,
     square,
+    where,
 )
 from microfloat.jax._tiles import spread
 from microfloat.recipes import Cast, Current
@@ -88,9 +89,9 @@ def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
     exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & _MANTISSA
     bump = (mantissa >= np.uint32(e8m0_threshold(cast.rule, element))).astype(jnp.int32)
     lost = exponent == 255
-    byte = jnp.clip(exponent - element.emax + bump, 0, 253)
+    byte = jnp.minimum(jnp.maximum(exponent - element.emax + bump, 0), 253)
     factor = as_float((254 - byte).astype(jnp.uint32) << 23)
-    return BlockScales(jnp.where(lost, 255, byte).astype(jnp.uint8), factor, lost)
+    return BlockScales(where(lost, np.int32(255), byte).astype(jnp.uint8), factor, lost)
 
 
 def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> Array:
@@ -100,7 +101,7 @@ def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> Array:
     if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
         bits = jnp.maximum(bits, _f32_bits(cast.scaling.amax_epsilon))
     clamped = as_float(jnp.maximum(bits, _f32_bits(largest * 2.0**-126)))
-    factor = jnp.where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), np.float32(largest) / clamped)
+    factor = where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), np.float32(largest) / clamped)
     if cast.rule.power_of_two:
         factor = as_float(bits_of(factor) & np.uint32(0xFF800000))
     return factor
@@ -119,12 +120,12 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     unscaled = (bits == 0) | (bits == INFINITY_BITS)
     one, capacity = np.float32(1), np.float32(constants.capacity)
     clamped = as_float(jnp.maximum(bits, _f32_bits(constants.smallest_amax)))
-    amax = jnp.where(unscaled, capacity, clamped)
+    amax = where(unscaled, capacity, clamped)
     if not constants.tensor_scale:
         ones = jnp.ones_like(amax)
         return _TensorLevel(amax, ones, ones)
-    encode_factor = jnp.where(unscaled, one, capacity / clamped)
-    stored = jnp.where(unscaled, one, divide_by_constant(clamped, constants.capacity))
+    encode_factor = where(unscaled, one, capacity / clamped)
+    stored = where(unscaled, one, divide_by_constant(clamped, constants.capacity))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
     return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)))
 
@@ -141,11 +142,13 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
     else:
         # A flushed quotient is below the clamp 2^-6 in any case.
         target = sixth(block_amax) / tensor.stored
-        target = jnp.clip(target, np.float32(constants.smallest_scale), np.float32(constants.largest_scale))
+        target = jnp.minimum(
+            jnp.maximum(target, np.float32(constants.smallest_scale)), np.float32(constants.largest_scale)
+        )
         byte = encode(target, E4M3)
         factor = np.float32(1) / tensor.stored / decode(byte, E4M3)
     lost = is_nan(_block_max(magnitude_bits(tiles)))
-    stored = jnp.where(lost, np.uint8(E4M3.nan_code), byte)
+    stored = where(lost, np.uint8(E4M3.nan_code), byte)
     return BlockScales(stored, factor, lost, tensor.stored if constants.tensor_scale else None)
 
 
@@ -168,7 +171,7 @@ def _four_over_six(
         candidates.append((byte, factor, _block_error(tiles, cast, constants, tensor, byte, factor)))
     (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
     to_four = error_4 < error_6
-    return jnp.where(to_four, byte_4, byte_6), jnp.where(to_four, factor_4, factor_6)
+    return where(to_four, byte_4, byte_6), where(to_four, factor_4, factor_6)
 
 
 def _block_error(
@@ -180,7 +183,7 @@ def _block_error(
     flushed. Squares are not: they vanish there with gradual underflow too.
     """
     element = cast.format.element
-    lift = jnp.where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64), np.float32(1))
+    lift = where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64), np.float32(1))
     if constants.four_over_six != "mae":
         lift = jnp.ones_like(lift)
     lift_tiles, amax_tiles = (_over_tiles(value, tiles) for value in (lift, tensor.amax * lift))
@@ -209,7 +212,7 @@ def _pairwise_rows(sums: Array) -> Array:
     """[grid rows, rows of a tile, grid columns] -> [grid rows, grid columns] by halving."""
     count = 1 << max(sums.shape[1] - 1, 0).bit_length()
     if count != sums.shape[1]:
-        sums = jnp.pad(sums, ((0, 0), (0, count - sums.shape[1]), (0, 0)))
+        sums = lax.pad(sums, np.float32(0), ((0, 0, 0), (0, count - sums.shape[1], 0), (0, 0, 0)))
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]

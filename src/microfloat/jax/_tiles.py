@@ -1,7 +1,7 @@
 """An operand form [R, C] cut into blocks: [grid rows, block rows, grid columns, block columns], zero padded."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from microfloat.formats import ScaledFormat
 
@@ -27,7 +27,7 @@ def to_tiles(x_RC: Array, block: Block) -> Array:
     grid_rows, grid_cols = _grid(rows, block[0]), _grid(cols, block[1])
     missing = (grid_rows * block_rows - rows, grid_cols * block_cols - cols)
     if any(missing):
-        x_RC = jnp.pad(x_RC, ((0, missing[0]), (0, missing[1])))
+        x_RC = lax.pad(x_RC, jnp.zeros((), x_RC.dtype), ((0, missing[0], 0), (0, missing[1], 0)))
     return x_RC.reshape(grid_rows, block_rows, grid_cols, block_cols)
 
 

@@ -21,7 +21,7 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ELEMENTS, ElementFormat
-from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, magnitude_bits
+from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, magnitude_bits, where
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.core import OPERANDS
@@ -94,7 +94,7 @@ def advance(slot: Slot, rule: SlotRule) -> Slot:
     """The update at the end of the previous step: a new encode scale, and the rolled history with 0 at index 0."""
     history = from_max_grad(slot.amax_history)
     scale = next_scale(history, from_max_grad(slot.scale_enc), ELEMENTS[rule.element], rule.delayed)
-    return Slot(scale, jnp.roll(history, -1).at[0].set(np.float32(0)))
+    return Slot(scale, jnp.concatenate([jnp.zeros((1,), jnp.float32), history[2:], history[:1]])[: history.shape[0]])
 
 
 def next_scale(history: Array, scale_enc: Array, element: ElementFormat, delayed: Delayed) -> Array:
@@ -109,7 +109,7 @@ def next_scale(history: Array, scale_enc: Array, element: ElementFormat, delayed
     ratio = np.float32(element.max) / as_float(jnp.maximum(amax_bits, smallest))
     scale = jnp.minimum(ratio * np.float32(2.0**-delayed.margin), np.float32(2.0**126))
     usable = (amax_bits > 0) & (amax_bits < INFINITY_BITS)
-    return jnp.where(usable, scale, scale_enc)
+    return where(usable, scale, scale_enc)
 
 
 def record(slot: Slot, amax: Array) -> Slot:
@@ -121,7 +121,7 @@ def record(slot: Slot, amax: Array) -> Slot:
 def _amax_bits(amax: Array) -> Array:
     """The bits of an amax that may be recorded; 0 for what is not finite or negative."""
     bits = bits_of(amax)
-    return jnp.where(bits < INFINITY_BITS, bits, np.uint32(0))
+    return where(bits < INFINITY_BITS, bits, np.uint32(0))
 
 
 def encode_scales(state: DelayedState) -> dict[str, Array]:
@@ -143,7 +143,7 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
         scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[..., 0]))
         used = (scale > 0) & jnp.isfinite(scale)
         stepped = record(advance(slot, rule), amax)
-        slots[tensor] = Slot(*(jnp.where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
+        slots[tensor] = Slot(*(where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
     return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=old.rules)
 
 

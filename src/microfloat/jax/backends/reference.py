@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from microfloat import reference as oracle
 from microfloat.formats import E4M3, ScaledFormat
-from microfloat.jax._bits import as_code_dtype, as_float, code_bytes, decode, encode, multiply
+from microfloat.jax._bits import as_code_dtype, as_float, code_bytes, decode, encode, multiply, where
 from microfloat.jax._collectives import max_over
 from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, stored_length
 from microfloat.jax._random import random_bytes
@@ -69,7 +69,7 @@ def cast_matrix(
     scales = block_scales(tiles, cast, amax, scale_enc)
     codes = encode(multiply(tiles, spread(scales.encode)), element, _noise_tiles(x_RC.shape, cast, noise))
     if scales.is_nan is not None:
-        codes = jnp.where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
+        codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
     return Matrix(as_code_dtype(from_tiles(codes, x_RC.shape), element), scales.stored, scales.tensor_scale)
 
 
@@ -107,7 +107,7 @@ def _power_of_two(tiles: Array, grid: Array) -> Array:
     half = exponent >> 1
     for part in (half, exponent - half):
         tiles = tiles * spread(as_float((part + 127).astype(jnp.uint32) << 23))
-    return jnp.where(spread(grid == 255), np.float32(np.nan), tiles)
+    return where(spread(grid == 255), np.float32(np.nan), tiles)
 
 
 def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | None, cols: int) -> Array:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
-from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
+from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax, missing_key
 from microfloat.jax._random import call_seed
 from microfloat.jax.ops import WIDE_DTYPES, check_array, check_backend
 from microfloat.jax.scaling import DelayedState, Slot
@@ -81,16 +81,31 @@ class DotGeneral:
         microfloat.errors at trace time.
         """
         del precision
+        words = self._words(seed, key)
+        y, _ = self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+    def threaded(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        preferred_element_type: DTypeLike | None,
+        words: Array | None,
+        state: DelayedState | None,
+    ) -> tuple[Array, DelayedState | None]:
+        """(y, the state handed through) for the call seed's words; a later use in this step takes that state.
+
+        Without words a stochastic recipe runs forward only, if its fprop is not stochastic.
+        """
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
         if dtype not in WIDE_DTYPES:
             raise invalid_type("preferred_element_type", dtype, "float32, bfloat16 or float16")
         state = self._check_state(state)
-        words = self._words(seed, key)
         config = Config(self.recipe, dtype, self.backend, self.axis_names, self.residuals)
-        y = _apply(lhs, rhs, words, state, config=config, dimensions=dimensions)
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        return _apply(lhs, rhs, words, state, config=config, dimensions=dimensions)
 
     def with_amax(
         self,
@@ -134,10 +149,9 @@ class DotGeneral:
     def _words(self, seed: Array | int | None, key: Array | None) -> Array | np.ndarray | None:
         if not self.recipe.is_stochastic:
             return None
-        return call_seed(
-            seed, key, f"{self.recipe!r}, which rounds stochastically (switch it off with "
-            "disable_stochastic_rounding=True, or rounding='nearest' in a Cast)",
-        )  # fmt: skip
+        if seed is None and key is None:
+            raise missing_key(self.recipe)
+        return call_seed(seed, key, repr(self.recipe))
 
 
 def einsum(recipe: Recipe, **options: object) -> "Einsum":
@@ -188,13 +202,15 @@ def _apply(
     *,
     config: Config,
     dimensions: DotDimensions,
-) -> Array:
+) -> tuple[Array, DelayedState | None]:
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
-        return dimensions.result(linear(config, x, w, Seed(words, None), state))
+        y, state = linear(config, x, w, Seed(words, None), state)
+        return dimensions.result(y), state
     # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
     index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
-    each = jax.vmap(partial(linear, config), in_axes=(0, 0, Seed(None, 0), None))
     if x.shape[0] == 0:
-        return dimensions.result(jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype))
-    return dimensions.result(each(x, w, Seed(words, index), state))
+        return dimensions.result(jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype)), state
+    each = jax.vmap(partial(linear, config), in_axes=(0, 0, Seed(None, 0), None), out_axes=(0, None))
+    y, state = each(x, w, Seed(words, index), state)
+    return dimensions.result(y), state

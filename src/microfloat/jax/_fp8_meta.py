@@ -1,0 +1,120 @@
+"""Arithmetic of the Flax-compatible FP8 operators: quantize, dequantize, delayed scales and amax histories.
+
+Here `scale` is what dequantization multiplies with, ``amax / max``, and quantization divides by it; the recipes of
+microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Source: docs/jax.md, "fp8_ops".
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from microfloat.errors import unknown_name
+from microfloat.jax._collectives import max_over, varying_axes
+from microfloat.jax._max_grad import from_max_grad
+
+__all__ = [
+    "compute_amax_history", "compute_scale", "dequantize", "get_fp8_max", "qdq", "quantize",
+    "quantize_dequantize_update", "update_fp8_meta", "updated_state",
+]  # fmt: skip
+
+_FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+# Smallest scale that is handed out: the reciprocal of a normal float32 stays one.
+_SMALLEST = np.float32(2.0**-126)
+
+
+def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Array:
+    """The largest finite value of an FP8 dtype, as `out_dtype`; InvalidValueError for other dtypes."""
+    dtype = jnp.dtype(fp8_dtype)
+    if dtype.name not in _FP8_DTYPES:
+        raise unknown_name("fp8_dtype", dtype.name, _FP8_DTYPES)
+    return jnp.finfo(dtype).max.astype(out_dtype)
+
+
+def _against(scale: ArrayLike, x: Array) -> Array:
+    """A scale of one element without axes, so that it meets an x of any rank; a larger one as it is."""
+    scale = jnp.asarray(scale)
+    return scale.reshape(()) if scale.size == 1 else scale
+
+
+def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
+    """``clip(x / scale, -max, max)`` rounded to nearest even in `q_dtype`; x and scale of shape () or (1,).
+
+    The scale is rounded to `compute_dtype` first; the division runs in ``promote(x.dtype, compute_dtype)``.
+    Infinities saturate, NaN stays.
+    """
+    x = jnp.asarray(x)
+    largest = get_fp8_max(q_dtype, compute_dtype)
+    wide = jnp.promote_types(x.dtype, compute_dtype)
+    ratio = x.astype(wide) / _against(scale, x).astype(compute_dtype).astype(wide)
+    return jnp.clip(ratio, -largest.astype(wide), largest.astype(wide)).astype(q_dtype)
+
+
+def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
+    """``x * scale`` in `dq_dtype`."""
+    x = jnp.asarray(x)
+    return x.astype(dq_dtype) * _against(scale, x).astype(dq_dtype)
+
+
+def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
+    """``dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)``: x as FP8 would hold it."""
+    x = jnp.asarray(x)
+    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
+
+
+def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin: float = 0) -> Array:
+    """The next scale: ``1 / ((fp8_max / amax) / 2^margin)``, or the old `scale` for an amax of zero, Inf or NaN.
+
+    Two reciprocals, as existing checkpoints have them. Never below 2^-126; a subnormal amax counts as zero; a
+    stored scale that is not positive and finite counts as 1.
+    """
+    amax, scale = jnp.asarray(amax), jnp.asarray(scale)
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
+    usable = (amax >= _SMALLEST) & jnp.isfinite(amax)
+    encode = (fp8_max / jnp.where(usable, amax, jnp.ones_like(amax))) / (2.0**margin)
+    encode = jnp.where(usable, encode, 1.0 / scale)
+    return jnp.maximum(1.0 / encode, _SMALLEST.astype(encode.dtype))
+
+
+def compute_amax_history(x: ArrayLike, amax_history: Array) -> Array:
+    """The ring after this step: rolled by one, with ``max |x|`` at index 0 (0 if that is not finite, or subnormal)."""
+    return _rolled(_measured(x, amax_history.dtype), amax_history)
+
+
+def _measured(x: ArrayLike, dtype: np.dtype) -> Array:
+    x = jnp.asarray(x)
+    amax = jnp.max(jnp.abs(x), initial=0).astype(dtype)
+    return jnp.where((amax >= _SMALLEST) & jnp.isfinite(amax), amax, jnp.zeros_like(amax))
+
+
+def _rolled(amax: Array, amax_history: Array) -> Array:
+    return jnp.roll(amax_history, -1).at[0].set(amax)
+
+
+def updated_state(
+    x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array, axis_names: tuple[str, ...] = ()
+) -> tuple[Array, Array]:
+    """(scale, history) for this step in float32: the scale follows from the *old* history, then x enters the ring.
+
+    Inside shard_map the amax is the maximum over the mesh axes that shard x but not the state.
+    """
+    old_scale, history = from_max_grad(jnp.asarray(scale)), from_max_grad(amax_history)
+    new_scale = compute_scale(jnp.max(history), old_scale, get_fp8_max(q_dtype, jnp.float32))
+    x = jnp.asarray(x)
+    axes = (varying_axes(x) or frozenset(axis_names)) - varying_axes(history)
+    return new_scale, _rolled(max_over(_measured(x, jnp.dtype(jnp.float32)), axes), history)
+
+
+def update_fp8_meta(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array) -> tuple[Array, Array]:
+    """(new scale, new history), in the dtypes of the old ones (float32 or `fp32_max_grad`)."""
+    scale = jnp.asarray(scale)
+    new_scale, new_history = updated_state(x, q_dtype, scale, amax_history)
+    return lax.convert_element_type(new_scale, scale.dtype), lax.convert_element_type(new_history, amax_history.dtype)
+
+
+def quantize_dequantize_update(
+    x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array, compute_dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    """(qdq of x under the new scale, new scale, new history)."""
+    new_scale, new_history = update_fp8_meta(x, q_dtype, scale, amax_history)
+    return qdq(x, q_dtype, from_max_grad(new_scale), compute_dtype), new_scale, new_history

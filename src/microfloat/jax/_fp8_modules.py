@@ -1,0 +1,118 @@
+"""Flax-compatible FP8 operators as linen modules, for ``dot_general_cls=`` and einsum injection.
+
+Class names and state layout are Flax's, so its checkpoints load unchanged. Unlike Flax's, a module that is used
+several times in one step leaves the maximum of the amaxes, and each honours `e4m3_dtype`, `e5m2_dtype` and
+`preferred_element_type`.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
+from microfloat.jax._flax_state import StateModule
+from microfloat.jax._fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
+from microfloat.jax._fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
+
+__all__ = [
+    "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase", "Fp8DotGeneralOp", "Fp8Einsum",
+    "NANOOFp8DotGeneralOp",
+]  # fmt: skip
+
+
+class Fp8DotGeneralBase(StateModule):
+    """State and options of the FP8 operators; `axis_names`: mesh axes that shard them, where JAX cannot see those."""
+
+    e4m3_dtype: DTypeLike = jnp.float8_e4m3fn
+    e5m2_dtype: DTypeLike = jnp.float8_e5m2
+    axis_names: tuple[str, ...] = ()
+
+    def direct_dot(
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
+    ) -> Array:
+        """The dot with FP8 operands, in rhs's dtype or `preferred_element_type`."""
+        out = rhs.dtype if preferred_element_type is None else preferred_element_type
+        options = DotOptions(
+            dimension_numbers, rhs.dtype, out, self.e4m3_dtype, self.e5m2_dtype, tuple(self.axis_names)
+        )
+        names = ("input", "kernel", "output_grad")
+        y, states = scaled_dot_threaded(options, lhs, rhs, tuple(self.current_state(name) for name in names))
+        for name, pair in zip(names, states, strict=True):
+            self.hand_on(name, pair)
+        return y
+
+
+class Fp8DotGeneralOp(Fp8DotGeneralBase):
+    """dot_general of operands that went through FP8 and back; its output gradient does the same (fake quantization)."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Array:
+        """Computes in rhs's dtype; further arguments are accepted and ignored."""
+        del precision, args, kwargs
+        operands = {"input": jnp.asarray(lhs, rhs.dtype), "kernel": rhs}
+        faked = []
+        for name, operand in operands.items():
+            value, *state = in_qdq_threaded(self._rule(rhs.dtype, self.e4m3_dtype), operand, *self.current_state(name))
+            self.hand_on(name, tuple(state))
+            faked.append(value)
+        y = dot_general_with_precision(*faked, dimension_numbers)
+        y, *state = out_qdq_threaded(self._rule(rhs.dtype, self.e5m2_dtype), y, *self.current_state("output_grad"))
+        self.hand_on("output_grad", tuple(state))
+        return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+    def _rule(self, compute_dtype: DTypeLike, q_dtype: DTypeLike) -> Rule:
+        return Rule(compute_dtype, q_dtype, tuple(self.axis_names))
+
+
+class Fp8DirectDotGeneralOp(Fp8DotGeneralBase):
+    """dot_general of FP8 codes: they go into the dot themselves, the scales follow."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Array:
+        """Computes in rhs's dtype; further arguments are accepted and ignored."""
+        del precision, args, kwargs
+        return self.direct_dot(jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers, preferred_element_type)
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """`Fp8DotGeneralOp` in the fnuz formats of MI300."""
+
+    e4m3_dtype: DTypeLike = jnp.float8_e4m3fnuz
+    e5m2_dtype: DTypeLike = jnp.float8_e5m2fnuz
+
+
+class Fp8Einsum(Fp8DotGeneralBase):
+    """An einsum of two operands with FP8 operands; the first is always the input, the second the kernel."""
+
+    def __call__(
+        self,
+        eqn: str,
+        lhs: ArrayLike,
+        rhs: Array,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Array:
+        """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label."""
+        del precision
+        lhs = jnp.asarray(lhs, rhs.dtype)
+        plan = parse_einsum(eqn, lhs.ndim, rhs.ndim)
+        return plan.result(self.direct_dot(*plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type))
+
+
+Fp8DotGeneral = Fp8DirectDotGeneralOp

@@ -1,0 +1,282 @@
+"""`dot_general(recipe)`: three GEMMs against the oracle, any dimension numbers, keys, residuals, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import microfloat.jax as mj
+from microfloat.recipes import (
+    RECIPES,
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    Gemm,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)  # fmt: skip
+from tests.jax.compare import relative_error
+from tests.jax.gemms import oracle_gemms
+
+SEED = 0x89ABCDEF01234567
+RNG = np.random.default_rng(10)
+X, W, DY = (RNG.standard_normal(shape).astype(np.float32) for shape in ((40, 72), (24, 72), (40, 24)))
+PLAIN = (((1,), (1,)), ((), ()))
+SPECIAL = {
+    "row_high_precision_wgrad": Float8RowScaling(wgrad="high_precision"),
+    "one_side_each": CustomRecipe(Gemm("mxfp8", None), Gemm("mxfp8", "mxfp4"), Gemm(None, "nvfp4")),
+    "nvfp4_1d_plain": NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+}
+
+
+def arguments_of(recipe):
+    arguments = {"state": mj.scaling.init(recipe)} if recipe.is_delayed else {}
+    return arguments | ({"seed": SEED} if recipe.is_stochastic else {})
+
+
+def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
+    """(y, dx, dw) of one jitted call."""
+
+    @jax.jit
+    def run(x, w, dy):
+        y, back = jax.vjp(lambda x, w: op(x, w, dimension_numbers, **arguments), x, w)
+        return y, *back(dy.astype(y.dtype))
+
+    return run(x, w, dy)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
+def test_three_gemms_equal_the_oracle(name):
+    recipe = SPECIAL.get(name) or RECIPES[name]()
+    results = gradients(mj.dot_general(recipe), X, W, DY, **arguments_of(recipe))
+    for actual, expected in zip(results, oracle_gemms(recipe, X, W, DY, seed=SEED), strict=True):
+        assert actual.dtype == jnp.float32
+        assert relative_error(actual, expected) < 1e-5  # docs/numerics.md 8.3, CPU
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes_of_results(dtype):
+    """y in lhs's dtype, gradients in their operands'; everything accumulated in float32 and rounded once."""
+    recipe = MXFP8BlockScaling()
+    x, dy = (jnp.asarray(array, dtype) for array in (X, DY))
+    y, dx, dw = gradients(mj.dot_general(recipe), x, W, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+    wide = [np.asarray(array).astype(np.float32) for array in (x, dy)]
+    for actual, expected in zip((y, dx, dw), oracle_gemms(recipe, wide[0], W, wide[1]), strict=True):
+        assert relative_error(np.asarray(actual, np.float32), expected) < (
+            1e-5 if actual.dtype == jnp.float32 else 2.5e-3
+        )
+    assert mj.dot_general(recipe)(x, W, PLAIN, None, jnp.float32).dtype == jnp.float32
+
+
+def test_residuals_high_gives_the_same_gradients():
+    recipe = NVFP4BlockScaling()
+    low, high = (gradients(mj.dot_general(recipe, residuals=kept), X, W, DY, seed=SEED) for kept in ("low", "high"))
+    for one, other in zip(low, high, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@st.composite
+def dot_problems(draw):
+    """Shapes and dimension numbers of random rank, pairing and order."""
+    sizes = {name: draw(st.lists(st.integers(1, 5), min_size=low, max_size=2)) for name, low in
+             (("batch", 0), ("contract", 0), ("lhs", 0), ("rhs", 0))}  # fmt: skip
+    shapes, numbers = [], []
+    for side in ("lhs", "rhs"):
+        labels = [("batch", i) for i in range(len(sizes["batch"]))]
+        labels += [("contract", i) for i in range(len(sizes["contract"]))]
+        labels += [(side, i) for i in range(len(sizes[side]))]
+        order = draw(st.permutations(labels))
+        shapes.append(tuple(sizes[kind][i] for kind, i in order))
+        numbers.append(
+            [tuple(order.index((kind, i)) for i in range(len(sizes[kind]))) for kind in ("contract", "batch")]
+        )
+    (lhs_contract, lhs_batch), (rhs_contract, rhs_batch) = numbers
+    return *shapes, ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+
+
+# Integers up to 8 are exact in E4M3 under a power-of-two scale, so the op must equal lax.dot_general bit for bit.
+EXACT = Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True)
+
+
+@settings(max_examples=12)
+@given(problem=dot_problems(), seed=st.integers(0, 1000))
+def test_dimension_numbers_equal_lax(problem, seed):
+    lhs_shape, rhs_shape, numbers = problem
+    rng = np.random.default_rng(seed)
+    lhs, rhs = (rng.integers(-8, 9, shape).astype(np.float32) for shape in (lhs_shape, rhs_shape))
+    expected = lax.dot_general(lhs, rhs, numbers, precision="highest")
+    dy = rng.integers(-8, 9, expected.shape).astype(np.float32)
+    op = mj.dot_general(EXACT)
+
+    @jax.jit
+    def both(lhs, rhs, dy):
+        y, back = jax.vjp(lambda *operands: op(*operands, numbers), lhs, rhs)
+        _, reference_back = jax.vjp(
+            lambda *operands: lax.dot_general(*operands, numbers, precision="highest"), lhs, rhs
+        )
+        return y, back(dy), reference_back(dy)
+
+    y, actual, wanted = both(lhs, rhs, dy)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+    for one, other in zip(actual, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("shapes", [((0, 5), (3, 5)), ((4, 0), (3, 0)), ((2, 0, 3), (2, 4, 3)), ((0, 2, 3), (0, 4, 3))])
+def test_empty_operands(shapes):
+    lhs, rhs = (jnp.ones(shape) for shape in shapes)
+    numbers = PLAIN if lhs.ndim == 2 else (((2,), (2,)), ((0,), (0,)))
+    op = mj.dot_general(NVFP4BlockScaling())
+    y, dx, dw = gradients(op, lhs, rhs, jnp.ones(lax.dot_general(lhs, rhs, numbers).shape), numbers, seed=1)
+    assert (y.shape, dx.shape, dw.shape) == (lax.dot_general(lhs, rhs, numbers).shape, lhs.shape, rhs.shape)
+    assert not np.asarray(y).any()
+
+
+def test_paired_contraction_order():
+    """Two contraction axes in crossed order are paired as given, not sorted."""
+    lhs, rhs = RNG.standard_normal((8, 3, 32)).astype(np.float32), RNG.standard_normal((32, 3, 9)).astype(np.float32)
+    y = mj.dot_general(MXFP8BlockScaling())(lhs, rhs, (((1, 2), (1, 0)), ((), ())))
+    expected = np.einsum("mak,kan->mn", lhs.astype(np.float64), rhs.astype(np.float64))
+    assert relative_error(y, expected) < 0.05  # the format's own error is 3.8e-2; wrong pairing gives 1.5
+
+
+def test_batched_matrices_are_quantized_alone():
+    """Every entry of the batch has its own tensor amax, and its index as the `batch` word of the random stream."""
+    scale = np.float32([1, 100])[:, None, None]
+    x, w = (RNG.standard_normal((2, *shape)).astype(np.float32) * scale for shape in ((16, 40), (8, 40)))
+    numbers = (((2,), (2,)), ((0,), (0,)))
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    y = mj.dot_general(recipe)(x, w, numbers)
+    alone = [oracle_gemms(recipe, x[i], w[i], np.ones((16, 8), np.float32))[0] for i in range(2)]
+    assert relative_error(y[0], alone[0]) < 1e-5
+    assert relative_error(y[1], alone[1]) < 1e-5
+    dy = np.tile(RNG.standard_normal((1, 16, 8)).astype(np.float32), (2, 1, 1))
+    _, dx, _ = gradients(mj.dot_general(NVFP4BlockScaling()), np.tile(x[:1], (2, 1, 1)), np.tile(w[:1], (2, 1, 1)), dy,
+                         numbers, seed=SEED)  # fmt: skip
+    assert not np.array_equal(np.asarray(dx[0]), np.asarray(dx[1])), "the noise of the two matrices must differ"
+    assert relative_error(dx[0], oracle_gemms(NVFP4BlockScaling(), x[0], w[0], dy[0], seed=SEED)[1]) < 1e-5
+
+
+def test_einsum_keeps_operands_by_position():
+    recipe = DelayedScaling()
+    state = mj.scaling.init(recipe)
+    x, w = X[:, :32], W[:, :32].T
+    for equation, expected in (("mk,kn->nm", (x @ w).T), ("mk,kn", None), ("mk,kn->mn", x @ w)):
+        loss = jax.jit(lambda s, equation=equation: jnp.sum(mj.einsum(recipe)(equation, x, w, state=s)))
+        assert np.max(np.asarray(jax.grad(loss)(state).x.amax_history)) == np.abs(x).max()
+        if expected is not None:
+            assert relative_error(mj.einsum(recipe)(equation, x, w, state=state), expected) < 0.1
+    bmm = mj.einsum(MXFP8BlockScaling())("...mk,...nk->...nm", X[None, :, :32], W[None, :, :32])
+    assert bmm.shape == (1, 24, 40)
+    summed = mj.einsum(EXACT)("mka,nk->m", np.ones((3, 4, 2), np.float32), np.ones((5, 4), np.float32))
+    np.testing.assert_array_equal(np.asarray(summed), np.full(3, 40, np.float32))
+
+
+def test_keys():
+    """The key's bits are the call seed; the same key gives the same noise, in eager, jit, remat and scan alike."""
+    recipe = NVFP4BlockScaling()
+    op = mj.dot_general(recipe)
+    key = jax.random.key(3)
+    words = np.asarray(jax.random.bits(key, (2,), "uint32"))
+
+    def dx(x, **arguments):
+        return jax.grad(lambda x: jnp.sum(op(x, W, PLAIN, **arguments) * DY))(x)
+
+    expected = oracle_gemms(recipe, X, W, DY, seed=[int(word) for word in words])[1]
+    by_key = dx(X, key=key)
+    assert relative_error(by_key, expected) < 1e-5
+    np.testing.assert_array_equal(np.asarray(by_key), np.asarray(dx(X, seed=words)))
+    recomputed = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x, k: op(x, W, PLAIN, key=k))(x, key) * DY))(X)
+    np.testing.assert_array_equal(np.asarray(by_key), np.asarray(recomputed))
+    assert not np.array_equal(np.asarray(by_key), np.asarray(dx(X, key=jax.random.key(4))))
+
+
+def test_equal_recipes_do_not_retrace():
+    traces = []
+
+    @jax.jit
+    def run(x, w):
+        traces.append(1)
+        return mj.dot_general(MXFP8BlockScaling())(x, w, PLAIN)
+
+    run(X, W)
+    run(X, W)
+    assert len(traces) == 1
+    assert mj.dot_general(MXFP8BlockScaling()) == mj.dot_general(MXFP8BlockScaling())
+    assert hash(mj.dot_general(MXFP8BlockScaling())) == hash(mj.dot_general(MXFP8BlockScaling()))
+    static = jax.jit(lambda op, x, w: (traces.append(1), op(x, w, PLAIN))[1], static_argnums=0)
+    static(mj.dot_general(MXFP8BlockScaling()), X, W)
+    static(mj.dot_general(MXFP8BlockScaling()), X, W)
+    assert len(traces) == 2
+
+
+def test_remat_keeps_codes_only(capsys):
+    """Under `save_codes` what survives to the backward are codes and scales, no wide operand but the arguments."""
+    op = mj.dot_general(MXFP8BlockScaling())
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(op(jnp.cos(x), w, PLAIN)))
+
+    kept = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)
+    jax.ad_checkpoint.print_saved_residuals(kept, jnp.asarray(X), jnp.asarray(W))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
+    assert lines
+    assert all(
+        line.startswith(("f8_e4m3fn", "float8_e4m3fn", "u8", "uint8", "f32[0,", "float32[0,")) for line in lines
+    ), lines
+    plain, saved = (jax.jit(jax.grad(function, argnums=(0, 1)))(X, W) for function in (loss, kept))
+    for one, other in zip(plain, saved, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lhs": np.ones((4, 8), np.int32)}, TypeError, "lhs: got int32"),
+        ({"rhs": jnp.ones((8, 4), jnp.float8_e4m3fn)}, TypeError, "rhs: got float8_e4m3fn"),
+        ({"dimension_numbers": (((1,), (1,)), ((), ()))}, ValueError, r"dimension_numbers: got contracting .*sizes \(8,\)"),
+        ({"dimension_numbers": (((7,), (0,)), ((), ()))}, ValueError, "dimension_numbers: got axes"),
+        ({"dimension_numbers": (((1, 1), (0, 0)), ((), ()))}, ValueError, "every axis at most once"),
+        ({"dimension_numbers": ((1,), (0,))}, TypeError, "dimension_numbers: got"),
+        ({"preferred_element_type": jnp.float8_e5m2}, TypeError, "preferred_element_type: got"),
+        ({"recipe": NVFP4BlockScaling()}, ValueError, "key: got None.*disable_stochastic_rounding=True"),
+        ({"recipe": DelayedScaling()}, ValueError, r"state: got None.*scaling.init\(recipe\)"),
+        ({"state": mj.scaling.init(DelayedScaling())}, ValueError, "state: got DelayedState"),
+        (
+            {"recipe": DelayedScaling(amax_history_len=4), "state": mj.scaling.init(DelayedScaling())},
+            ValueError, "state: got a state made for another recipe",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_refusals(arguments, error, message):
+    given_arguments = {
+        "lhs": np.ones((4, 8), np.float32), "rhs": np.ones((8, 4), np.float32),
+        "dimension_numbers": (((1,), (0,)), ((), ())), "recipe": MXFP8BlockScaling(),
+    } | arguments  # fmt: skip
+    op = mj.dot_general(given_arguments.pop("recipe"))
+    with pytest.raises(error, match=message):
+        op(**given_arguments)
+
+
+def test_refusals_of_makers():
+    with pytest.raises(TypeError, match=r"recipe: got str.*from_name\('mxfp8'\)"):
+        mj.dot_general("mxfp8")
+    with pytest.raises(ValueError, match="backend: got 'triton'"):
+        mj.dot_general(MXFP8BlockScaling(), backend="triton")
+    with pytest.raises(ValueError, match="residuals: got 'all'"):
+        mj.dot_general(MXFP8BlockScaling(), residuals="all")
+    for equation, message in (
+        ("mk->m", "exactly two operands"),
+        ("mm,mk->k", "a label twice"),
+        ("mk,kn->mz", "output labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mj.einsum(MXFP8BlockScaling())(equation, np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))

@@ -1,0 +1,224 @@
+"""Flax-compatible operators: Flax's own outputs, and what must be better than Flax."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from microfloat.jax import fp8_ops
+from tests import golden_cases
+from tests.golden_cases import case_id, cases, get
+
+E4M3, E5M2, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+ELEMENTS = {"E4M3": E4M3, "E5M2": E5M2}
+HISTORY = jnp.zeros((3,), F32)
+ONE = jnp.ones((1,), F32)
+PLAIN = (((1,), (0,)), ((), ()))
+GOLDEN = golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz"
+
+
+def array(case, role, side="inputs"):
+    return get(case, role, side)[0]
+
+
+@pytest.mark.parametrize("case", cases("flax_quantize", None), ids=case_id)
+def test_quantize_equals_flax(case):
+    x = jnp.asarray(array(case, "x"), DTYPES[case["input_dtype"]])
+    q_dtype, compute = ELEMENTS[case["element"]], DTYPES[case["options"]["compute_dtype"]]
+    scale = jnp.asarray(array(case, "scale"))
+    codes = np.asarray(jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, compute))(x, scale))
+    assert golden_cases.mismatch(case, "data", codes.view(np.uint8)) is None
+    faked = jax.jit(lambda x, s: fp8_ops.qdq(x, q_dtype, s, compute))(x, scale)
+    assert golden_cases.mismatch(case, "qdq", np.asarray(faked).astype(np.float32)) is None
+
+
+@pytest.mark.parametrize("case", cases("flax_scale", None), ids=case_id)
+def test_scales_equal_flax_where_flax_is_sound(case):
+    """Flax returns 0 where the reciprocal of a tiny amax overflows; here the scale never falls below 2^-126."""
+    options, amax, expected = case["options"], array(case, "amax"), array(case, "scale", "outputs")
+    actual = np.asarray(
+        fp8_ops.compute_scale(amax, np.float32(options["old_scale"]), np.float32(options["fp8_max"]), options["margin"])
+    )
+    sound = expected >= 2.0**-126
+    np.testing.assert_allclose(actual[sound], expected[sound], rtol=1e-7)
+    assert (actual >= 2.0**-126).all()
+    assert (~sound).sum() <= 4
+
+
+@pytest.mark.parametrize("case", cases("flax_state", None), ids=case_id)
+def test_state_equals_flax(case):
+    scale, history = ONE, jnp.zeros(case["options"]["amax_history_len"], F32)
+    update = jax.jit(lambda x, s, h: fp8_ops.update_fp8_meta(x, ELEMENTS[case["element"]], s, h))
+    scales, histories = [], []
+    for x in array(case, "x"):
+        scale, history = update(x, scale, history)
+        scales.append(scale)
+        histories.append(history)
+    np.testing.assert_allclose(np.stack(scales), array(case, "scale", "outputs"), rtol=1e-7)
+    np.testing.assert_array_equal(np.stack(histories), array(case, "history", "outputs"))
+
+
+@pytest.mark.parametrize("case", cases("flax_vjp", None), ids=case_id)
+def test_gradients_equal_flax(case):
+    options, dtype = case["options"], DTYPES[case["input_dtype"]]
+    op, q_dtype = getattr(fp8_ops, options["op"]), ELEMENTS[case["element"]]
+    x, g = (jnp.asarray(array(case, role), dtype) for role in ("x", "g"))
+    state = [jnp.asarray(array(case, role)) for role in ("scale", "history")]
+
+    @jax.jit
+    def run(x, g, state):
+        y, back = jax.vjp(lambda x, *state: op(DTYPES[options["compute_dtype"]], q_dtype, x, *state), x, *state)
+        return y, *back(g)
+
+    for role, actual in zip(("y", "dx", "scale", "history"), run(x, g, state), strict=True):
+        role = {"scale": "new_scale", "history": "new_history"}.get(role, role)
+        if role in case["outputs"]:
+            assert golden_cases.mismatch(case, role, np.asarray(actual).astype(np.float32)) is None, role
+
+
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_codes_of_the_long_vector(q_dtype):
+    golden = np.load(GOLDEN)
+    name = q_dtype.removeprefix("float8_")
+    keys = [key for key in golden if key.startswith("quant/") and f"/{name}/" in key.replace(q_dtype, name)]
+    if not keys:
+        pytest.skip(f"no vector for {q_dtype}")
+    for key in keys:
+        scale = np.float32(key.split("scale")[1])
+        codes = np.asarray(fp8_ops.quantize(golden["quant/x"], jnp.dtype(q_dtype), scale, F32)).view(np.uint8)
+        np.testing.assert_array_equal(codes, golden[key].view(np.uint8), err_msg=key)
+
+
+def test_quantize_shapes_and_special_values():
+    x = jnp.asarray([np.inf, -np.inf, 1e9, 1.0], F32)
+    values = fp8_ops.quantize(x, E4M3, 1.0, F32).astype(F32)
+    np.testing.assert_array_equal(np.asarray(values), [448, -448, 448, 1])
+    assert np.isnan(np.asarray(fp8_ops.quantize(np.float32(np.nan), E4M3, ONE, F32).astype(F32)))
+    assert fp8_ops.quantize(2.0, E4M3, ONE, F32).shape == ()
+    assert fp8_ops.in_qdq(F32, E4M3, 2.0, ONE, HISTORY).shape == ()
+    assert fp8_ops.quantize_dequantize is fp8_ops.qdq
+    with pytest.raises(ValueError, match="fp8_dtype: got 'bfloat16'"):
+        fp8_ops.get_fp8_max(jnp.bfloat16, F32)
+    expected = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e4m3fnuz": 240, "float8_e5m2fnuz": 57344}
+    assert {name: float(fp8_ops.get_fp8_max(jnp.dtype(name), F32)) for name in expected} == expected
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_stays_float64():
+    assert fp8_ops.qdq(jnp.ones((2,), jnp.float64), E4M3, jnp.ones((1,), F32), F32).dtype == jnp.float64
+
+
+def test_destroyed_states_recover():
+    x = jnp.asarray([1.0, -3.0], F32)
+    for bad in (0.0, -1.0, np.inf, np.nan):
+        scale, _ = fp8_ops.update_fp8_meta(x, E4M3, jnp.full((1,), bad, F32), HISTORY)
+        assert float(scale[0]) == 1.0
+    for bad in (np.inf, np.nan, 1e-40):
+        _, history = fp8_ops.update_fp8_meta(jnp.asarray([bad], F32), E4M3, ONE, jnp.asarray([2.0, 5.0, 1.0], F32))
+        np.testing.assert_array_equal(np.asarray(history), [0, 1, 2])
+    tiny = fp8_ops.compute_scale(jnp.float32(2e-38), ONE, np.float32(448))
+    assert float(tiny[0]) == 2.0**-126
+    old = {"op": {"input_scale": ONE * 3, "input_amax_history": HISTORY + 2}}
+    fresh = fp8_ops.reset_state(old)
+    assert float(fresh["op"]["input_scale"][0]) == 1.0
+    assert not np.asarray(fresh["op"]["input_amax_history"]).any()
+
+
+def dots(lhs, rhs, route, dtype=F32):
+    """The FP8 dot by one of three routes; states of the output gradient are fresh."""
+    states = [(ONE, HISTORY)] * 3
+    if route == "one call":
+        return fp8_ops.fp8_scaled_dot_general(
+            lhs, rhs, PLAIN, preferred_element_type=dtype,
+            lhs_scale=ONE, rhs_scale=ONE, grad_scale=ONE,
+            lhs_amax_history=HISTORY, rhs_amax_history=HISTORY, grad_amax_history=HISTORY,
+        )  # fmt: skip
+    q_lhs, lhs_scale = fp8_ops.in_q(F32, E4M3, lhs, *states[0])
+    q_rhs, rhs_scale = fp8_ops.in_q(F32, E4M3, rhs, *states[1])
+    if route == "quantized_dot":
+        acc = fp8_ops.quantized_dot(lhs, q_lhs, lhs_scale, rhs, q_rhs, rhs_scale, *states[2], PLAIN, F32)
+    else:
+        acc = lax.dot_general(q_lhs, q_rhs, PLAIN, preferred_element_type=F32)
+    return fp8_ops.out_dq(dtype, lhs_scale, rhs_scale, acc)
+
+
+def test_gradients_by_every_route():
+    """In Flax the hand-written route returns exactly zero; here it is equal, or it is refused."""
+    rng = np.random.default_rng(12)
+    lhs, rhs = rng.standard_normal((6, 16)).astype(np.float32), rng.standard_normal((16, 5)).astype(np.float32)
+
+    def gradients(route):
+        return jax.jit(jax.grad(lambda a, b: jnp.sum(dots(a, b, route) ** 2), argnums=(0, 1)))(lhs, rhs)
+
+    one, two = gradients("one call"), gradients("quantized_dot")
+    for first, second in zip(one, two, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+        assert np.abs(np.asarray(first)).max() > 1
+    with pytest.raises(ValueError, match=r"in_q: got a cotangent of type float8_e4m3fn.*fp8_scaled_dot_general"):
+        gradients("foreign")
+    assert np.array_equal(jax.jit(lambda a, b: dots(a, b, "foreign"))(lhs, rhs), dots(lhs, rhs, "one call"))
+
+
+def test_types_of_results():
+    lhs, rhs = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.bfloat16)
+    assert dots(lhs, rhs, "one call", None).dtype == F32, "None means the compute dtype, never FP8"
+    assert dots(lhs, rhs, "one call", jnp.bfloat16).dtype == jnp.bfloat16
+    q = fp8_ops.quantize(lhs, E4M3, ONE, F32)
+    acc = fp8_ops.quantized_dot(lhs, q, ONE, rhs, fp8_ops.quantize(rhs, E4M3, ONE, F32), ONE, ONE, HISTORY, PLAIN)
+    assert acc.dtype == jnp.bfloat16
+
+
+def test_transposed_dots():
+    """The public gradient dots, with batch axes and crossed contraction."""
+    rng = np.random.default_rng(13)
+    numbers = (((3, 1), (1, 2)), ((0,), (0,)))
+    x, y = rng.standard_normal((2, 3, 4, 5)), rng.standard_normal((2, 5, 3, 6))
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    out, back = jax.vjp(lambda x, y: lax.dot_general(x, y, numbers, precision="highest"), x, y)
+    g = rng.standard_normal(out.shape).astype(np.float32)
+    options = {"dimension_numbers": numbers, "precision": lax.Precision.HIGHEST, "preferred_element_type": F32}
+    for actual, expected in zip(
+        (fp8_ops.dot_general_transpose_lhs(g, x, y, **options), fp8_ops.dot_general_transpose_rhs(g, x, y, **options)),
+        back(g),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_forward_mode_and_second_order():
+    with pytest.raises(TypeError):
+        jax.jvp(lambda x: fp8_ops.in_qdq(F32, E4M3, x, ONE, HISTORY), (jnp.float32(2),), (jnp.float32(1),))
+    primal, tangent = jax.jvp(
+        lambda x: fp8_ops.in_qdq(F32, E4M3, x, ONE, HISTORY, mode="jvp"), (jnp.float32(2.3),), (jnp.float32(1),)
+    )
+    assert (float(primal), float(tangent)) == (2.25, 1.0)
+    with pytest.raises(ValueError, match="mode: got 'both'"):
+        fp8_ops.in_qdq(F32, E4M3, 1.0, ONE, HISTORY, mode="both")
+    second = jax.grad(lambda x: jax.grad(lambda x: fp8_ops.in_qdq(F32, E4M3, x**3, ONE, HISTORY))(x))
+    assert float(second(2.0)) == 12.0
+    big = jax.grad(lambda x: fp8_ops.in_qdq(F32, E4M3, x, jnp.float32(1), HISTORY))(jnp.float32(1e6))
+    assert float(big) == 1.0, "straight through, also where x was clipped"
+
+
+def test_the_extended_dtype():
+    assert fp8_ops.CAN_USE_EARRAY
+    assert fp8_ops.fp32_max_grad == fp8_ops.fm32
+    assert str(fp8_ops.fm32) == "fp8_meta32"
+    assert jax.dtypes.issubdtype(fp8_ops.fm32, fp8_ops.fp8_meta_dtype)
+    with pytest.raises(ValueError):
+        lax.convert_element_type(jnp.ones((2,), jnp.bfloat16), fp8_ops.fm32)
+    assert (
+        fp8_ops.update_fp8_meta(
+            jnp.ones(2), E4M3, *(lax.convert_element_type(leaf, fp8_ops.fm32) for leaf in (ONE, HISTORY))
+        )[0].dtype
+        == fp8_ops.fm32
+    )
+
+
+def test_bfloat16_input_is_measured_in_its_dtype():
+    x = np.asarray([1.01, -3.03], ml_dtypes.bfloat16)
+    history = fp8_ops.compute_amax_history(x, jnp.asarray([5.0, 1.0, 2.0, 3.0], F32))
+    np.testing.assert_array_equal(np.asarray(history), [np.float32(x[1]) * -1, 2, 3, 5])
