@@ -6,7 +6,7 @@ along its columns, with 32 rows of two columns in one thread. The second reading
 A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element, scale family
 (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block length,
 rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales go, and
-whether blocks are BLOCK x BLOCK tiles.
+whether blocks are BLOCK x BLOCK tiles. LOADS is how inputs are read, KIND how produced values come (`_produce`).
 """
 
 import triton
@@ -28,10 +28,10 @@ from microfloat.kernels._convert import (
     packed_reduce,
     quantized_pair,
 )
+from microfloat.kernels._produce import LOAD, produce_pair
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels._tiles import (
-    load_pair,
     over_columns,
     over_rows,
     scale_offset,
@@ -115,8 +115,8 @@ def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def quantize_rows(
-    x_tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, stride_r, stride_c, row0, col0,
-    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
+    source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
+    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The row operand of one tile: blocks along C."""
@@ -133,7 +133,7 @@ def quantize_rows(
     t = tl.arange(0, NB * T)[:, None, None, None]
     r = tl.arange(0, BM)[None, :, None, None]
     w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
     amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
     if CAST[8]:
         amax = over_rows(amax, NB, BM, BLOCK)
@@ -168,8 +168,8 @@ def quantize_rows(
 
 @triton.jit
 def quantize_columns(
-    x_tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, stride_r, stride_c, row0, col0,
-    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
+    source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
+    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The column operand of one tile: blocks along R."""
@@ -189,10 +189,10 @@ def quantize_columns(
     g = tl.arange(0, GROUPS)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
     r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw0, low0, high0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    raw1, low1, high1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    raw2, low2, high2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    raw3, low3, high3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
     amax_low, amax_high = columns_amax(
         raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, IGNORE_NAN, HW, NB, G, W
     )
@@ -260,14 +260,15 @@ def quantize_blocks(
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
     if ROW is not None:
         if ROW[6] == CODES and ROW[0] + ROW[1] == 2:
             row_tile = row_out + row0.to(tl.int64) * ((C + 1) // 2) + col0 // 2
         else:
             row_tile = row_out + row0.to(tl.int64) * C + col0
         quantize_rows(
-            x_tile, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, stride_r, stride_c, row0, col0,
-            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
+            source, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, row0, col0,
+            ROW, LOAD, 0, KIND, KIND, EVEN, PAIRS, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
         if COLUMN[6] == VALUES:
@@ -277,6 +278,6 @@ def quantize_blocks(
         else:
             column_tile = column_out + col0.to(tl.int64) * R + row0
         quantize_columns(
-            x_tile, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C, stride_r, stride_c,
-            row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+            source, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
+            row0, col0, COLUMN, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip

@@ -26,9 +26,10 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
+from microfloat.kernels._produce import LOAD, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
-from microfloat.kernels._tiles import load_pair, store_pairs, store_quads
+from microfloat.kernels._tiles import store_pairs, store_quads
 from microfloat.kernels.amax import RECORD, publish_amax
 
 GIVEN = tl.constexpr(0)
@@ -93,40 +94,30 @@ def cast_tile_columns(
 
 
 @triton.jit
-def cast_scaled(
-    x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
-    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+def cast_tile(
+    source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream, column_stream,
+    epsilon, R, C, row0, col0,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
+    F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
-    pid = tl.program_id(0)
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
+    """One tile of both operands; returns the bits of its amax (0 unless recorded). The outputs begin at the matrix."""
     rows = R - row0
     cols = C - col0
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    t = tl.arange(0, BN // 8)[:, None, None]
     i = tl.arange(0, BM // 4)[None, :, None]
-    w = t * 4 + tl.arange(0, 4)[None, None, :]
+    w = tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     r = i * 4
-    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw0, low0, high0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    raw1, low1, high1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    raw2, low2, high2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    raw3, low3, high3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
+    amax = tl.zeros([], tl.int32)
     if RECORDS or SOURCE == TILE:
-        amax = tile_amax(
-            raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW
-        )  # fmt: skip
+        amax = tile_amax(raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW)
+    f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     if SOURCE == AXES:
-        f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
         if ROW is not None:
             scale0, f0 = axis_scale(source_ptr + row0 + r, r < rows, epsilon, MAX, ANY[2])
             scale1, f1 = axis_scale(source_ptr + row0 + r + 1, r + 1 < rows, epsilon, MAX, ANY[2])
@@ -153,52 +144,68 @@ def cast_scaled(
         else:
             scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2])
         f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
-        if SOURCE == TILE:
+        at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
+        at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
+        if (SOURCE == TILE) | ((row0 == 0) & (col0 == 0)):
             if ROW is not None:
-                tl.store(row_scale + (row0 // BM) * tiles + col0 // BN, scale0)
+                tl.store(row_scale + at_row, scale0)
             if COLUMN is not None:
-                tl.store(column_scale + (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM, scale0)
-        else:
-            if pid == 0:
-                if ROW is not None:
-                    tl.store(row_scale, scale0)
-                if COLUMN is not None:
-                    tl.store(column_scale, scale0)
+                tl.store(column_scale + at_column, scale0)
     if ROW is not None:
         out = row_out + row0.to(tl.int64) * C + col0
         word = col0 // 2 + w
-        MB: tl.constexpr = ROW[0]
-        BIAS: tl.constexpr = ROW[1]
-        SR: tl.constexpr = ROW[3]
         cast_tile_rows(
             out, low0, high0, f0, r, w, row0 + r, word, rows, cols, C, seed_ptr, row_stream, 0,
-            MB, BIAS, SR, PAIRS, EVEN, HW,
+            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
         )  # fmt: skip
         cast_tile_rows(
             out, low1, high1, f1, r + 1, w, row0 + r + 1, word, rows, cols, C, seed_ptr, row_stream, 0,
-            MB, BIAS, SR, PAIRS, EVEN, HW,
+            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
         )  # fmt: skip
         cast_tile_rows(
             out, low2, high2, f2, r + 2, w, row0 + r + 2, word, rows, cols, C, seed_ptr, row_stream, 0,
-            MB, BIAS, SR, PAIRS, EVEN, HW,
+            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
         )  # fmt: skip
         cast_tile_rows(
             out, low3, high3, f3, r + 3, w, row0 + r + 3, word, rows, cols, C, seed_ptr, row_stream, 0,
-            MB, BIAS, SR, PAIRS, EVEN, HW,
+            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
         )  # fmt: skip
     if COLUMN is not None:
         out = column_out + col0.to(tl.int64) * R + row0
         local = tl.arange(0, BN // 2)[:, None] * 2
-        CMB: tl.constexpr = COLUMN[0]
-        CBIAS: tl.constexpr = COLUMN[1]
-        CSR: tl.constexpr = COLUMN[3]
         cast_tile_columns(
             out, low0, low1, low2, low3, f_low, col0 + 2 * w, row0 // 4 + i, local, rows, cols, R,
-            seed_ptr, column_stream, 0, CMB, CBIAS, CSR, QUADS, EVEN, HW, BM, BN,
+            seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
         )  # fmt: skip
         cast_tile_columns(
             out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
-            seed_ptr, column_stream, 0, CMB, CBIAS, CSR, QUADS, EVEN, HW, BM, BN,
+            seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
         )  # fmt: skip
+    return amax
+
+
+@triton.jit
+def cast_scaled(
+    x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
+    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
+    pid = tl.program_id(0)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    if INDEX64:
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+    amax = cast_tile(
+        source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
+        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS,
+        HW, BM, BN,
+    )  # fmt: skip
     if RECORDS:
         publish_amax(amax, record_ptr, scratch_ptr, RECORD)
