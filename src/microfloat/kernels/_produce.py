@@ -1,0 +1,137 @@
+"""Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
+
+A *source* is the tuple ``(x, y, z, mean, inverse, weight, bias, stride_r, stride_c)``: up to three inputs of one shape,
+dtype and strides (pointers at the tile's origin), statistics of the tile's rows and parameters of its columns. What
+PRODUCER does with them is rounded to the dtype of `x` before anything else sees it, as the unfused graph would do
+(docs/numerics.md, section 6). Exponentials are the hardware's: activations are in the tolerance class.
+
+| PRODUCER | value | inputs |
+|---|---|---|
+| LOAD | x | x |
+| ACTIVATE | f(x) | x |
+| GATE | round(f(x)) * y | x = gate, y = up |
+| ACTIVATE_GRADIENT | y * f'(x) | x, y = gradient of f(x) |
+| GATE_GRADIENT | round(z * y) * f'(x) | x = gate, y = up, z = gradient of the product |
+| UP_GRADIENT | z * round(f(x)) | the same |
+| RMS_NORM | x * inverse[r] * weight[c] | x |
+| LAYER_NORM | (x - mean[r]) * inverse[r] * weight[c] + bias[c] | x |
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import WORDS_BF16, bf16_word, high_half, low_half
+from microfloat.kernels._tiles import load_pair
+
+LOAD = tl.constexpr(0)
+ACTIVATE = tl.constexpr(1)
+GATE = tl.constexpr(2)
+ACTIVATE_GRADIENT = tl.constexpr(3)
+GATE_GRADIENT = tl.constexpr(4)
+UP_GRADIENT = tl.constexpr(5)
+RMS_NORM = tl.constexpr(6)
+LAYER_NORM = tl.constexpr(7)
+
+# f: the activation.
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+GELU = tl.constexpr(2)
+RELU = tl.constexpr(3)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(x, F: tl.constexpr):
+    """f(x)."""
+    if F == SILU:
+        return x * sigmoid(x)
+    elif F == GELU_TANH:
+        # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif F == GELU:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def activate_gradient(x, F: tl.constexpr):
+    """f'(x)."""
+    if F == SILU:
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    elif F == GELU_TANH:
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.2140644488 * x * x)
+    elif F == GELU:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def rounded(low, high, OUT: tl.constexpr, HW: tl.constexpr):
+    """Two float32 tensors rounded to the dtype OUT: (word or the first again, first, second)."""
+    if OUT == tl.bfloat16:
+        word = bf16_word(low, high, HW)
+        return word, low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
+    elif OUT == tl.float16:
+        low, high = low.to(tl.float16).to(tl.float32), high.to(tl.float16).to(tl.float32)
+        return low, low, high
+    else:
+        return low, low, high
+
+
+@triton.jit
+def produce_pair(
+    source, r, w, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr, HW: tl.constexpr,
+):  # fmt: skip
+    """Values (r, 2w) and (r, 2w + 1) of a tile: (raw, first, second), zeros outside `rows` x `cols`.
+
+    `raw` is a word of bfloat16 for bfloat16 inputs, and what `load_pair` gives for plain loads.
+    """
+    x_tile, y_tile, z_tile, mean, inverse, weight, bias, stride_r, stride_c = source
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+    if PRODUCER == LOAD:
+        return raw, low, high
+    else:
+        OUT: tl.constexpr = x_tile.dtype.element_ty
+        if PRODUCER == ACTIVATE:
+            return rounded(activate(low, F), activate(high, F), OUT, HW)
+        elif PRODUCER == RMS_NORM or PRODUCER == LAYER_NORM:
+            inside = r < rows
+            scale = tl.load(inverse + r, mask=inside, other=0.0)
+            w_low = tl.load(weight + 2 * w, mask=2 * w < cols, other=0.0).to(tl.float32)
+            w_high = tl.load(weight + 2 * w + 1, mask=2 * w + 1 < cols, other=0.0).to(tl.float32)
+            if PRODUCER == RMS_NORM:
+                return rounded(low * scale * w_low, high * scale * w_high, OUT, HW)
+            else:
+                shift = tl.load(mean + r, mask=inside, other=0.0)
+                b_low = tl.load(bias + 2 * w, mask=2 * w < cols, other=0.0).to(tl.float32)
+                b_high = tl.load(bias + 2 * w + 1, mask=2 * w + 1 < cols, other=0.0).to(tl.float32)
+                low = tl.where(inside, (low - shift) * scale * w_low + b_low, 0.0)
+                high = tl.where(inside, (high - shift) * scale * w_high + b_high, 0.0)
+                return rounded(low, high, OUT, HW)
+        else:
+            _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+            if PRODUCER == ACTIVATE_GRADIENT:
+                low, high = y_low * activate_gradient(low, F), y_high * activate_gradient(high, F)
+                return rounded(low, high, OUT, HW)
+            elif PRODUCER == GATE:
+                _f, low, high = rounded(activate(low, F), activate(high, F), OUT, HW)
+                return rounded(low * y_low, high * y_high, OUT, HW)
+            else:
+                _z, z_low, z_high = load_pair(z_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+                if PRODUCER == GATE_GRADIENT:
+                    _p, p_low, p_high = rounded(z_low * y_low, z_high * y_high, OUT, HW)
+                    low, high = p_low * activate_gradient(low, F), p_high * activate_gradient(high, F)
+                    return rounded(low, high, OUT, HW)
+                else:
+                    _f, low, high = rounded(activate(low, F), activate(high, F), OUT, HW)
+                    return rounded(z_low * low, z_high * high, OUT, HW)
