@@ -4,6 +4,7 @@
     python examples/train_gpt.py --recipe nvfp4,mxfp4 --steps 500
     python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 without one of its aids each
     python examples/train_gpt.py --recipe nvfp4 --last-fraction-bf16 0.15
+    python examples/train_gpt.py --recipe bf16_again,mxfp8           # is a gap more than chance?
     python examples/train_gpt.py --preset 124m --device cuda
     python examples/train_gpt.py --resume                            # after Ctrl-C: the same losses, bit for bit
 
@@ -15,10 +16,15 @@ differs: `Trainer.place_recipe` is all that turns a bf16 training into a low-pre
 Results: a table, runs/NAME/loss_curves.png and runs/NAME/results.json.
 """
 
+import os
+
+# torch's OpenMP threads wait for each other by spinning. On cores that something else also uses, the default (read when
+# torch is imported) makes a step tens of times slower; a short spin costs nothing where the cores are free.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import contextlib
 import dataclasses
 import math
-import os
 import shlex
 import signal
 import sys
@@ -75,7 +81,12 @@ class Trainer:
         self.step = 0
         self.result = report.Result()
         torch.manual_seed(options.seed)
-        self.model = GPT(options.shape).to(options.device)
+        self.model = GPT(options.shape)
+        if run.disturbed:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1 + 2**-8 * (2 * torch.rand_like(parameter) - 1))  # a bfloat16 has eight bits
+        self.model.to(options.device)
         self.place_recipe()
         self.optimizer = self._make_optimizer()
 

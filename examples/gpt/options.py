@@ -15,6 +15,8 @@ from microfloat.recipes import NVFP4BlockScaling, Recipe
 __all__ = ["Options", "Run", "parse_options", "plan_runs"]
 
 BASELINE = "bf16"
+# The baseline once more, from parameters that differ by a bfloat16 rounding: how far chance alone moves a run.
+BASELINE_AGAIN = "bf16_again"
 DEFAULT_RECIPES = ("bf16", "fp8_current", "mxfp8", "nvfp4")
 
 # --ablate name -> the aid of the NVFP4 recipe that it switches off
@@ -38,8 +40,8 @@ class Preset:
 
 
 PRESETS = {
-    # 0.9 million parameters: four runs in about three minutes on two CPU cores.
-    "tiny": Preset(Shape(dim=128, layers=4, heads=4, hidden=384, context=128), 150, 16, 2e-3, 128, 50),
+    # Half a million parameters: four runs in about three minutes on two CPU cores.
+    "tiny": Preset(Shape(dim=128, layers=2, heads=4, hidden=384, context=128), 300, 16, 2e-3, 128, 100),
     # 124 million parameters, GPT-2 small's width and depth (its large vocabulary spent on a wider SwiGLU): for a GPU.
     "124m": Preset(Shape(dim=768, layers=12, heads=12, hidden=3456, context=1024), 2000, 16, 6e-4, 128, 100),
 }
@@ -47,10 +49,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: its name in every table, and its recipe (None: the bf16 baseline)."""
+    """One training run: its name, its recipe (None: bf16), and whether it starts from disturbed parameters."""
 
     name: str
     recipe: Recipe | None
+    disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,9 @@ def plan_runs(names: list[str] | tuple[str, ...], ablations: list[str] | tuple[s
     """The runs in order: the baseline always and first, then the recipes, then NVFP4 with one aid off each."""
     runs = {BASELINE: Run(BASELINE, None)}
     for name in names:
-        if name != BASELINE:
+        if name == BASELINE_AGAIN:
+            runs[name] = Run(name, None, disturbed=True)
+        elif name != BASELINE:
             runs[name] = Run(name, _recipe(name))
     for ablation in ablations:
         if ablation not in ABLATIONS:
@@ -147,7 +152,7 @@ def _recipe(name: str) -> Recipe:
     try:
         return recipes.from_name(name)
     except InvalidValueError:
-        raise unknown_name("--recipe", name, [BASELINE, *recipes.RECIPES]) from None
+        raise unknown_name("--recipe", name, [BASELINE, BASELINE_AGAIN, *recipes.RECIPES]) from None
 
 
 def _split(values: list[str] | None) -> list[str]:
@@ -195,9 +200,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Sizes and settings not given come from the preset.",
     )
     add = parser.add_argument
-    names = ", ".join([BASELINE, *recipes.RECIPES])
+    names = ", ".join(recipes.RECIPES)
     add("--recipe", action="append", metavar="NAME[,NAME]",
-        help=f"what to compare with bf16, always run: {names} (default: {','.join(DEFAULT_RECIPES)})")  # fmt: skip
+        help=f"what to train besides {BASELINE}: {names}, or {BASELINE_AGAIN}, the baseline from slightly other "
+        f"parameters, which shows how far chance moves a run (default: {','.join(DEFAULT_RECIPES)})")  # fmt: skip
     add("--ablate", action="append", metavar="AID[,AID]",
         help=f"also train NVFP4 with one aid off each: {', '.join(ABLATIONS)}")  # fmt: skip
     add("--last-fraction-bf16", type=float, default=0.0, metavar="F",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -71,11 +72,13 @@ def make_table(results: Mapping[str, Result], title: str) -> Table:
     """The summary, one row per run."""
     table = Table(
         title=title,
-        caption="Losses in nats per byte. train: mean over the last tenth of the steps; gap: held-out minus bf16's. "
-        "x, w, dy: share of each operand's non-zero values that the recipe flushes to zero.",
+        caption="Losses in nats per byte. train: mean over the last tenth of the steps; gap: held-out minus bf16's "
+        "(the recipe bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's non-zero values "
+        "that the recipe flushes to zero.",
+        box=SIMPLE_HEAD,
     )
     for heading in ("recipe", "train", "held-out", "gap to bf16", "x", "w", "dy", "time"):
-        table.add_column(heading, justify="left" if heading == "recipe" else "right")
+        table.add_column(heading, justify="left" if heading == "recipe" else "right", no_wrap=True)
     for name, result in results.items():
         gap = gap_to_baseline(results, name)
         if gap is None:
@@ -83,8 +86,8 @@ def make_table(results: Mapping[str, Result], title: str) -> Table:
         elif name == BASELINE:
             gap_text = "0"
         else:
-            gap_text = f"{gap:+.4f} ({gap / results[BASELINE].final_heldout:+.2%})"
-        flushed = [f"{result.underflow[operand]:.2%}" if result.underflow else "-" for operand in ("x", "w", "dy")]
+            gap_text = f"{gap:+.3f} ({gap / results[BASELINE].final_heldout:+.1%})"
+        flushed = [f"{result.underflow[operand]:.1%}" if result.underflow else "-" for operand in ("x", "w", "dy")]
         table.add_row(
             name, _loss_text(result.final_train), _loss_text(result.final_heldout), gap_text, *flushed,
             f"{result.seconds:.0f} s",
@@ -93,7 +96,7 @@ def make_table(results: Mapping[str, Result], title: str) -> Table:
 
 
 def _loss_text(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
+    return "-" if loss is None else f"{loss:.3f}"
 
 
 def write_results(path: Path, results: Mapping[str, Result], **facts: Any) -> None:

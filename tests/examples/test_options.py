@@ -14,6 +14,14 @@ def test_bf16_is_always_the_first_run():
     assert plan_runs([])[0].recipe is None
 
 
+def test_the_baseline_again_is_bf16_from_disturbed_parameters():
+    runs = plan_runs(["bf16_again"])
+    assert [(run.name, run.recipe, run.disturbed) for run in runs] == [
+        ("bf16", None, False),
+        ("bf16_again", None, True),
+    ]
+
+
 def test_the_default_is_four_runs():
     options = parse_options([])
     assert tuple(run.name for run in options.runs) == DEFAULT_RECIPES == ("bf16", "fp8_current", "mxfp8", "nvfp4")
@@ -45,7 +53,7 @@ def test_ablations_switch_one_aid_off_each():
      ("0.5", "blocks", 100, [2, 3]), ("0.51", "blocks", 100, [1, 2, 3])],
 )  # fmt: skip
 def test_the_last_part_in_bf16(fraction, last_in, from_step, blocks):
-    options = parse_options(["--steps", "100", "--last-fraction-bf16", fraction, "--last-in", last_in])
+    options = parse_options(["--steps", "100", "--layers", "4", "--last-fraction-bf16", fraction, "--last-in", last_in])
     assert options.bf16_from_step == from_step
     assert list(options.bf16_blocks) == blocks
 

@@ -80,6 +80,12 @@ def test_runs_share_seed_and_batches_and_differ_by_the_recipe_alone(tmp_path):
     assert losses(tmp_path / "again", "nvfp4") == losses(tmp_path, "nvfp4")
 
 
+def test_the_baseline_again_shows_chance(tmp_path):
+    assert train(tmp_path, "--recipe bf16_again --steps 3") == 0
+    entries = results(tmp_path)["recipes"]
+    assert 0 < abs(entries["bf16_again"]["gap_to_bf16"]) < 0.02
+
+
 def test_measuring_underflow_changes_nothing(tmp_path, monkeypatch):
     from contextlib import contextmanager
 
