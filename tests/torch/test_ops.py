@@ -1,5 +1,7 @@
 """quantize, dequantize and scaled_matmul of microfloat.torch: arguments, errors, settings that must not matter."""
 
+import concurrent.futures
+import contextlib
 import inspect
 
 import numpy as np
@@ -405,3 +407,41 @@ def test_epsilon_and_a_users_own_element():
         assert q.codes.dtype == torch.uint8
         assert np.array_equal(q.codes.numpy(), expected.codes)
         assert np.array_equal(q.dequantize().numpy(), reference.dequantize(expected))
+
+
+def test_temporaries_belong_to_one_thread():
+    """Buffers outlive a call, but are not shared: eight threads at once give what each gives alone."""
+    inputs = [torch.randn(200, 300 + 16 * i, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    cast = Cast("nvfp4", rounding="stochastic", hadamard=Hadamard())
+
+    def run(x):
+        return [mf.quantize(x, cast, axis=axis, seed=3) for _ in range(5) for axis in (-1, -2)]
+
+    alone = [run(x) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(run, inputs))
+    for results, expected in zip(together, alone, strict=True):
+        assert all(same(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_temporaries_of_other_modes_do_not_linger():
+    """A thread whose first calls ran in inference mode, or with fake tensors, goes on in eager mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def first_in_inference_mode():
+        with torch.inference_mode():
+            mf.quantize(X, "nvfp4")
+            mf.quantize(X, "mxfp8").dequantize()
+        return mf.quantize(X, "nvfp4"), mf.quantize(X, "mxfp8").dequantize()
+
+    def first_with_fake_tensors():
+        with FakeTensorMode(), contextlib.suppress(Exception):
+            mf.quantize(torch.ones(6, 40), "mxfp6_e2m3").dequantize()
+        return mf.quantize(X, "nvfp4"), mf.quantize(X, "mxfp8").dequantize()
+
+    for function in (first_in_inference_mode, first_with_fake_tensors):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            q, values = pool.submit(function).result()
+        assert same(q, mf.quantize(X, "nvfp4"))
+        assert type(values) is torch.Tensor
+        assert torch.equal(values, mf.quantize(X, "mxfp8").dequantize())

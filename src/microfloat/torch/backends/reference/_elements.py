@@ -21,6 +21,7 @@ __all__ = [
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
 _FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+_TABLES: dict[tuple[ElementFormat, torch.device, bool], torch.Tensor] = {}
 
 
 def has_float8_dtype(element: ElementFormat) -> bool:
@@ -104,19 +105,25 @@ def unpack_fp4(packed: torch.Tensor, length: int) -> torch.Tensor:
     return pairs.view(torch.uint8)[..., :length]
 
 
-@functools.lru_cache(maxsize=64)
 def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
     """float32 [2^bits]: the exact value of every code."""
-    return torch.from_numpy(decode(np.arange(1 << element.bits, dtype=np.uint8), element)).to(device)
+    return _table(element, device, pairs=False)
 
 
-@functools.lru_cache(maxsize=64)
-def _pair_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
-    """int64 [256]: for every byte of packed FP4 the bits of its two float32 values."""
-    values = code_values(element, torch.device("cpu"))
-    byte = torch.arange(256, device="cpu")
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
-    return pairs.view(torch.int64).flatten().to(device)
+def _table(element: ElementFormat, device: torch.device, pairs: bool) -> torch.Tensor:
+    """`code_values`; or int64 [256], for every byte of packed FP4 the bits of its two float32 values."""
+    key = (element, device, pairs)
+    table = _TABLES.get(key)
+    if table is None:
+        values = decode(np.arange(1 << element.bits, dtype=np.uint8), element)
+        if pairs:
+            byte = np.arange(256)
+            values = np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.int64).reshape(-1)
+        with torch.inference_mode(False):
+            table = torch.from_numpy(np.array(values)).to(device)
+        if type(table) is torch.Tensor:  # a fake tensor must not outlive its mode
+            _TABLES[key] = table
+    return table
 
 
 def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspace) -> torch.Tensor:
@@ -126,7 +133,7 @@ def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspa
     index.copy_(codes.view(torch.uint8).view(-1))
     if element.codes_per_byte == 2:
         pairs = workspace.take("pairs", (rows * width,), torch.int64)
-        torch.index_select(_pair_values(element, codes.device), 0, index, out=pairs)
+        torch.index_select(_table(element, codes.device, pairs=True), 0, index, out=pairs)
         return pairs.view(torch.float32).view(rows, 2 * width)
     values = workspace.take("values", (rows * width,), torch.float32)
     return torch.index_select(code_values(element, codes.device), 0, index, out=values).view(rows, width)

@@ -1,6 +1,7 @@
 """An operand form [R, C] divided into blocks, and cut into chunks that stay in a CPU's cache."""
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,13 +14,16 @@ __all__ = ["Chunk", "Grid", "Workspace", "chunk_budget"]
 # Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (1 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
 _CPU_CHUNK_PER_THREAD = 1 << 18
+_MOST_THREADS = 8  # more of them share chunks of the same size, so that kept temporaries stay below 100 MB
 _DEVICE_CHUNK = 1 << 26
 _LOWEST_STRIP = 128  # rows of a chunk that is read across its storage, so that every read is long enough
 
 
 def chunk_budget(device: torch.device) -> int:
     """Elements of a chunk on `device`."""
-    return _CPU_CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK
+    if device.type != "cpu":
+        return _DEVICE_CHUNK
+    return _CPU_CHUNK_PER_THREAD * min(torch.get_num_threads(), _MOST_THREADS)
 
 
 def _ceil_to(value: int, multiple: int) -> int:
@@ -27,19 +31,37 @@ def _ceil_to(value: int, multiple: int) -> int:
 
 
 class Workspace:
-    """Temporaries by name that the chunks of one call share: a page that was touched once stays mapped."""
+    """Temporaries by name and dtype that the chunks of a call share.
+
+    On a CPU fresh memory costs more than the arithmetic on it (page faults), so there the buffers belong to the calling
+    thread and outlive the call, as far as they fit a chunk; elsewhere torch's own allocator keeps memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        if device.type == "cpu" and not _records_instead_of_running():
+            self._buffers = _kept.__dict__.setdefault("buffers", {})
+            for key in [key for key, buffer in self._buffers.items() if buffer.numel() > 2 * chunk_budget(device)]:
+                del self._buffers[key]
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized contiguous tensor; it is valid until the same name is taken again."""
         size = math.prod(shape)
-        buffer = self._buffers.get(name)
+        buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):  # an inference tensor could not be written to later
+                buffer = torch.empty(size, dtype=dtype, device=self._device)
+            self._buffers[name, dtype] = buffer
         return buffer[:size].view(shape)
+
+
+_kept = threading.local()
+
+
+def _records_instead_of_running() -> bool:
+    """Whether a dispatch mode is active (fake tensors, tracing), whose tensors must not outlive it."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @dataclass(frozen=True)

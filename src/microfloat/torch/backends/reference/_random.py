@@ -21,14 +21,18 @@ def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch
     same; what an arithmetic shift leaves above them is masked away where a word is next multiplied.
     """
     c0, c1, c2, c3 = counter
-    key_0, key_1 = seed[0], seed[1]
-    for _ in range(_ROUNDS):
+    for key_0, key_1 in zip(*_key_schedule(seed), strict=True):
         product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
         c0 = _mixed(product_2, c1, key_0)
         c2 = _mixed(product_0, c3, key_1)
         c1, c3 = product_2, product_0
-        key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
     return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def _key_schedule(seed: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The two key words of every round: ``(seed + round * weyl) mod 2^32``."""
+    rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=seed.device)
+    return tuple(((seed[word] + rounds * weyl) & _LOW).unbind() for word, weyl in enumerate((_WEYL_0, _WEYL_1)))
 
 
 def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

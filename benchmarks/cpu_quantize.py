@@ -1,0 +1,217 @@
+"""Quantize and dequantize on a CPU: microfloat's reference backend beside torchao eager, in one process.
+
+    python benchmarks/cpu_quantize.py [--json benchmarks/results/cpu_quantize.json] [--threads 2] [--size 4096]
+
+One row per format and direction: Melem/s of a bfloat16 matrix, median of the repetitions. Where torchao is importable
+its eager path for the same format is timed beside it, A B A B, and its codes are compared first: the share of equal
+bytes is recorded (torchao 0.18 computes some scales with float log2). Rows c.* are those of docs/performance.md with a
+target. Data are normal-distributed, never constants; allocating the result is part of every call on both sides.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from microfloat._version import __version__
+from microfloat.formats import FORMATS
+from microfloat.recipes import Cast, Hadamard
+from microfloat.torch.backends import reference
+from microfloat.torch.backends.base import Operand
+
+SEED = (0x01234567, 0x89ABCDEF)
+
+
+@dataclass
+class Row:
+    """One measurement; `ratio` is ours over torchao's, `target` what docs/performance.md asks of it."""
+
+    id: str
+    operation: str
+    cast: str
+    melem_per_s: float
+    p10_ms: float
+    median_ms: float
+    p90_ms: float
+    peer: str | None = None
+    peer_melem_per_s: float | None = None
+    equal_bytes: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    passed: bool | None = None
+
+
+@dataclass
+class Case:
+    """What to time, and what of torchao does the same."""
+
+    id: str
+    operation: str
+    cast: str
+    run: Callable[[], object]
+    peer_name: str | None = None
+    peer: Callable[[], object] | None = None
+    equal_bytes: float | None = None
+    target: float | None = None
+    times: list[float] = field(default_factory=list)
+    peer_times: list[float] = field(default_factory=list)
+
+
+def import_torchao():
+    """torchao's quantizers by microfloat's format name, or (None, why not)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao
+            from torchao.prototype.mx_formats import mx_tensor, nvfp4_tensor
+    except ImportError as error:
+        return None, f"not importable: {error}"
+    mode = mx_tensor.ScaleCalculationMode
+
+    def mx(dtype, scale_mode):
+        return lambda x: mx_tensor.to_mx(x, dtype, 32, scale_mode)
+
+    quantizers = {
+        ("mxfp8", "rceil"): mx(torch.float8_e4m3fn, mode.RCEIL),
+        ("mxfp8", "floor"): mx(torch.float8_e4m3fn, mode.FLOOR),
+        ("mxfp8_e5m2", "rceil"): mx(torch.float8_e5m2, mode.RCEIL),
+        ("mxfp4", "even"): mx(torch.float4_e2m1fn_x2, mode.EVEN),
+        ("mxfp4", "floor"): mx(torch.float4_e2m1fn_x2, mode.FLOOR),
+        ("nvfp4", "two_level_torchao"): lambda x: nvfp4_tensor.nvfp4_quantize(
+            x, 16, nvfp4_tensor.per_tensor_amax_to_scale(x.abs().max())
+        ),
+        ("nvfp4", "one_level_e4m3"): lambda x: nvfp4_tensor.nvfp4_quantize(x, 16),
+    }
+    return (quantizers, torchao.__version__), None
+
+
+def equal_share(operand: Operand, theirs) -> float:
+    """Share of equal code bytes."""
+    ours = operand.codes.view(torch.uint8).flatten()
+    codes = next(part for part in theirs if part.numel() == ours.numel()).view(torch.uint8).flatten()
+    return float((ours == codes).float().mean())
+
+
+TARGETS = {("mxfp8", "rceil"): ("c.q.mxfp8", 3.0), ("mxfp4", "even"): ("c.q.mxfp4", 3.0),
+           ("nvfp4", "two_level_torchao"): ("c.q.nvfp4", 3.0)}  # fmt: skip
+
+
+def cases(x: torch.Tensor, quantizers: dict) -> list[Case]:
+    """Every stock format along both axes, rules with a peer, stochastic and transformed casts, dequantize."""
+    seed = torch.tensor(SEED, dtype=torch.int64)
+    listed = [Cast(fmt) for fmt in FORMATS.values()]
+    listed += [Cast(name, rule) for name, rule in quantizers if Cast(name, rule) not in listed]
+    listed += [Cast("nvfp4", rounding="stochastic"), Cast("nvfp4", None, "stochastic", Hadamard()),
+               Cast("nvfp4", hadamard=Hadamard()), Cast("nvfp4", "four_over_six"),
+               Cast("mxfp8", rounding="stochastic")]  # fmt: skip
+    found = []
+    for cast in listed:
+        traits = ("stochastic" if cast.is_stochastic else "", "hadamard" if cast.hadamard else "")
+        name = " ".join(filter(None, (cast.format.name, str(cast.scale_rule), *traits)))
+        key = (cast.format.name, str(cast.scale_rule))
+        plain = cast.rounding == "nearest" and cast.hadamard is None
+        peer = quantizers.get(key) if plain else None
+        row_id, target = TARGETS.get(key, ("", None)) if plain else ("", None)
+        operand = reference.quantize(x, cast, seed=seed)
+        case = Case(
+            row_id, "quantize rows", name, lambda cast=cast: reference.quantize(x, cast, seed=seed), target=target
+        )
+        if peer is not None:
+            case.peer_name, case.peer = "torchao eager", lambda peer=peer: peer(x)
+            case.equal_bytes = equal_share(operand, peer(x))
+        found.append(case)
+        if plain and cast == Cast(cast.format):
+            columns = lambda cast=cast: reference.quantize(x, cast, transposed=True)  # noqa: E731
+            values = lambda operand=operand: reference.dequantize(operand, torch.bfloat16)  # noqa: E731
+            found.append(Case("", "quantize columns", name, columns))
+            found.append(Case("", "dequantize to bfloat16", name, values))
+    return found
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, elements: int, repetitions: int) -> Row:
+    """Interleaved repetitions after one warm-up each."""
+    case.run()
+    if case.peer is not None:
+        case.peer()
+    for _ in range(repetitions):
+        case.times.append(timed(case.run))
+        if case.peer is not None:
+            case.peer_times.append(timed(case.peer))
+    times = sorted(case.times)
+    median = statistics.median(times)
+    row = Row(
+        case.id, case.operation, case.cast, elements / median / 1e6, times[len(times) // 10] * 1e3, median * 1e3,
+        times[-1 - len(times) // 10] * 1e3, case.peer_name, equal_bytes=case.equal_bytes, target=case.target,
+    )  # fmt: skip
+    if case.peer_times:
+        peer_median = statistics.median(case.peer_times)
+        row.peer_melem_per_s, row.ratio = elements / peer_median / 1e6, peer_median / median
+        if case.target is not None:
+            row.passed = row.ratio >= case.target
+    return row
+
+
+def processor() -> str:
+    """The CPU's own name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--repetitions", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    x = torch.randn(arguments.size, arguments.size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, why_not = import_torchao()
+    quantizers, torchao_version = found if found else ({}, None)
+    before = os.getloadavg()
+    copy = torch.empty_like(x)
+    copy_case = Case("", "copy", "bfloat16", lambda: copy.copy_(x))
+    rows = [measure(case, x.numel(), arguments.repetitions) for case in (copy_case, *cases(x, quantizers))]
+    for row in rows:
+        beside = f"  torchao {row.peer_melem_per_s:6.0f}  {row.ratio:5.1f}x" if row.ratio else ""
+        print(f"{row.operation:22s} {row.cast:34s} {row.melem_per_s:7.0f} Melem/s{beside}")
+    if why_not:
+        print(f"torchao: {why_not}")
+    if arguments.json:
+        document = {
+            "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": arguments.threads,
+                        "system": platform.system(), "load_before": before, "load_after": os.getloadavg()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "torchao": torchao_version,
+                         "microfloat": __version__},
+            "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
+            "torchao": why_not or "eager, same process, interleaved",
+            "rows": [asdict(row) for row in rows],
+        }  # fmt: skip
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
