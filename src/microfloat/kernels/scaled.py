@@ -39,6 +39,13 @@ TILE = tl.constexpr(3)
 
 
 @triton.jit
+def words_amax_bits(m, KIND: tl.constexpr):
+    """Bits of the largest magnitude in a three-dimensional tensor of words of magnitudes."""
+    m = packed_reduce(packed_reduce(packed_reduce(m, 2, KIND, True), 1, KIND, True), 0, KIND, True)
+    return drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+
+
+@triton.jit
 def tile_amax(
     raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND: tl.constexpr, HW: tl.constexpr
 ):
@@ -46,9 +53,7 @@ def tile_amax(
     if HW and KIND != ELEMENTWISE:
         m = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, True)
         n = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, True)
-        m = packed_max(m, n, KIND, True)
-        m = packed_reduce(packed_reduce(packed_reduce(m, 2, KIND, True), 1, KIND, True), 0, KIND, True)
-        return drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+        return words_amax_bits(packed_max(m, n, KIND, True), KIND)
     else:
         m = tl.maximum(magnitude_bits(low0, True), magnitude_bits(high0, True))
         m = tl.maximum(m, tl.maximum(magnitude_bits(low1, True), magnitude_bits(high1, True)))

@@ -16,12 +16,24 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
+from microfloat.torch.backends.triton._fused import (
+    activation_backward_quantize,
+    activation_backward_values,
+    activation_quantize,
+    activation_values,
+    norm_quantize,
+    norm_values,
+)
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 
-__all__ = ["Values", "amax", "dequantize", "fold_both", "quantize", "quantize_both", "quantize_to_bf16", "refusal"]
+__all__ = [
+    "Values", "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
+    "amax", "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
+    "refusal",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

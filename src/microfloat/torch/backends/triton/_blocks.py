@@ -10,14 +10,15 @@ from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype
 
-__all__ = ["fold_blocks", "quantize_blocks", "values_blocks"]
+__all__ = ["empty_scale", "fold_blocks", "quantize_blocks", "values_blocks"]
 
 _QUANTIZE = Kernel(block_kernels.quantize_blocks)
 _FOLD = Kernel(fold_kernels.fold_blocks)
 _CODES, _VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
 
 
-def _empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) -> torch.Tensor:
+def empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """Room for the block scales of an operand of `rows` x `length`."""
     shape = (ceil_div(rows, plan.block[0] or rows), ceil_div(length, plan.block[1] or length))
     if plan.scale_layout == SCALE_COLUMN_MAJOR.value:
         return torch.empty(shape[::-1], dtype=plan.scale_dtype, device=device).t()
@@ -31,8 +32,8 @@ def _launch(
     device = matrix.tensor.get_device()
     tile_rows, tile_columns, warps = TILES["blocks"]
     constants = (
-        (*row.block_cast, output, row.scale_layout, row.block[0] != 1) if row else None,
-        (*column.block_cast, output, column.scale_layout, column.block[0] != 1) if column else None,
+        row.constant(output) if row else None,
+        column.constant(output) if column else None,
         matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
         compiled_conversions(device), tile_rows, tile_columns,
     )  # fmt: skip
@@ -53,11 +54,11 @@ def quantize_blocks(
     row_codes = row_scale = column_codes = column_scale = None
     if row:
         row_codes = torch.empty((rows, ceil_div(columns, row.codes_per_byte)), dtype=row.codes_dtype, device=device)
-        row_scale = _empty_scale(row, rows, columns, device)
+        row_scale = empty_scale(row, rows, columns, device)
     if column:
         shape = (columns, ceil_div(rows, column.codes_per_byte))
         column_codes = torch.empty(shape, dtype=column.codes_dtype, device=device)
-        column_scale = _empty_scale(column, columns, rows, device)
+        column_scale = empty_scale(column, columns, rows, device)
     outputs = (row_codes, row_scale, column_codes, column_scale)
     _launch(matrix, row, column, outputs, _CODES, seed, row_stream, column_stream, batch)
     return (

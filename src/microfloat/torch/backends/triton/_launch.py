@@ -25,7 +25,13 @@ TILES = {
     "axes": (128, 128, 4),
     "blocks": (128, 128, 4),
     "fold": (128, 128, 4),
-    "nvfp4": (64, 128, 4), "dequantize": (64, 128, 4),
+    "nvfp4": (64, 128, 4),
+    "dequantize": (64, 128, 4),
+    "fused_scaled": (64, 128, 8),
+    "fused_blocks": (128, 128, 8),
+    "fused_values": (32, 256, 4),
+    "statistics": (4, 1024, 4),
+    "norm": (32, 512, 4),
 }
 
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}

@@ -53,11 +53,13 @@ class CastPlan:
     nvfp4_cast: tuple
     bare: Cast | None
 
-    @property
-    def block_cast(self) -> tuple:
-        """The constant that `kernels.blocks` takes, without its last two entries (OUTPUT, SCALE_LAYOUT)."""
+    def constant(self, output: int) -> tuple:
+        """The constant that `kernels.blocks` takes; `output`: codes or values."""
         family = 0 if self.scale_dtype == torch.uint8 else 1
-        return (self.mantissa_bits, self.bias, family, self.rule, self.block[1], self.stochastic)
+        return (
+            self.mantissa_bits, self.bias, family, self.rule, self.block[1], self.stochastic, output, self.scale_layout,
+            self.block[0] != 1,
+        )  # fmt: skip
 
     @property
     def scaled_cast(self) -> tuple:
