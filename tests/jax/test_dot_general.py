@@ -241,7 +241,7 @@ def test_remat_keeps_codes_only(capsys):
     [
         ({"lhs": np.ones((4, 8), np.int32)}, TypeError, "lhs: got int32"),
         ({"rhs": jnp.ones((8, 4), jnp.float8_e4m3fn)}, TypeError, "rhs: got float8_e4m3fn"),
-        ({"dimension_numbers": (((1,), (1,)), ((), ()))}, ValueError, r"dimension_numbers: got contracting .*sizes \(8,\)"),
+        ({"dimension_numbers": (((1,), (1,)), ((), ()))}, ValueError, r"got contracting .*sizes \(8,\)"),
         ({"dimension_numbers": (((7,), (0,)), ((), ()))}, ValueError, "dimension_numbers: got axes"),
         ({"dimension_numbers": (((1, 1), (0, 0)), ((), ()))}, ValueError, "every axis at most once"),
         ({"dimension_numbers": ((1,), (0,))}, TypeError, "dimension_numbers: got"),

@@ -187,14 +187,13 @@ def in_q(
     return _in_q_checked(rule, jnp.asarray(inp), jnp.asarray(scale), jnp.asarray(amax_history))[:2]
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
-def _out_dq(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:
+def _out_dq_primal(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:
     wide = jnp.promote_types(out.dtype, jnp.float32)
     return meta.dequantize(out, wide, from_max_grad(lhs_scale) * from_max_grad(rhs_scale)).astype(dq_type)
 
 
 def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
-    return _out_dq(dq_type, lhs_scale, rhs_scale, out), (lhs_scale, rhs_scale, _empty_like(out))
+    return _out_dq_primal(dq_type, lhs_scale, rhs_scale, out), (lhs_scale, rhs_scale, _empty_like(out))
 
 
 def _out_dq_backward(dq_type: DTypeLike, kept: tuple, g: Array) -> tuple:
@@ -205,6 +204,7 @@ def _out_dq_backward(dq_type: DTypeLike, kept: tuple, g: Array) -> tuple:
     return None, None, meta.dequantize(g, wide, factor).astype(like.dtype)
 
 
+_out_dq = custom_vjp(_out_dq_primal, nondiff_argnums=(0,))
 _out_dq.defvjp(_out_dq_forward, _out_dq_backward)
 
 

@@ -77,8 +77,7 @@ class DotRule(NamedTuple):
     gradient: Rule
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
-def _quantized_dot(
+def _dot_primal(
     rule: DotRule, wide: tuple[Array, Array], codes: tuple[Array, Array], scales: tuple[Array, Array], state: State
 ) -> tuple[Array, Array, Array]:
     """(dot of the codes, state of the output gradient). `wide` are the operands that receive the gradients."""
@@ -90,7 +89,7 @@ def _quantized_dot(
 
 
 def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
-    return _quantized_dot(rule, wide, codes, scales, state), (wide, codes, scales, state)
+    return _dot_primal(rule, wide, codes, scales, state), (wide, codes, scales, state)
 
 
 def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
@@ -115,6 +114,7 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     return gradients, None, None, accumulated(rule.gradient, g, new, state, tuple(later))
 
 
+_quantized_dot = custom_vjp(_dot_primal, nondiff_argnums=(0,))
 _quantized_dot.defvjp(_dot_forward, _dot_backward)
 
 

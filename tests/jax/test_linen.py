@@ -1,0 +1,354 @@
+"""The linen front end: Flax's training runs, reuse, transforms, recipes by injection, the training state."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import core as flax_core
+from flax import serialization
+from flax.training import train_state
+from jax import lax
+
+import microfloat.jax as mj
+from microfloat.jax import fp8_ops
+from microfloat.jax import linen as ml
+from microfloat.recipes import (
+    RECIPES,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from tests import golden_cases
+from tests.jax.compare import relative_error
+from tests.jax.gemms import oracle_gemms
+
+OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
+RNG = np.random.default_rng(14)
+X = RNG.standard_normal((6, 32)).astype(np.float32)
+LEAVES = [f"{name}_{kind}" for name in ("input", "kernel", "output_grad") for kind in ("amax_history", "scale")]
+DELAYED = DelayedScaling(amax_history_len=3)
+
+
+def state_of(tree):
+    """The one dict of six leaves in a collection."""
+    while "input_scale" not in tree:
+        (tree,) = tree.values()
+    return {name: np.asarray(leaf) for name, leaf in tree.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["qdq_op", "direct_op", "nanoo_op"])
+def test_six_training_steps_equal_flax(op, dtype):
+    golden = np.load(golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz")
+    classes = {"qdq_op": "Fp8DotGeneralOp", "direct_op": "Fp8DirectDotGeneralOp", "nanoo_op": "NANOOFp8DotGeneralOp"}
+    module = getattr(fp8_ops, classes[op])(amax_history_length=4)
+    w = jnp.asarray(golden["W"], dtype)
+
+    @jax.jit
+    def step(state, x, w, g):
+        def loss(state, x, w):
+            y = module.apply(state, x, w, (((1,), (0,)), ((), ())))
+            return jnp.sum(y.astype(jnp.float32) * g), y
+
+        (state, dx, dw), y = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(state, x, w)
+        return state, y, dx, dw
+
+    state = {OWG: {name: jnp.ones(1) if name.endswith("scale") else jnp.zeros(4) for name in LEAVES}}
+    # bfloat16: rounding inside the dot differs in the last place; float32: the order of sums.
+    tolerance = 2**-6 if dtype == "bfloat16" else 1e-5
+    for index in range(6):
+        x = jnp.asarray(golden["X"][index], dtype)
+        state, *results = step(state, x, w, golden["G"][index])
+        prefix = f"{op}/{dtype}/step{index}"
+        for name, actual in zip(("y", "dx", "dw"), results, strict=True):
+            expected = golden[f"{prefix}/{name}"].astype(np.float32)
+            limit = tolerance * (np.abs(expected).max() + np.abs(expected))
+            assert (np.abs(np.asarray(actual, np.float32) - expected) <= limit).all(), f"{prefix}/{name}"
+        for name, leaf in state[OWG].items():
+            rtol = tolerance if name.startswith("output_grad") else 1e-7
+            np.testing.assert_allclose(leaf, golden[f"{prefix}/{name}"], rtol=rtol, err_msg=f"{prefix}/{name}")
+
+
+class Twice(nn.Module):
+    """One layer, two uses."""
+
+    op: type
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(32, dot_general_cls=self.op)
+        return dense(dense(x))
+
+
+OPS = {
+    "qdq": fp8_ops.Fp8DotGeneralOp,
+    "direct": fp8_ops.Fp8DirectDotGeneralOp,
+    "delayed": ml.dot_general_cls(DELAYED),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_layer_used_twice_leaves_the_maximum(op):
+    """Flax 0.12 sums here: scale 2.0 for 1.0."""
+    model = Twice(OPS[op])
+    variables = model.init(jax.random.key(0), X)
+    _, seen = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+    first = np.asarray(seen["intermediates"]["Dense_0"]["__call__"][0])
+
+    def gradient(cast):
+        return jax.grad(lambda v: jnp.sum(model.apply(cast(v), X)))(variables)[OWG]
+
+    for cast in (lambda v: v, fp8_ops.max_accumulate):
+        for leaves in (state_of(gradient(cast)), state_of(jax.jit(gradient, static_argnums=0)(cast))):
+            assert leaves["input_scale"] == 1
+            assert leaves["kernel_scale"] == 1
+            np.testing.assert_allclose(
+                leaves["input_amax_history"][0], max(np.abs(X).max(), np.abs(first).max()), rtol=1e-6
+            )
+
+
+def one_layer(op, **options):
+    return nn.Dense(32, dot_general_cls=op, **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scan_remat_and_vmap_of_layers(op):
+    """Broadcast state gives the maximum over the steps; stacked state one entry per layer."""
+    axes = {"broadcast": {"variable_broadcast": ("params", OWG)}, "stacked": {"variable_axes": {"params": 0, OWG: 0}}}
+    for kind, options in axes.items():
+        split = {"params": kind == "stacked"}
+
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.remat(nn.Dense)(32, dot_general_cls=OPS[op])(x), None
+
+        model = nn.scan(Body, length=3, split_rngs=split, **options)()
+        variables = model.init(jax.random.key(0), X, None)
+
+        def loss(v, model=model):
+            return jnp.sum(model.apply(fp8_ops.max_accumulate(v), X, None)[0])
+
+        leaves = state_of(jax.jit(jax.grad(loss))(variables)[OWG])
+        assert (leaves["input_scale"] == 1).all()
+        expected_shape = (3,) if kind == "stacked" else ()
+        assert leaves["input_amax_history"].shape[:-1] == expected_shape
+        assert leaves["input_amax_history"][..., 0].max() >= np.abs(X).max()
+
+    batched = nn.vmap(nn.Dense, variable_axes={"params": None, OWG: None}, split_rngs={"params": False})(
+        32, dot_general_cls=OPS[op]
+    )
+    stacked = np.stack([X, 5 * X])
+    variables = batched.init(jax.random.key(0), stacked)
+    leaves = state_of(jax.jit(jax.grad(lambda v: jnp.sum(batched.apply(v, stacked))))(variables)[OWG])
+    assert leaves["input_scale"] == 1
+    assert leaves["input_amax_history"][0] == np.abs(5 * X).max()
+
+
+def test_microbatches_equal_one_batch():
+    model = one_layer(OPS["qdq"])
+    variables = model.init(jax.random.key(0), X)
+    old = jax.tree.map(lambda leaf: leaf + 2, variables[OWG])
+    variables = {**variables, OWG: old}
+    gradient = jax.jit(lambda v, x: jax.grad(lambda v: jnp.sum(model.apply(v, x)))(v)[OWG])
+    whole = fp8_ops.next_state(old, gradient(variables, X))
+    merged = fp8_ops.merge_state(
+        old, [gradient(variables, X[:2]), gradient(variables, X[2:4]), gradient(variables, X[4:])]
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), merged, whole)
+
+    def scanned(v):
+        v = fp8_ops.max_accumulate(v)
+        return lax.scan(lambda total, x: (total + jnp.sum(model.apply(v, x)), None), 0.0, X.reshape(3, 2, 32))[0]
+
+    inside = fp8_ops.next_state(old, jax.jit(jax.grad(scanned))(variables)[OWG])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), inside, whole)
+
+
+def test_consumer_rule():
+    """A summed gradient still gives the right scale and ring; an unused op keeps its state; stacked state too."""
+    history = np.float32([[4, 1, 3, 2], [1, 8, 1, 1]])
+    old = {"op": {"input_scale": jnp.asarray([[0.5], [0.25]]), "input_amax_history": jnp.asarray(history)}}
+    scale = np.asarray(fp8_ops.compute_scale(history.max(1, keepdims=True), old["op"]["input_scale"], np.float32(448)))
+    ring = np.concatenate([np.float32([[7], [9]]), history[:, 2:], history[:, :1]], axis=1)
+    for uses in (1, 2, 5):
+        gradient = {"op": {"input_scale": jnp.asarray(scale * uses), "input_amax_history": jnp.asarray(ring * uses)}}
+        new = fp8_ops.next_state(old, gradient)["op"]
+        np.testing.assert_array_equal(np.asarray(new["input_scale"]), scale)
+        np.testing.assert_array_equal(np.asarray(new["input_amax_history"])[:, 1:], ring[:, 1:])
+        np.testing.assert_array_equal(np.asarray(new["input_amax_history"])[:, 0], ring[:, 0] * uses)
+    for unused in (0.0, -np.inf, np.nan, np.inf):
+        gradient = jax.tree.map(lambda leaf, unused=unused: jnp.full_like(leaf, unused), old)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+                     fp8_ops.next_state(old, gradient), old)  # fmt: skip
+
+
+def test_an_untaken_branch_keeps_the_state():
+    model = one_layer(OPS["qdq"])
+    variables = model.init(jax.random.key(0), X)
+    state = ml.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+
+    @jax.jit
+    def step(state, used):
+        def loss(params):
+            return lax.cond(used, lambda p: jnp.sum(state.apply_fn(p, X)), lambda p: 0.0, params)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    after = state_of(step(state, False).params[OWG])
+    np.testing.assert_array_equal(after["input_amax_history"], 0)
+    assert after["input_scale"] == 1
+    assert state_of(step(state, True).params[OWG])["input_amax_history"][0] == np.abs(X).max()
+
+
+class WithNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(32, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_train_state_keeps_other_collections(frozen):
+    """In Flax 0.12 batch_stats vanish after one step."""
+    model = WithNorm()
+    variables = model.init(jax.random.key(0), X)
+    variables = flax_core.freeze(variables) if frozen else variables
+    state = ml.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, x):
+        def loss(params):
+            y, updated = state.apply_fn(params, x, mutable=["batch_stats"])
+            return jnp.mean(y**2), updated
+
+        grads, updated = jax.grad(loss, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads)
+        return state.replace(params=ml._replaced(state.params, dict(updated)))
+
+    donating = jax.jit(step, donate_argnums=0)
+    for x in (X, 2 * X):
+        state = donating(state, x)
+    assert set(state.params) == {"params", "batch_stats", OWG}
+    assert isinstance(state.params, flax_core.FrozenDict) == frozen
+    assert int(state.step) == 2
+    assert np.asarray(state.params["batch_stats"]["BatchNorm_0"]["mean"]).any()
+    assert state_of(state.params[OWG])["input_amax_history"][[0, -1]].all()
+    assert OWG not in str(jax.tree_util.tree_structure(state.opt_state))
+
+
+def test_flax_train_state_works_unchanged():
+    model = one_layer(OPS["direct"])
+    variables = model.init(jax.random.key(0), X)
+    state = train_state.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(model.apply(p, X))))(variables)
+    state = state.apply_gradients(grads=grads)
+    assert state_of(state.params[OWG])["input_amax_history"][0] == np.abs(X).max()
+
+
+def test_optax_transformation():
+    model = one_layer(OPS["delayed"])
+    variables = model.init(jax.random.key(0), X)
+    tx = ml.overwrite_with_gradient(optax.adam(0.1))
+    opt_state = tx.init(variables)
+
+    @jax.jit
+    def step(variables, opt_state):
+        grads = jax.grad(lambda v: jnp.sum(model.apply(v, X) ** 2))(variables)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return optax.apply_updates(variables, updates), opt_state
+
+    for _ in range(2):
+        variables, opt_state = step(variables, opt_state)
+    leaves = state_of(variables[OWG])
+    np.testing.assert_allclose(leaves["input_scale"], 448 / np.abs(X).max(), rtol=1e-6)
+    np.testing.assert_allclose(leaves["input_amax_history"], [np.abs(X).max(), 0, np.abs(X).max()], rtol=1e-6)
+    with pytest.raises(TypeError, match="params: got None"):
+        tx.update(variables, opt_state)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_by_injection(name):
+    """Dense with the recipe's op: parameters unchanged, results those of the oracle."""
+    recipe = RECIPES[name]()
+    cls = ml.dot_general_cls(recipe)
+    assert cls is ml.dot_general_cls(RECIPES[name]())
+    assert cls.__name__ == f"{type(recipe).__name__}Op"
+    model = ml.Dense(24, recipe=recipe, use_bias=False)
+    variables = model.init(jax.random.key(0), X)
+    expected = {"params"} | ({OWG} if recipe.is_delayed else set())
+    assert set(variables) == expected
+    w = np.asarray(variables["params"]["kernel"]).T
+    rngs = {"sr_rng": jax.random.key(7)} if recipe.is_stochastic else None
+    y, dx = jax.jit(lambda v, x: (model.apply(v, x), jax.grad(lambda x: jnp.sum(model.apply(v, x, rngs=rngs)))(x)))(
+        variables, X
+    )
+    reference = oracle_gemms(recipe, X, w, np.ones((6, 24), np.float32), seed=1)
+    assert relative_error(y, reference[0]) < 1e-5
+    # dy is constant: the noise of stochastic rounding cannot show.
+    assert relative_error(dx, reference[1]) < 1e-5
+
+
+def test_stochastic_recipes_need_the_stream_only_for_gradients():
+    model = ml.Dense(16, recipe=NVFP4BlockScaling())
+    variables = model.init(jax.random.key(0), X)
+    model.apply(variables, X)
+    with pytest.raises(ValueError, match=r"key: got None.*rngs=\{'sr_rng': key\}.*disable_stochastic_rounding"):
+        jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
+    with pytest.raises(TypeError, match=r"recipe: got str.*from_name"):
+        ml.dot_general_cls("mxfp8")
+
+
+def test_attention_einsum_and_dense_general():
+    recipe = MXFP8BlockScaling()
+    x = X[None]
+    attention = ml.MultiHeadDotProductAttention(num_heads=2, recipe=recipe)
+    plain = nn.MultiHeadDotProductAttention(num_heads=2)
+    variables = attention.init(jax.random.key(0), x, x)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, plain.init(jax.random.key(0), x, x))
+    y, exact = attention.apply(variables, x, x), plain.apply(variables, x, x)
+    assert 0 < relative_error(y, exact) < 0.1
+    general = ml.DenseGeneral((4, 8), axis=-1, recipe=Float8CurrentScaling())
+    assert general.apply(general.init(jax.random.key(0), X), X).shape == (6, 4, 8)
+    einsum = ml.einsum_cls(DELAYED)()
+    kernel = RNG.standard_normal((32, 16)).astype(np.float32)
+    variables = einsum.init(jax.random.key(0), "mk,kn->nm", X, kernel)
+    gradient = jax.grad(lambda v: jnp.sum(einsum.apply(v, "mk,kn->nm", X, kernel)))(variables)
+    assert state_of(gradient[OWG])["input_amax_history"][0] == np.abs(X).max()
+    assert state_of(gradient[OWG])["kernel_amax_history"][0] == np.abs(kernel).max()
+    reference = jnp.einsum("mk,kn->nm", X, kernel)
+    assert relative_error(mj.einsum(recipe)("mk,kn->nm", X, kernel), reference) < 0.1
+
+
+def test_einsum_op_keeps_operands_by_position():
+    """Flax swaps the operands of this equation: the input's amax lands in the kernel's slot."""
+    kernel = 9 * RNG.standard_normal((32, 16)).astype(np.float32)
+    op = fp8_ops.Fp8Einsum(amax_history_length=3)
+    variables = op.init(jax.random.key(0), "mk,kn->nm", X, kernel)
+    leaves = state_of(jax.grad(lambda v: jnp.sum(op.apply(v, "mk,kn->nm", X, kernel)))(variables)[OWG])
+    assert leaves["input_amax_history"][0] == np.abs(X).max()
+    assert leaves["kernel_amax_history"][0] == np.abs(kernel).max()
+    with pytest.raises(ValueError, match="a label twice in lhs"):
+        op.apply(variables, "mm,mk->k", X, kernel)
+
+
+def test_options_and_names():
+    """Dtypes are honoured, integers are cast, attributes may be assigned later, checkpoints have Flax's names."""
+    op = fp8_ops.Fp8DirectDotGeneralOp(e4m3_dtype=jnp.float8_e5m2, amax_history_length=2)
+    variables = op.init(jax.random.key(0), X, X.T, (((1,), (0,)), ((), ())))
+    plain = fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=2)
+    numbers = (((1,), (0,)), ((), ()))
+    assert not np.array_equal(op.apply(variables, X, X.T, numbers), plain.apply(variables, X, X.T, numbers))
+    assert op.apply(variables, X, X.T, numbers, None, jnp.bfloat16).dtype == jnp.bfloat16
+    integers = np.arange(12).reshape(3, 4)
+    small = plain.init(jax.random.key(0), integers, X[:4], numbers)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(plain.apply(v, integers, X[:4], numbers))))(small)
+    assert state_of(gradient)["input_amax_history"][0] == 11
+    dense = nn.DenseGeneral(8)
+    dense.dot_general_cls = fp8_ops.Fp8DotGeneral
+    assert list(dense.init(jax.random.key(0), X)[OWG]) == ["Fp8DirectDotGeneralOp_0"]
+    restored = serialization.from_bytes(variables, serialization.to_bytes(variables))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), restored, variables)
