@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): the bits of eager mode, no stale recipe, no recompilation, state and seeds at run time."""
+"""torch.compile(fullgraph=True): the bits of eager, no stale recipe, no recompilation, state and seeds at run time."""
 
 import threading
 
@@ -17,7 +17,6 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [

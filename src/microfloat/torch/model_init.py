@@ -5,7 +5,6 @@ import dataclasses
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type

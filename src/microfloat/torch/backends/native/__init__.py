@@ -118,18 +118,16 @@ def _folded_both(
 
 
 def _values_both(
-    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, options: dict
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, streams: dict
 ) -> tuple[Values | None, Values | None]:
-    row, column = casts.quantize_to_bf16(x, row_cast, column_cast, **options)
-    rows, columns = x.shape
-    return (
-        None
-        if row is None or row_cast is None
-        else Values(row, None, row_cast.format, rows, columns, row_cast.hadamard),
-        None
-        if column is None or column_cast is None
-        else Values(column, None, column_cast.format, columns, rows, column_cast.hadamard),
-    )
+    made = casts.quantize_to_bf16(x, row_cast, column_cast, **streams)
+    extents = ((row_cast, x.shape[0], x.shape[1]), (column_cast, x.shape[1], x.shape[0]))
+    row, column = (
+        None if cast is None or part is None
+        else Values(part.values, part.tensor_scale, cast.format, rows, length, cast.hadamard)
+        for part, (cast, rows, length) in zip(made, extents, strict=True)
+    )  # fmt: skip
+    return row, column
 
 
 def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:

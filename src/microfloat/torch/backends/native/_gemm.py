@@ -91,7 +91,7 @@ def values_matmul(
     unscaled = a.tensor_scale is None and b.tensor_scale is None
     if unscaled and out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype):
         return F.linear(a.values, b.values, bias)
-    y = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
+    y = _float32_product(a.values, b.values)
     # float32(a_scale * b_scale) once, then one multiplication of the accumulator (docs/numerics.md 8.2).
     scales = [a.tensor_scale, None if b.tensor_scale is None else b.tensor_scale.t()]
     factors = [scale for scale in scales if scale is not None]
@@ -101,3 +101,10 @@ def values_matmul(
     if bias is not None:
         y = y.add_(bias.float())
     return y.to(out_dtype)
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b.T`` of bfloat16 matrices with the float32 accumulator as the result."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()
