@@ -6,6 +6,7 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 import numbers
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.reference._operand import normalize_axis
-from microfloat.torch import backends
+from microfloat.torch import _operators, backends
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -44,6 +45,15 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
     tensor([[162,   5]], dtype=torch.uint8)
     """
+    run = _traced_quantize if _operators.is_tracing() else quantize_values
+    return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
+
+
+def quantize_values(
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any,
+    backend: str,
+) -> QuantizedTensor:  # fmt: skip
+    """`quantize` where values are at hand: checks every argument, then calls the backend."""
     cast = as_cast(cast)
     _check_input(x)
     axis = normalize_axis(axis, x.dim())
@@ -88,16 +98,46 @@ def scaled_matmul(
     """
     for name, operand in (("a", a), ("b", b)):
         _check_quantized(name, operand, "Quantize it, or multiply a.dequantize() and b.dequantize().")
+    dtype = a.dtype if out_dtype is None else out_dtype
+    if not _operators.is_tracing():
+        return multiply_values(a, b, bias, dtype, accumulate, backend)
+    return torch.ops.microfloat.scaled_matmul(
+        a.part_list(), a.token, a.axis, a.shape, b.part_list(), b.token, b.axis, b.shape, bias, dtype, accumulate,
+        backend,
+    )  # fmt: skip
+
+
+def multiply_values(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str
+) -> torch.Tensor:
+    """`scaled_matmul` where values are at hand: checks every argument, then calls the backend."""
     _check_pair(a, b)
     if accumulate not in _ACCUMULATE:
         raise unknown_name("accumulate", accumulate, _ACCUMULATE)
-    dtype = a.dtype if out_dtype is None else out_dtype
     if dtype not in INPUT_DTYPES:
         raise invalid_type("out_dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
     left, right = a.to_operand(), b.to_operand()
     _check_bias(bias, right.rows, a.device)
     module = backends.choose(backend, a.device)
     return module.scaled_matmul(left, right, bias=bias, out_dtype=dtype, accumulate=accumulate)
+
+
+def _traced_quantize(
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any,
+    backend: str,
+) -> QuantizedTensor:  # fmt: skip
+    """What `quantize` is to a compiler: one opaque operator; values are checked when it runs."""
+    resolved, token = _operators.constant_cast(cast), _operators.constant_token(cast)
+    _check_input(x)
+    if resolved.rounding == "stochastic":
+        seed = torch.ops.microfloat.draw_seed(device=x.device) if seed is None else seed_words(seed, x.device)
+    else:
+        seed = None
+    amax, scale_enc = (None if value is None else _real_tensor("amax", value, x.device) for value in (amax, scale_enc))
+    parts = torch.ops.microfloat.quantize(x.detach(), token, axis, seed, stream, amax, scale_enc, backend)
+    tensor_scale = parts[2] if _operators.has_tensor_scale(token) else None
+    axis = axis % max(x.dim(), 1)
+    return QuantizedTensor(parts[0], parts[1], tensor_scale, resolved, axis=axis, shape=x.shape, dtype=x.dtype)
 
 
 def _rows(x: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from microfloat.formats import ScaledFormat, get_format
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
 from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
-from microfloat.torch import backends
+from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference._elements import codes_dtype
 
@@ -134,6 +134,13 @@ class QuantizedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if dtype not in (*_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
+        if _operators.is_tracing():
+            parts = (self.codes, self.scale, self.tensor_scale)
+            return torch.ops.microfloat.dequantize(*parts, self.token, self.axis, self.shape, dtype)
+        return self.decoded(dtype)
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """`dequantize` where values are at hand."""
         values = backends.choose("reference", self.device).dequantize(self.to_operand(), dtype)
         return values.t() if self.dim() == 2 and self.axis == 0 else values.reshape(self.shape)
 
@@ -141,6 +148,15 @@ class QuantizedTensor(torch.Tensor):
         """The plain tensors inside, by attribute name."""
         parts = {"codes": self.codes, "scale": self.scale}
         return parts if self.tensor_scale is None else {**parts, "tensor_scale": self.tensor_scale}
+
+    def part_list(self) -> list[torch.Tensor]:
+        """The plain tensors inside, in the order codes, scale, tensor_scale."""
+        return [self.codes, self.scale] if self.tensor_scale is None else [self.codes, self.scale, self.tensor_scale]
+
+    @property
+    def token(self) -> str:
+        """The Cast as a string, which is how compiled code carries it."""
+        return _operators.constant_token(self.cast)
 
     def map_parts(self, function: Any, dtype: torch.dtype | None = None) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
@@ -170,6 +186,10 @@ class QuantizedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.parts()), (self.cast, self.axis, self.dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        parts = [(name, part.dtype, tuple(part.shape)) for name, part in self.parts().items()]
+        return f"{self.token} {self.axis} {self.dtype} {tuple(self.shape)} {parts}"
 
     @staticmethod
     def __tensor_unflatten__(parts: Any, context: Any, outer_size: Any, outer_stride: Any) -> "QuantizedTensor":

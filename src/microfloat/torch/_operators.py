@@ -1,0 +1,162 @@
+"""quantize, dequantize and scaled_matmul as opaque operators: what tracing compilers see of them.
+
+A compiler must not look inside: Inductor turns divisions into approximate ones on CUDA, and host-side decisions would
+break its graphs (docs/numerics.md 1.5). In eager mode these operators are not used. Casts travel as strings, since
+operators take no objects; a token is derived from the Cast's contents and means the same in another process.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from microfloat.formats import ScaledFormat
+from microfloat.recipes import Cast, Delayed, as_cast
+from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
+from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
+from microfloat.torch.backends.reference._elements import codes_dtype
+
+__all__ = ["cast_of", "constant_cast", "constant_token", "has_tensor_scale", "is_tracing"]
+
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define(
+    "quantize(Tensor x, str cast, int axis, Tensor? seed, int stream, Tensor? amax, Tensor? scale_enc, str backend) "
+    "-> Tensor[]"
+)
+_library.define(
+    "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
+    " -> Tensor"
+)
+_library.define(
+    "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
+    "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
+)
+
+
+def is_tracing() -> bool:
+    """Whether this Python code runs under a compiler's tracing rather than on values."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _token_of(cast: Cast) -> str:
+    if isinstance(cast.scaling, Delayed) and callable(cast.scaling.amax_compute_algo):
+        cast = dataclasses.replace(cast, scaling=Delayed())  # how the history is read plays no part in a cast
+    return json.dumps(_cast_to_data(cast), sort_keys=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def cast_of(token: str) -> Cast:
+    """The Cast that a token describes."""
+    cast = _cast_from_data(json.loads(token))
+    assert cast is not None
+    return cast
+
+
+def constant_token(cast: Cast | ScaledFormat | str) -> str:
+    """The token of a Cast; Dynamo takes the result as a constant."""
+    return _token_of(as_cast(cast))
+
+
+def constant_cast(cast: Cast | ScaledFormat | str) -> Cast:
+    """`as_cast`; Dynamo takes the result as a constant."""
+    return as_cast(cast)
+
+
+def has_tensor_scale(token: str) -> bool:
+    """Whether a cast stores a tensor_scale; Dynamo takes the result as a constant."""
+    cast = cast_of(token)
+    constants = cast.rule.two_level
+    return constants is not None and constants.tensor_scale
+
+
+# What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
+for _function in (constant_token, constant_cast, has_tensor_scale):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _quantize(
+    x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
+) -> list[torch.Tensor]:
+    from microfloat.torch.ops import quantize_values
+
+    return quantize_values(x, cast_of(token), axis, seed, stream, amax, scale_enc, backend).part_list()
+
+
+def _fake_quantize(
+    x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
+) -> list[torch.Tensor]:
+    cast = cast_of(token)
+    fmt, shape = cast.format, tuple(x.shape)
+    axis = normalize_axis(axis, len(shape))
+    length = shape[axis] if shape else 1
+    stored = (length + 15) // 16 * 16 if cast.hadamard else length
+    rows = 1
+    for position, size in enumerate(shape):
+        rows = rows * (1 if position == axis else size)
+    last = (stored + fmt.element.codes_per_byte - 1) // fmt.element.codes_per_byte
+    blocks = (
+        1 if fmt.block[0] is None else (rows + fmt.block[0] - 1) // fmt.block[0],
+        1 if fmt.block[1] is None else (stored + fmt.block[1] - 1) // fmt.block[1],
+    )
+    parts = [
+        x.new_empty(codes_shape(shape, axis, last), dtype=codes_dtype(fmt.element)),
+        x.new_empty(
+            scale_shape(fmt, shape, axis, blocks), dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8
+        ),
+    ]
+    if has_tensor_scale(token):
+        parts.append(x.new_empty((rows, 1) if fmt.tensor_scale == "row" else (), dtype=torch.float32))
+    return parts
+
+
+def _tensor(parts: Sequence[torch.Tensor | None], token: str, axis: int, shape: Any, dtype: torch.dtype) -> Any:
+    from microfloat.torch.tensor import QuantizedTensor
+
+    codes, scale, *rest = parts
+    return QuantizedTensor(codes, scale, rest[0] if rest else None, cast_of(token), axis=axis, shape=shape, dtype=dtype)
+
+
+def _dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: Any, token: str, axis: int, shape: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    return _tensor((codes, scale, tensor_scale), token, axis, shape, torch.float32).decoded(dtype).contiguous()
+
+
+def _fake_dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: Any, token: str, axis: int, shape: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    return codes.new_empty(shape, dtype=dtype)
+
+
+def _scaled_matmul(
+    a: Any, a_token: str, a_axis: int, a_shape: Any, b: Any, b_token: str, b_axis: int, b_shape: Any,
+    bias: Any, dtype: torch.dtype, accumulate: str, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    from microfloat.torch.ops import multiply_values
+
+    left, right = _tensor(a, a_token, a_axis, a_shape, dtype), _tensor(b, b_token, b_axis, b_shape, dtype)
+    return multiply_values(left, right, bias, dtype, accumulate, backend)
+
+
+def _fake_scaled_matmul(
+    a: Any, a_token: str, a_axis: int, a_shape: Any, b: Any, b_token: str, b_axis: int, b_shape: Any,
+    bias: Any, dtype: torch.dtype, accumulate: str, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    rows = [1, 1]
+    for side, (shape, axis) in enumerate(((a_shape, a_axis), (b_shape, b_axis))):
+        for position, size in enumerate(shape):
+            rows[side] = rows[side] * (1 if position == axis else size)
+    return a[0].new_empty(rows, dtype=dtype)
+
+
+for _name, _run, _fake in (
+    ("quantize", _quantize, _fake_quantize),
+    ("dequantize", _dequantize, _fake_dequantize),
+    ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)

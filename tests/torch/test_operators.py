@@ -1,0 +1,142 @@
+"""The three verbs under torch.compile: opaque to the compiler, the same bits as in eager mode, nothing left out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import microfloat.torch as mf
+from microfloat.formats import FORMATS, MXFP8
+from microfloat.recipes import Cast, Delayed, Hadamard
+from microfloat.torch import QuantizedTensor, _operators
+
+X = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+W = torch.randn(32, 96, generator=torch.Generator().manual_seed(2))
+DEEP = X.view(4, 16, 96)
+# Made outside of the compiled functions: Dynamo does not trace the construction of a frozen dataclass.
+STOCHASTIC = Cast("nvfp4", rounding="stochastic")
+FLOOR, TRANSFORMED = Cast("mxfp8", "floor"), Cast("nvfp4", hadamard=Hadamard())
+DELAYED = Cast("fp8_tensor", scaling=Delayed())
+
+
+def q(x, cast="mxfp8", **arguments):
+    return mf.quantize(x, cast, **arguments)
+
+
+CASES = {
+    "round trip": (lambda x: q(x * 1).dequantize() + 0, (X,)),
+    "round trip to bfloat16": (lambda x: q(x * 1, "nvfp4").dequantize(torch.bfloat16) + 0, (X,)),
+    "a Cast": (lambda x: q(x * 1, FLOOR), (X,)),
+    "a format": (lambda x: q(x * 2, MXFP8), (X,)),
+    "columns": (lambda x: q(x * 2, "nvfp4_row", axis=-2), (X,)),
+    "three axes": (lambda x: q(x * 2, "nvfp4_2d"), (DEEP,)),
+    "Hadamard": (lambda x: q(x * 2, TRANSFORMED).dequantize(), (X,)),
+    "given seed": (lambda x: q(x * 2, STOCHASTIC, seed=5 | 7 << 32), (X,)),
+    "drawn seed": (lambda x: q(x * 2, STOCHASTIC), (X,)),
+    "given amax": (lambda x: q(x * 2, "nvfp4", amax=x.abs().amax() * 3), (X,)),
+    "delayed": (lambda x: q(x * 2, DELAYED, scale_enc=3.0), (X,)),
+    "dequantize an input": (lambda t: t.dequantize() * 2, (q(X),)),
+    "views of an input": (lambda t: t.view(8, 8, 96)[2:4].flatten(0, 1).t().dequantize() * 2, (q(X),)),
+    "product": (lambda a, b: mf.scaled_matmul(a, b) + 1, (q(X), q(W))),
+    "product with bias": (
+        lambda a, b: mf.scaled_matmul(a, b, bias=torch.ones(32), out_dtype=torch.bfloat16) + 1,
+        (q(X, "nvfp4"), q(W, "nvfp4_2d")),
+    ),
+    "F.linear": (lambda a, b: F.linear(a, b) + 1, (q(X), q(W))),
+    "F.linear with bias and more axes": (lambda a, b: F.linear(a, b, torch.ones(32)) + 1, (q(DEEP), q(W))),
+    "everything": (lambda x, w: mf.scaled_matmul(q(x * 1), q(w)) + 1, (X, W)),
+    "weight only": (lambda x, w: F.linear(x, w.dequantize()) + 1, (X, q(W, "mxfp4"))),
+}
+
+
+def equal(a, b):
+    assert type(a) is type(b)
+    return torch.equal(a, b) and a.dtype == b.dtype
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_is_eager(name):
+    function, arguments = CASES[name]
+    torch.manual_seed(0)
+    expected = function(*arguments)
+    torch.manual_seed(0)
+    assert equal(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments), expected)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (33,), (5, 33), (2, 3, 40), (130, 17)], ids=str)
+def test_the_shapes_that_a_compiler_is_told(fmt, shape):
+    """The fake operator against the real one, for every format: a wrong promise would corrupt a compiled program."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for hadamard in (None, Hadamard()) if not fmt.is_per_tensor else (None,):
+        cast = Cast(fmt, hadamard=hadamard)
+        for axis in (-1, -2) if len(shape) == 2 else (-1,):
+            real = q(torch.ones(shape), cast, axis=axis)
+            with FakeTensorMode():
+                promised = q(torch.ones(shape), cast, axis=axis)
+                values = promised.dequantize()
+            assert (promised.shape, promised.axis, promised.dtype) == (real.shape, real.axis, real.dtype)
+            assert (values.shape, values.dtype) == (real.shape, torch.float32)
+            for name, part in real.parts().items():
+                other = promised.parts()[name]
+                assert (other.shape, other.dtype, other.stride()) == (part.shape, part.dtype, part.stride()), name
+
+
+def test_the_compiler_sees_operators_only():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda x, w: mf.scaled_matmul(q(x), q(w)), fullgraph=True, backend=keep)(X, W)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    operators = [name for name in called if name.startswith("microfloat.")]
+    assert operators == ["microfloat.quantize"] * 2 + ["microfloat.scaled_matmul"]
+    assert not any("div" in name or "amax" in name for name in called)
+
+
+def test_shapes_may_be_dynamic():
+    function = torch.compile(lambda x: q(x, "nvfp4").dequantize(), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, columns in ((5, 40), (17, 96), (64, 33)):
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(function(x), q(x, "nvfp4").dequantize())
+
+
+def test_errors_come_through():
+    with pytest.raises(Exception, match=r"x: got torch.int64, needed torch.float32"):
+        torch.compile(q, backend="aot_eager")(torch.ones(3, 32, dtype=torch.int64))
+    with pytest.raises(Exception, match=r"b: got contraction length 32"):
+        torch.compile(mf.scaled_matmul, backend="aot_eager")(q(X), q(torch.ones(2, 32)))
+
+
+def test_a_dispatch_mode_sees_the_operators_and_changes_nothing():
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        y = mf.scaled_matmul(q(X), q(W))
+    assert "microfloat.scaled_matmul.default" in seen
+    assert torch.equal(y, mf.scaled_matmul(q(X), q(W)))
+
+
+def test_tokens_are_casts():
+    for cast in (Cast("mxfp8"), STOCHASTIC, Cast("fp8_row", hadamard=Hadamard(16, 3))):
+        token = _operators.constant_token(cast)
+        assert _operators.cast_of(token) == cast
+        assert _operators.constant_token(_operators.cast_of(token)) == token
+    callable_algo = Cast("fp8_tensor", scaling=Delayed(amax_compute_algo=lambda history: history[0]))
+    assert isinstance(_operators.cast_of(_operators.constant_token(callable_algo)).scaling, Delayed)
+    assert isinstance(q(X), QuantizedTensor)
