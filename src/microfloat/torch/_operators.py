@@ -113,7 +113,7 @@ def _fake_quantize(
     return parts
 
 
-def _tensor(parts: Sequence[torch.Tensor | None], token: str, axis: int, shape: Any, dtype: torch.dtype) -> Any:
+def _tensor(parts: Sequence[Any], token: str, axis: int, shape: Any, dtype: torch.dtype) -> Any:
     from microfloat.torch.tensor import QuantizedTensor
 
     codes, scale, *rest = parts

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.torch.tensor import QuantizedTensor
@@ -30,7 +31,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception:
-    flat = torch.utils._pytree.tree_leaves((args, kwargs))
+    flat = tree_leaves((args, kwargs))
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
     return invalid_type(
         str(func).removeprefix("aten."), f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor",
@@ -199,7 +200,7 @@ def _matmul(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Ten
                 f"blocks along axis {axis}, which a @ b contracts",
                 "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
             )  # fmt: skip
-    return scaled_matmul(a, b.t(), bias=bias[0] if bias else None)
+    return scaled_matmul(a, _permute.__wrapped__(b, (1, 0)), bias=bias[0] if bias else None)  # type: ignore[attr-defined]
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def _rows_permuted(q: QuantizedTensor, order: Sequence[int]) -> torch.Tensor | N
     """The tensor_scale after a permutation of leading axes."""
     if q.tensor_scale is None or q.tensor_scale.dim() == 0:
         return q.tensor_scale
-    return q.tensor_scale.view(*q.shape[:-1], 1).permute(order).reshape(-1, 1)
+    return q.tensor_scale.view(*q.shape[:-1], 1).permute(list(order)).reshape(-1, 1)
 
 
 @_view(aten.slice.Tensor)

@@ -172,11 +172,11 @@ class QuantizedTensor(torch.Tensor):
 
     def clear_high_precision_init_val(self) -> None:
         """Free that copy."""
-        self.__dict__.pop("_high_precision_init_val", None)
+        vars(self).pop("_high_precision_init_val", None)
 
     # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +246,7 @@ class QuantizedTensor(torch.Tensor):
         own = {*self.parts(), "tensor_scale", "cast", "axis", "_is_param"}
         for name, value in self.__dict__.items():
             if name not in own:
-                result.__dict__[name] = copy.deepcopy(value, memo)
+                setattr(result, name, copy.deepcopy(value, memo))
         return result  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -264,6 +264,10 @@ def _rebuild_quantized_tensor(
 ) -> QuantizedTensor:
     """What a file or a pickle says in place of a QuantizedTensor; checks the parts, since a file may be damaged."""
     cast = _cast_from_data(description["cast"])
+    if cast is None:
+        raise invalid_value(
+            "cast", "None in a saved tensor", "a description of a Cast", "The file is damaged."
+        )
     axis, shape = description["axis"], tuple(description["shape"])
     codes = codes.view(codes_dtype(cast.format.element))
     _check_parts(codes, scale, tensor_scale, cast, axis, shape)

@@ -37,7 +37,7 @@ def codes_dtype(element: ElementFormat) -> torch.dtype:
 @functools.cache
 def _constants(element: ElementFormat) -> tuple[int, int]:
     """(float32 bits of the largest value, of the smallest normal value)."""
-    largest, smallest_normal = np.float32([element.max, element.min_normal]).view(np.int32).tolist()
+    largest, smallest_normal = np.array([element.max, element.min_normal], np.float32).view(np.int32).tolist()
     return largest, smallest_normal
 
 

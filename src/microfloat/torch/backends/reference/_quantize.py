@@ -76,7 +76,8 @@ def quantize_operand(
             stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
-    tensor_scale = level.stored if level is not None and cast.rule.two_level.tensor_scale else None
+    two_level = cast.rule.two_level
+    tensor_scale = level.stored if level is not None and two_level is not None and two_level.tensor_scale else None
     return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard)
 
 
@@ -93,7 +94,7 @@ def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tens
         return raw, clean
     if not per_row and is_stored_across(x):
         x = x.t()
-    grid = Grid(*x.shape, (1, x.shape[1]), not per_row)
+    grid = Grid(x.shape[0], x.shape[1], (1, x.shape[1]), not per_row)
     workspace = Workspace(x.device)
     for chunk in grid.chunks(x.device, across=is_stored_across(x)):
         bits = _loaded_magnitude_bits(x[chunk.rows, chunk.columns], workspace)
@@ -218,7 +219,7 @@ def _encode_chunk(
             window.view(torch.uint8).masked_fill_(nan_blocks[:rows, :columns], element.nan_code)
         return
     is_nan = values.isnan() if scales.elements_may_be_nan else nan_blocks
-    random_bytes = noise.window(chunk, tuple(values.shape)) if noise else None
+    random_bytes = noise.window(chunk, grid.padded(chunk)) if noise else None
     unpacked = encode_integer(values, element, random_bytes, workspace)
     if is_nan is not None:
         unpacked.masked_fill_(is_nan, element.nan_code)

@@ -32,7 +32,7 @@ def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch
 def _key_schedule(seed: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """The two key words of every round: ``(seed + round * weyl) mod 2^32``."""
     rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=seed.device)
-    return tuple(((seed[word] + rounds * weyl) & _LOW).unbind() for word, weyl in enumerate((_WEYL_0, _WEYL_1)))
+    return ((seed[0] + rounds * _WEYL_0) & _LOW).unbind(), ((seed[1] + rounds * _WEYL_1) & _LOW).unbind()
 
 
 def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,14 @@ class BlockScales:
 
 def divide(numerator: torch.Tensor | float, denominator: torch.Tensor | float) -> torch.Tensor:
     """float32 quotient with one rounding; one side may be a number."""
-    if not isinstance(numerator, torch.Tensor):
-        numerator = torch.full_like(denominator, numerator)
-    elif not isinstance(denominator, torch.Tensor):
-        denominator = torch.full_like(numerator, denominator)
-    return torch.div(numerator, denominator)
+    if isinstance(denominator, torch.Tensor):
+        return torch.div(_like(numerator, denominator), denominator)
+    assert isinstance(numerator, torch.Tensor)
+    return torch.div(numerator, _like(denominator, numerator))
+
+
+def _like(value: torch.Tensor | float, other: torch.Tensor) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.full_like(other, value)
 
 
 def saturates(cast: Cast) -> bool:
