@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.triton._epilogue import scale_and_round
 
 __all__ = ["fp8_matmul", "values_matmul"]
 
@@ -42,7 +43,7 @@ def fp8_matmul(
         y = _wide_matmul(a, b, kernel_bias, kernel_dtype, fast)
     if y.shape[1] != columns or y.shape[0] != rows:
         y = y[:rows, :columns].contiguous()
-    return y if in_kernel else (y + bias.float()).to(out_dtype)  # type: ignore[union-attr]
+    return y if in_kernel else scale_and_round(y, None, None, bias, out_dtype)
 
 
 def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
@@ -92,15 +93,9 @@ def values_matmul(
     if unscaled and out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype):
         return F.linear(a.values, b.values, bias)
     y = _float32_product(a.values, b.values)
-    # float32(a_scale * b_scale) once, then one multiplication of the accumulator (docs/numerics.md 8.2).
-    scales = [a.tensor_scale, None if b.tensor_scale is None else b.tensor_scale.t()]
-    factors = [scale for scale in scales if scale is not None]
-    alpha = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
-    if alpha is not None:
-        y = y.mul_(alpha)
-    if bias is not None:
-        y = y.add_(bias.float())
-    return y.to(out_dtype)
+    if unscaled and bias is None and out_dtype == torch.float32:
+        return y
+    return scale_and_round(y, a.tensor_scale, b.tensor_scale, bias, out_dtype)
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
