@@ -1,5 +1,8 @@
 """microfloat for JAX: the same recipes, the same bits; needs jax alone (Flax only for `linen`, `nnx` and `fp8_ops`)."""
 
+import importlib
+from types import ModuleType
+
 from microfloat.jax import checkpoint_policies, scaling
 from microfloat.jax._dot_general import dot_general, einsum
 from microfloat.jax.array import QuantizedArray
@@ -15,3 +18,12 @@ __all__ = [
     "scaled_matmul",
     "scaling",
 ]
+
+_FLAX_FRONT_ENDS = ("fp8_ops", "linen", "nnx")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The Flax front ends are imported when they are asked for, so that the core needs jax alone."""
+    if name in _FLAX_FRONT_ENDS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""The nnx module that runs a recipe, its state variables, and the layers that hold it."""
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.extend.core import get_opaque_trace_state
+from jax.typing import DTypeLike
+
+from microfloat.jax import _dot_general as dots
+from microfloat.jax import scaling
+from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
+from microfloat.jax._random import call_seed
+from microfloat.jax.ops import check_array
+from microfloat.jax.scaling import TENSORS, DelayedState, Slot
+from microfloat.recipes import Recipe
+
+__all__ = ["DotGeneral", "Einsum", "EinsumOp", "Linear", "LinearGeneral", "ScaleState"]
+
+SLOT_NAMES = dict(zip(TENSORS, ("input", "kernel", "output_grad"), strict=True))
+
+
+class ScaleState(nnx.Variable):
+    """Delayed-scaling state: never a parameter; its gradient is its new value."""
+
+
+class _Threaded(NamedTuple):
+    """A slot that an earlier use handed through, valid for the same variable value in the same trace only."""
+
+    value: Array
+    trace: object
+    slot: Slot
+
+
+# Per module, what earlier uses in the current trace handed through. nnx transforms make modules anew; an entry lives
+# no longer than its module.
+_THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class DotGeneral(nnx.Module):
+    """A module that is called like `lax.dot_general` and runs `recipe`; for ``dot_general=`` of nnx layers.
+
+    Delayed recipes hold six `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream
+    ``sr_rng`` of `rngs` (or its default stream); a ``key=`` of the call takes precedence. Further arguments are
+    those of `microfloat.jax.dot_general`.
+    """
+
+    def __init__(self, recipe: Recipe, *, rngs: nnx.Rngs | None = None, **options: Any) -> None:
+        self.op = dots.dot_general(recipe, **options)
+        self.sr_rng = nnx.data(None)
+        if recipe.is_stochastic and rngs is not None:
+            self.sr_rng = rngs["sr_rng"].fork()
+        if recipe.is_delayed:
+            fresh = scaling.init(recipe)
+            for tensor, slot, _ in scaling.slots_of(fresh):
+                setattr(self, f"{SLOT_NAMES[tensor]}_scale", ScaleState(slot.scale_enc.reshape(1)))
+                setattr(self, f"{SLOT_NAMES[tensor]}_amax_history", ScaleState(slot.amax_history))
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of this op."""
+        return self.op.recipe
+
+    def variables(self) -> dict[str, tuple[ScaleState, ScaleState]]:
+        """(scale, history) variables per tensor; empty for stateless recipes."""
+        if not self.recipe.is_delayed:
+            return {}
+        return {
+            tensor: (
+                getattr(self, f"{SLOT_NAMES[tensor]}_scale"),
+                getattr(self, f"{SLOT_NAMES[tensor]}_amax_history"),
+            )
+            for tensor, rule in zip(TENSORS, scaling.slot_rules(self.recipe), strict=True)
+            if rule is not None
+        }
+
+    def state(self) -> DelayedState | None:
+        """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
+        if not self.recipe.is_delayed:
+            return None
+        slots = {tensor: Slot(*(value_of(variable) for variable in pair)) for tensor, pair in self.variables().items()}
+        return DelayedState(**{name: slots.get(name) for name in TENSORS}, rules=scaling.slot_rules(self.recipe))
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        key: Array | None = None,
+    ) -> Array:
+        """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is ignored."""
+        del precision
+        words = None
+        if self.recipe.is_stochastic and (key is not None or self.sr_rng is not None):
+            words = call_seed(None, self.sr_rng() if key is None else key, repr(self.recipe))
+        y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, self._current_state())
+        self._hand_on(handed)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+    def _current_state(self) -> DelayedState | None:
+        state = self.state()
+        if state is None:
+            return None
+        threaded, trace = _THREADED.get(self, {}), _trace()
+        slots = {}
+        for tensor, slot, _ in scaling.slots_of(state):
+            entry = threaded.get(tensor)
+            same = entry is not None and entry.value is slot.amax_history and entry.trace == trace
+            slots[tensor] = entry.slot if same else slot
+        return DelayedState(**{name: slots.get(name) for name in TENSORS}, rules=state.rules)
+
+    def _hand_on(self, handed: DelayedState | None) -> None:
+        if handed is None:
+            return
+        values = {tensor: value_of(pair[1]) for tensor, pair in self.variables().items()}
+        trace = _trace()
+        _THREADED[self] = {
+            tensor: _Threaded(values[tensor], trace, slot) for tensor, slot, _ in scaling.slots_of(handed)
+        }
+
+
+class EinsumOp(DotGeneral):
+    """A module called as ``einsum(equation, input, kernel)``; for ``einsum_op=`` of nnx.Einsum."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        key: Array | None = None,
+    ) -> Array:
+        """The einsum of two operands under the recipe; the first is always the input, the second the kernel."""
+        del precision
+        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
+        plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
+        y = super().__call__(*plan.operands(lhs, rhs), plan.dimension_numbers, None, preferred_element_type, key=key)
+        y = plan.result(y)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def value_of(variable: nnx.Variable) -> Array:
+    """The array in a variable."""
+    return variable.get_value()
+
+
+def _trace() -> object:
+    return get_opaque_trace_state(convention="flax")
+
+
+class Linear(nnx.Linear):
+    """`flax.nnx.Linear` under `recipe` (None: as Flax runs it); same parameters, same names."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, recipe: Recipe | None = None, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        if recipe is not None:
+            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` under `recipe`; same parameters, same names."""
+
+    def __init__(
+        self, in_features: Any, out_features: Any, *, recipe: Recipe | None = None, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        if recipe is not None:
+            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+
+
+class Einsum(nnx.Einsum):
+    """`flax.nnx.Einsum` under `recipe`; same parameters, same names."""
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Any,
+        bias_shape: Any = None,
+        *,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if recipe is not None:
+            options["einsum_op"] = EinsumOp(recipe, rngs=rngs)
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)

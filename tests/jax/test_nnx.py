@@ -1,0 +1,209 @@
+"""The nnx front end: conversion, training with delayed state, reuse, streams, nnx transforms."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import microfloat.jax as mj
+from microfloat.jax import nnx as mnnx
+from microfloat.recipes import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Placement,
+)
+from tests.jax.compare import relative_error
+from tests.jax.gemms import oracle_gemms
+
+RNG = np.random.default_rng(15)
+X = RNG.standard_normal((6, 32)).astype(np.float32)
+DELAYED = DelayedScaling(amax_history_len=3)
+
+
+class Model(nnx.Module):
+    """Two layers, the first of them used twice."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 32, rngs=rngs)
+        self.second = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.first(self.first(x)))
+
+
+def mean_square(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def amaxes_of_first(model):
+    hidden = model.first(X)
+    return max(np.abs(X).max(), np.abs(np.asarray(hidden)).max())
+
+
+def test_convert_leaves_parameters_alone():
+    model = Model(nnx.Rngs(0))
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    plain = np.asarray(model(X))
+    report = mnnx.convert(model, MXFP8BlockScaling())
+    assert list(report.converted) == ["first", "second"]
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), before, after)
+    assert not jax.tree.leaves(nnx.state(model, mnnx.ScaleState))
+    assert 0 < relative_error(model(X), plain) < 0.1
+    mnnx.convert(model, Placement([("*", None)]))
+    np.testing.assert_array_equal(np.asarray(model(X)), plain)
+
+
+def test_linear_equals_the_oracle():
+    layer = mnnx.Linear(32, 16, recipe=MXFP8BlockScaling(), use_bias=False, rngs=nnx.Rngs(0))
+    w = np.asarray(layer.kernel[...]).T
+    expected = oracle_gemms(MXFP8BlockScaling(), X, w, np.ones((6, 16), np.float32))
+    y, gradients = nnx.jit(lambda m, x: (m(x), mj.nnx.grad(lambda m: jnp.sum(m(x)))(m)))(layer, X)
+    assert relative_error(y, expected[0]) < 1e-5
+    assert relative_error(gradients["kernel"][...].T, expected[2]) < 1e-5
+    plain = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    assert nnx.to_pure_dict(nnx.state(plain, nnx.Param)).keys() == {"kernel", "bias"}
+    np.testing.assert_array_equal(np.asarray(plain.kernel[...]), np.asarray(layer.kernel[...]))
+
+
+def test_general_layers_and_attention():
+    general = mnnx.LinearGeneral(32, (4, 8), recipe=Float8CurrentScaling(), rngs=nnx.Rngs(0))
+    assert general(X).shape == (6, 4, 8)
+    einsum = mnnx.Einsum("mk,kn->nm", (32, 16), recipe=DELAYED, rngs=nnx.Rngs(0))
+    gradients = mnnx.grad(lambda m: jnp.sum(m(X)))(einsum)
+    assert gradients["einsum_op"]["input_amax_history"][...][0] == np.abs(X).max()
+    attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0))
+    plain = attention(X[None])
+    report = mnnx.convert(attention, MXFP8BlockScaling())
+    assert set(report.converted) == {"query", "key", "value", "out"}
+    assert 0 < relative_error(attention(X[None]), plain) < 0.1
+
+
+def test_placement_and_report():
+    model = Model(nnx.Rngs(0))
+    rules = Placement([("first", NVFP4BlockScaling()), ("*", None), ("third", DELAYED)])
+    report = mnnx.convert(model, rules, filter=lambda name, layer: name != "second")
+    assert report.converted == {"first": NVFP4BlockScaling()}
+    assert report.skipped == {"second": "left out by filter"}
+    assert report.unmatched == ["third"]
+    assert "pattern 'third' matched nothing" in str(report)
+    only = mnnx.convert(Model(nnx.Rngs(0)), Placement([("second", DELAYED)]))
+    assert only.skipped == {"first": "no pattern matches"}
+    with pytest.raises(TypeError, match="recipe: got str"):
+        mnnx.convert(model, "mxfp8")
+    with pytest.raises(TypeError, match="model: got int"):
+        mnnx.convert(1, DELAYED)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_training_moves_the_state(jitted):
+    model = Model(nnx.Rngs(0))
+    mnnx.convert(model, DELAYED)
+    optimizer = mnnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss, gradients = mnnx.value_and_grad(mean_square)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    run = nnx.jit(step) if jitted else step
+    amaxes, losses = [], []
+    for _ in range(3 if jitted else 2):
+        amaxes.append(amaxes_of_first(model))
+        losses.append(float(run(model, optimizer, X)))
+    assert losses[-1] < losses[0]
+    op = model.first.dot_general
+    np.testing.assert_allclose(op.input_amax_history[...][0], amaxes[-1], rtol=1e-6)
+    np.testing.assert_allclose(op.input_scale[...][0], np.float32(448) / max(amaxes[:-1]), rtol=1e-6)
+    np.testing.assert_allclose(mj.scaling.encode_scales(op.state())["x"], 448 / max(amaxes), rtol=1e-5)
+    assert "ScaleState" not in str(jax.tree_util.tree_structure(optimizer.opt_state))
+
+
+def test_state_gradients_by_nnx_itself():
+    """nnx.grad with a DiffState works too; a layer used twice still leaves the maximum."""
+    model = Model(nnx.Rngs(0))
+    mnnx.convert(model, DELAYED)
+    both = nnx.DiffState(0, (nnx.Param, mnnx.ScaleState))
+    gradients = nnx.jit(lambda m, x: nnx.grad(mean_square, argnums=both)(m, x))(model, X)
+    np.testing.assert_allclose(
+        gradients["first"]["dot_general"]["input_amax_history"][...][0], amaxes_of_first(model), rtol=1e-6
+    )
+    assert gradients["first"]["dot_general"]["input_scale"][...] == 1
+
+
+def test_forgotten_state_is_reported(caplog):
+    model = Model(nnx.Rngs(0))
+    mnnx.convert(model, DELAYED)
+    optimizer = mnnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with caplog.at_level(logging.WARNING, logger="microfloat"):
+        optimizer.update(model, nnx.grad(mean_square)(model, X))
+    assert "no delayed-scaling state for first.dot_general, second.dot_general" in caplog.text
+    with pytest.raises(ValueError, match="argnums: got"):
+        mnnx.value_and_grad(mean_square, argnums=both_states())
+
+
+def both_states():
+    return (nnx.DiffState(0, nnx.Param),)
+
+
+def test_streams_of_stochastic_recipes():
+    """The stream sr_rng, or a key; forward alone needs neither; gradients without one are refused."""
+    recipe = NVFP4BlockScaling()
+    layer = mnnx.Linear(32, 16, recipe=recipe, rngs=nnx.Rngs(0, sr_rng=1))
+
+    @nnx.jit
+    def gradient(layer, x):
+        return mnnx.grad(lambda m: jnp.sum(m(x) ** 2))(layer)["kernel"][...]
+
+    first, second = gradient(layer, X), gradient(layer, X)
+    assert not np.array_equal(np.asarray(first), np.asarray(second)), "every call draws a new key"
+    silent = Model(nnx.Rngs(0))
+    mnnx.convert(silent, recipe)
+    silent(X)
+    with pytest.raises(ValueError, match="key: got None"):
+        nnx.grad(mean_square)(silent, X)
+    op = mnnx.DotGeneral(recipe)
+    assert op(X, X, (((1,), (1,)), ((), ())), key=jax.random.key(0)).shape == (6, 6)
+
+
+def test_scanned_layers_have_stacked_state():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(key):
+        return mnnx.Linear(32, 32, recipe=DELAYED, rngs=nnx.Rngs(key))
+
+    layers = stacked(jax.random.split(jax.random.key(0), 3))
+    assert layers.dot_general.input_amax_history[...].shape == (3, 3)
+
+    def loss(layers, x):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jnp.mean(run(x, layers) ** 2)
+
+    optimizer = mnnx.Optimizer(layers, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layers, optimizer, x):
+        value, gradients = mnnx.value_and_grad(loss)(layers, x)
+        optimizer.update(layers, gradients)
+        return value
+
+    step(layers, optimizer, X)
+    state = layers.dot_general
+    assert state.input_amax_history[...][0, 0] == np.abs(X).max()
+    assert (np.asarray(state.input_scale[...]) == 1).all()
+    assert (np.asarray(state.input_amax_history[...])[:, 0] > 0).all()
+    step(layers, optimizer, X)
+    np.testing.assert_allclose(state.input_scale[...][0, 0], np.float32(448) / np.abs(X).max(), rtol=1e-6)
+
+
+def test_split_and_merge_through_plain_jax():
+    model = Model(nnx.Rngs(0))
+    mnnx.convert(model, DELAYED)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    gradient = jax.jit(jax.grad(lambda p: mean_square(nnx.merge(graph, p, rest), X)))(params)
+    assert jax.tree.leaves(gradient)[0].shape == (32,)
