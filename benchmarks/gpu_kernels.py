@@ -8,6 +8,7 @@ rotate, together larger than the L2 cache. `--sweep` times tile shapes of the ma
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 from microfloat import reference as oracle
-from microfloat.recipes import Cast, Delayed
+from microfloat.formats import FORMATS
+from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch.backends import reference as torch_reference
 from microfloat.torch.backends import triton as backend
 from microfloat.torch.backends.base import Operand
@@ -148,8 +150,9 @@ def check_values(name: str) -> int:
     for shape in ((256, 384), (101, 77)):
         x = wild_matrix(shape, torch.bfloat16, special=True).cuda()
         row, column = backend.quantize_to_bf16(x, cast, cast)
-        for got, transposed in ((row, False), (column, True)):
+        for got, transposed in ((row.values, False), (column.values, True)):
             operand = torch_reference.quantize(x, cast, transposed=transposed)
+            operand = dataclasses.replace(operand, tensor_scale=None)  # it stays outside the values
             want = torch_reference.dequantize(operand, torch.bfloat16)
             same = (got.view(torch.int16) == want.view(torch.int16)) | (got.isnan() & want.isnan())
             if not bool(same.all()):
@@ -172,6 +175,94 @@ def check_fold(name: str) -> int:
                 text = first_difference(name, "fold", shape, tile, axis, got, want)
                 raise AssertionError(f"{text}  lossy {int(count)}, reference {number}")
             compared += 1
+    return compared
+
+
+NVFP4_CASTS = {
+    "nvfp4": {}, "nvfp4 sr": {"rounding": "stochastic"}, "nvfp4 rht": {"hadamard": Hadamard()},
+    "nvfp4 rht sr": {"hadamard": Hadamard(), "rounding": "stochastic"}, "nvfp4_2d": {}, "nvfp4_row": {},
+    "nvfp4 two_level_torchao": {"scale_rule": "two_level_torchao"},
+    "nvfp4 one_level_e4m3": {"scale_rule": "one_level_e4m3"},
+    "nvfp4 two_level_17_16 sr": {"scale_rule": "two_level_17_16", "rounding": "stochastic"},
+    "nvfp4 four_over_six": {"scale_rule": "four_over_six"},
+    "nvfp4 four_over_six_mse_448": {"scale_rule": "four_over_six_mse_448"},
+    "nvfp4_2d four_over_six": {"scale_rule": "four_over_six"},
+}  # fmt: skip
+
+
+def check_nvfp4(name: str) -> int:
+    """NVFP4 operands of several inputs against the NumPy oracle."""
+    cast = Cast(name.split()[0], **NVFP4_CASTS[name])
+    seed = torch.tensor([SEED & 0xFFFFFFFF, SEED >> 32], device="cuda")
+    compared = 0
+    cases = [((256, 384), torch.bfloat16, False), ((136, 272), torch.bfloat16, True), ((101, 77), torch.float32, True)]
+    for shape, dtype, special in cases:
+        x = wild_matrix(shape, dtype, special=special)
+        row, column = backend.quantize_both(x.cuda(), cast, cast, seed=seed, row_stream=2, column_stream=4)
+        for got, axis, stream in ((row, -1, 2), (column, -2, 4)):
+            want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+            if not operands_equal(got, want.codes, want.scale, want.tensor_scale):
+                raise AssertionError(first_difference(name, "", shape, dtype, axis, got, want))
+            compared += 1
+    return compared
+
+
+def check_dequantize(name: str) -> int:
+    """dequantize against the reference backend."""
+    compared = 0
+    for shape in ((256, 384), (101, 77)):
+        operand = torch_reference.quantize(wild_matrix(shape, torch.float32, special=True).cuda(), Cast(name))
+        for dtype in (torch.bfloat16, torch.float32):
+            got, want = backend.dequantize(operand, dtype), torch_reference.dequantize(operand, dtype)
+            bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+            same = (got.view(bits) == want.view(bits)) | (got.isnan() & want.isnan())
+            if not bool(same.all()):
+                raise AssertionError(f"DIFFERENT dequantize: {name} {shape} {dtype}: {int((~same).sum())}")
+            compared += 1
+    return compared
+
+
+def check_fused(name: str) -> int:
+    """Fused codes are those of the fused values, and the values are near torch's own."""
+    import torch.nn.functional as functional
+
+    cast = Cast(name)
+    compared = 0
+    for shape in ((256, 1024), (101, 78)):
+        x, y, z = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3))
+        weight = torch.randn(shape[1], device="cuda").to(torch.bfloat16)
+        values, amax = backend.activation_values(x, y)
+        (gate, gate_amax), (up, up_amax) = backend.activation_backward_values(z, x, y)
+        normed, normed_amax, _, _ = backend.norm_values(x, weight, None, eps=1e-5)
+        leaf, other = x.clone().requires_grad_(), y.clone().requires_grad_()
+        (functional.silu(leaf) * other).backward(z)
+        pairs = [
+            (values, functional.silu(x) * y), (normed, functional.rms_norm(x, shape[1:], weight, 1e-5)),
+            (gate, leaf.grad), (up, other.grad),
+        ]  # fmt: skip
+        for got, want in pairs:
+            error = float((got.float() - want.float()).norm() / want.float().norm())
+            if not error < 1e-3:
+                raise AssertionError(f"DIFFERENT fused values {name} {shape}: relative error {error}")
+        tensor = cast.format.is_per_tensor
+        given = {"amax": amax} if tensor else {}
+        both_given = {"amax": (gate_amax, up_amax)} if tensor else {}
+        norm_given = {"amax": normed_amax} if tensor else {}
+        fused_norm = backend.norm_quantize(x, weight, None, cast, cast, eps=1e-5, **norm_given)
+        # Sums of another order give other statistics: the codes are those of the statistics returned.
+        again = (x.float() * fused_norm.inverse[:, None] * weight.float()).to(x.dtype)
+        results = [
+            (backend.activation_quantize(x, y, cast, cast, **given), values, amax),
+            ((fused_norm.row, fused_norm.column), again, normed_amax),
+        ]
+        gradients = backend.activation_backward_quantize(z, x, y, cast, cast, **both_given)
+        results += zip(gradients, (gate, up), (gate_amax, up_amax), strict=True)
+        for number, (operands, matrix, measured) in enumerate(results):
+            wanted = torch_reference.quantize_both(matrix, cast, cast, amax=measured if tensor else None)
+            for got, want in zip(operands, wanted, strict=True):
+                if not operands_equal(got, want.codes, want.scale):
+                    raise AssertionError(f"DIFFERENT fused codes {name} {shape} result {number}")
+                compared += 1
     return compared
 
 
@@ -212,7 +303,17 @@ def warm(row_id: str) -> int:
 
 CHECKS = {
     function.__name__: function
-    for function in (check_conversions, check_operands, check_values, check_fold, check_large, warm)
+    for function in (
+        check_conversions,
+        check_operands,
+        check_nvfp4,
+        check_values,
+        check_fold,
+        check_dequantize,
+        check_fused,
+        check_large,
+        warm,
+    )  # fmt: skip
 }
 
 
@@ -238,7 +339,10 @@ def check_all(only: str, with_checks: bool) -> tuple[dict, bool]:
     tasks = [("warm", row.id) for row in make_rows() if row.id.startswith(only)]
     if with_checks:
         tasks += [("check_operands", name) for name in SCALED + MX]
-        tasks += [(check, name) for check in ("check_values", "check_fold") for name in MX]
+        tasks += [("check_nvfp4", name) for name in NVFP4_CASTS]
+        tasks += [("check_values", name) for name in (*MX, "nvfp4", "nvfp4_2d")] + [("check_fold", name) for name in MX]
+        tasks += [("check_dequantize", name) for name in FORMATS]
+        tasks += [("check_fused", name) for name in ("fp8_tensor", "fp8_tensor_e5m2", "mxfp8", "mxfp4", "fp8_1x128")]
         tasks += [("check_conversions", name) for name in ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1")]
         tasks += [
             ("check_large", name) for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128", "mxfp8", "mxfp4")
@@ -295,33 +399,94 @@ def make_rows() -> list[Row]:
     delayed = Cast("fp8_tensor", scaling=Delayed())
     current, row8, block, weight = Cast("fp8_tensor"), Cast("fp8_row"), Cast("fp8_1x128"), Cast("fp8_128x128")
     mx8, mx6, mx4 = Cast("mxfp8"), Cast("mxfp6_e3m2"), Cast("mxfp4")
+    nv, nv_sr, nv_2d = Cast("nvfp4"), Cast("nvfp4", rounding="stochastic"), Cast("nvfp4_2d")
+    nv_rht_sr = Cast("nvfp4", rounding="stochastic", hadamard=Hadamard())
+    seed = torch.tensor([SEED & 0xFFFFFFFF, SEED >> 32], device="cuda")
 
-    def run_delayed(x, state):
-        history = state.setdefault("history", torch.zeros(1024, device="cuda"))
-        scale_enc = state.setdefault("scale_enc", torch.full((), 100.0, device="cuda"))
-        return backend.quantize_both(x, delayed, delayed, scale_enc=scale_enc, record=history)
+    def state_of(x, state):
+        """What calls need besides the matrix: scale and histories, more matrices of its shape, a norm's weight."""
+        if not state:
+            state["scale_enc"] = torch.full((), 100.0, device="cuda")
+            state["history"], state["history2"] = torch.zeros(1024, device="cuda"), torch.zeros(1024, device="cuda")
+            state["amax"] = x.abs().max().float()
+            state["y"], state["z"] = (torch.randn(x.shape, device="cuda").to(x.dtype) for _ in range(2))
+            state["weight"] = torch.randn(x.shape[1], device="cuda").to(x.dtype)
+        return state
 
+    def known(s):
+        return {"scale_enc": s["scale_enc"], "record": s["history"]}
+
+    def both(s):
+        return {"scale_enc": (s["scale_enc"],) * 2, "record": (s["history"], s["history2"])}
+
+    def made(cast, key):
+        """A call on an operand quantized before the clock runs."""
+
+        def run(x, state):
+            operand = state.get(key) or state.setdefault(key, backend.quantize(x, cast))
+            return backend.dequantize(operand, torch.bfloat16)
+
+        return run
+
+    def with_state(call):
+        return lambda x, state: call(x, state_of(x, state))
+
+    streams = {"seed": seed, "row_stream": 2, "column_stream": 4}
     return [
-        Row("q.amax", lambda x, s: backend.amax(x), 2, 0.90, 0.98, instructions=3.3),
-        Row("q.fp8.delayed", run_delayed, 4, 0.88, 0.94, instructions=8.0),
-        Row("q.fp8.current", lambda x, s: backend.quantize_both(x, current, current), 6, 0.90, 0.94, instructions=10.1),
+        Row("q.amax", lambda x, s: backend.amax(x), 2, 0.90, 0.98, instructions=3.2),
+        Row(
+            "q.fp8.delayed", with_state(lambda x, s: backend.quantize_both(x, delayed, delayed, **known(s))),
+            4, 0.88, 0.94, instructions=8.3,
+        ),
+        Row("q.fp8.current", lambda x, s: backend.quantize_both(x, current, current), 6, 0.90, 0.94, instructions=10.0),
         Row("q.fp8.row", lambda x, s: backend.quantize_both(x, row8, row8), 6, 0.75, 0.88, instructions=14.8),
-        Row("q.fp8.1x128", lambda x, s: backend.quantize_both(x, block, block), 4.0625, 0.85, 0.94, instructions=12.3),
+        Row("q.fp8.1x128", lambda x, s: backend.quantize_both(x, block, block), 4.0625, 0.85, 0.94, instructions=12.5),
         Row("q.fp8.128x128", lambda x, s: backend.quantize_both(x, weight, weight), 4, 0.91, 0.94, WEIGHT, 7.0),
         Row("q.mxfp8.row", lambda x, s: backend.quantize_both(x, mx8, None), 3.03125, 0.85, 0.92, instructions=6.2),
         Row("q.mxfp8.rowcol", lambda x, s: backend.quantize_both(x, mx8, mx8), 4.0625, 0.85, 0.92, instructions=12.3),
         Row("q.mxfp8.qdq", lambda x, s: backend.quantize_to_bf16(x, mx8, mx8), 6, 0.85, 0.92, instructions=18.5),
         Row("q.mxfp8.fold", lambda x, s: backend.fold_both(x, mx8, mx8), 4.0625, 0.80, 0.90, instructions=34.3),
-        Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=17.0),
+        Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=16.1),
+        Row("q.mxfp6.row(bytes)", lambda x, s: backend.quantize_both(x, mx6, None), 3.03125, 0.60, 0.80, instructions=15.9),
         Row(
-            "q.mxfp6.row(bytes)",
-            lambda x, s: backend.quantize_both(x, mx6, None),
-            3.03125,
-            0.60,
-            0.80,
-            instructions=15.9,
+            "q.nvfp4.row", with_state(lambda x, s: backend.quantize_both(x, nv, None, amax=s["amax"])),
+            2.5625, 0.70, 0.85, instructions=17.7,
         ),
-    ]
+        Row(
+            "q.nvfp4.train", lambda x, s: backend.quantize_both(x, nv_sr, nv_rht_sr, **streams), 5.125, 0.60, 0.75,
+            instructions=58.1,
+        ),
+        Row("q.nvfp4.2d", lambda x, s: backend.quantize_both(x, nv_2d, nv_2d), 5.125, 0.60, 0.80, WEIGHT, 37.1),
+        Row(
+            "q.nvfp4.qdq", lambda x, s: backend.quantize_to_bf16(x, nv_sr, nv_rht_sr, **streams), 8, 0.60, 0.80,
+            instructions=60.4,
+        ),
+        Row("dq.mxfp8", made(mx8, "mx8"), 3.03125, 0.85, 0.95, instructions=6.9),
+        Row("dq.nvfp4", made(nv, "nv"), 2.5625, 0.85, 0.95, instructions=11.1),
+        Row(
+            "f.rmsnorm.fp8",
+            with_state(lambda x, s: backend.norm_quantize(x, s["weight"], None, delayed, delayed, eps=1e-5, **known(s))),
+            4, 0.80, 0.90, instructions=32.8,
+        ),
+        Row(
+            "f.rmsnorm.mxfp8", with_state(lambda x, s: backend.norm_quantize(x, s["weight"], None, mx8, mx8, eps=1e-5)),
+            4.0625, 0.75, 0.88, instructions=39.5,
+        ),
+        Row(
+            "f.swiglu.fp8",
+            with_state(lambda x, s: backend.activation_quantize(x, s["y"], delayed, delayed, **known(s))),
+            6, 0.80, 0.90, instructions=26.8,
+        ),
+        Row(
+            "f.swiglu.mxfp8", with_state(lambda x, s: backend.activation_quantize(x, s["y"], mx8, mx8)),
+            6.0625, 0.75, 0.88, instructions=35.2,
+        ),
+        Row(
+            "f.swiglu_bwd.fp8",
+            with_state(lambda x, s: backend.activation_backward_quantize(s["z"], x, s["y"], delayed, delayed, **both(s))),
+            10, 0.75, 0.88, instructions=52.4,
+        ),
+    ]  # fmt: skip
 
 
 def run_one(row: Row, matrices: list[torch.Tensor], state: dict, i: int) -> object:
@@ -357,6 +522,17 @@ SWEEPS = {
         [(128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (32, 128, 2), (32, 256, 4), (64, 64, 2)],
     ),
     "fold": (["q.mxfp8.fold"], [(128, 128, 4), (128, 128, 8), (128, 128, 16)]),
+    "nvfp4": (
+        ["q.nvfp4.row", "q.nvfp4.train", "q.nvfp4.2d", "q.nvfp4.qdq"],
+        [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 64, 2), (32, 256, 4)],
+    ),
+    "dequantize": (["dq.mxfp8", "dq.nvfp4"], [(64, 128, 4), (32, 128, 4), (32, 256, 4), (16, 256, 4)]),
+    "fused_scaled": (["f.swiglu.fp8", "f.swiglu_bwd.fp8"], [(64, 128, 8), (64, 128, 4), (32, 128, 4), (128, 64, 8), (128, 128, 8)]),
+    "fused_blocks": (["f.swiglu.mxfp8"], [(128, 128, 8), (128, 128, 4), (64, 128, 4), (32, 256, 4)]),
+    "norm": (
+        ["f.rmsnorm.fp8", "f.rmsnorm.mxfp8"],
+        [(32, 512, 16), (32, 256, 8), (32, 512, 8), (32, 256, 4), (32, 1024, 16)],
+    ),
 }  # fmt: skip
 
 
@@ -372,7 +548,7 @@ def sweep(copy: float, only: str) -> list[dict]:
     for name, (ids, tiles) in SWEEPS.items():
         chosen = _launch.TILES[name]
         for identity in ids:
-            if not identity.startswith(only):
+            if not (identity.startswith(only) or name == only):
                 continue
             for tile in tiles:
                 _launch.TILES[name] = tile

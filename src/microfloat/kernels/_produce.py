@@ -20,7 +20,7 @@ PRODUCER does with them is rounded to the dtype of `x` before anything else sees
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import WORDS_BF16, bf16_word, high_half, low_half
+from microfloat.kernels._convert import ELEMENTWISE, WORDS_BF16, bf16_word, high_half, low_half
 from microfloat.kernels._tiles import load_pair
 
 LOAD = tl.constexpr(0)
@@ -40,33 +40,40 @@ RELU = tl.constexpr(3)
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + tl.exp(-x))
+def sigmoid(x, HW: tl.constexpr):
+    """1 / (1 + exp(-x)), to a few units in the last place; results below 2^-126 may become zero."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+            "rcp.approx.ftz.f32 $0, t; }",
+            "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def activate(x, F: tl.constexpr):
+def activate(x, F: tl.constexpr, HW: tl.constexpr):
     """f(x)."""
     if F == SILU:
-        return x * sigmoid(x)
+        return x * sigmoid(x, HW)
     elif F == GELU_TANH:
         # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HW)
     elif F == GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        return tl.maximum(x, 0.0)
+        return tl.where(x <= 0.0, 0.0, x)  # NaN stays
 
 
 @triton.jit
-def activate_gradient(x, F: tl.constexpr):
+def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
     """f'(x)."""
     if F == SILU:
-        s = sigmoid(x)
+        s = sigmoid(x, HW)
         return s * (1.0 + x * (1.0 - s))
     elif F == GELU_TANH:
-        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HW)
         return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.2140644488 * x * x)
     elif F == GELU:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -103,35 +110,35 @@ def produce_pair(
     else:
         OUT: tl.constexpr = x_tile.dtype.element_ty
         if PRODUCER == ACTIVATE:
-            return rounded(activate(low, F), activate(high, F), OUT, HW)
-        elif PRODUCER == RMS_NORM or PRODUCER == LAYER_NORM:
+            return rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
+        elif PRODUCER >= RMS_NORM:
             inside = r < rows
             scale = tl.load(inverse + r, mask=inside, other=0.0)
-            w_low = tl.load(weight + 2 * w, mask=2 * w < cols, other=0.0).to(tl.float32)
-            w_high = tl.load(weight + 2 * w + 1, mask=2 * w + 1 < cols, other=0.0).to(tl.float32)
+            # Read for every row (they hit the L1 cache), so that parameters come in the layout of the values.
+            WKIND: tl.constexpr = KIND if weight.dtype.element_ty == x_tile.dtype.element_ty else ELEMENTWISE
+            _w, w_low, w_high = load_pair(weight, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
             if PRODUCER == RMS_NORM:
                 return rounded(low * scale * w_low, high * scale * w_high, OUT, HW)
             else:
                 shift = tl.load(mean + r, mask=inside, other=0.0)
-                b_low = tl.load(bias + 2 * w, mask=2 * w < cols, other=0.0).to(tl.float32)
-                b_high = tl.load(bias + 2 * w + 1, mask=2 * w + 1 < cols, other=0.0).to(tl.float32)
+                _b, b_low, b_high = load_pair(bias, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
                 low = tl.where(inside, (low - shift) * scale * w_low + b_low, 0.0)
                 high = tl.where(inside, (high - shift) * scale * w_high + b_high, 0.0)
                 return rounded(low, high, OUT, HW)
         else:
             _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
             if PRODUCER == ACTIVATE_GRADIENT:
-                low, high = y_low * activate_gradient(low, F), y_high * activate_gradient(high, F)
+                low, high = y_low * activate_gradient(low, F, HW), y_high * activate_gradient(high, F, HW)
                 return rounded(low, high, OUT, HW)
             elif PRODUCER == GATE:
-                _f, low, high = rounded(activate(low, F), activate(high, F), OUT, HW)
+                _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
                 return rounded(low * y_low, high * y_high, OUT, HW)
             else:
                 _z, z_low, z_high = load_pair(z_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
                 if PRODUCER == GATE_GRADIENT:
                     _p, p_low, p_high = rounded(z_low * y_low, z_high * y_high, OUT, HW)
-                    low, high = p_low * activate_gradient(low, F), p_high * activate_gradient(high, F)
+                    low, high = p_low * activate_gradient(low, F, HW), p_high * activate_gradient(high, F, HW)
                     return rounded(low, high, OUT, HW)
                 else:
-                    _f, low, high = rounded(activate(low, F), activate(high, F), OUT, HW)
+                    _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
                     return rounded(z_low * low, z_high * high, OUT, HW)

@@ -6,7 +6,7 @@ tensor take a known encode scale (delayed scaling) or amax; `*_values` write the
 Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -287,7 +287,10 @@ def _norm_work(
     inverse = torch.empty(rows, dtype=torch.float32, device=x_MK.device)
     producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
     parameters = (mean, inverse, weight_K, bias_K if layer else None)
-    return _Work(_Inputs.of(x_MK), producer, parameters=parameters), mean, inverse
+    inputs = _Inputs.of(x_MK)
+    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 3) for t in parameters[2:]):
+        inputs = replace(inputs, kind=_convert.ELEMENTWISE.value)
+    return _Work(inputs, producer, parameters=parameters), mean, inverse
 
 
 def _measure_statistics(work: _Work, eps: float) -> None:

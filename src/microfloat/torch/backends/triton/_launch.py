@@ -31,7 +31,7 @@ TILES = {
     "fused_blocks": (128, 128, 8),
     "fused_values": (32, 256, 4),
     "statistics": (4, 1024, 4),
-    "norm": (32, 512, 4),
+    "norm": (32, 512, 16),  # one program per SM: its 32 rows are read again from the L2 cache
 }
 
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
