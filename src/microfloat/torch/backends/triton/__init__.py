@@ -5,7 +5,8 @@ cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_
 `refusal` says which casts have no kernel, and why.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast
 from microfloat.torch.backends import reference
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
 from microfloat.torch.backends.triton._fused import (
@@ -30,18 +31,10 @@ from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 
 __all__ = [
-    "Values", "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
+    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
     "amax", "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
     "refusal",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Values:
-    """Values of an operand in bfloat16, [R, stored length], times `tensor_scale` (float32 () or [R, 1], or None = 1)."""
-
-    values: torch.Tensor
-    tensor_scale: torch.Tensor | None
 
 
 def refusal(cast: Cast) -> str:
@@ -127,6 +120,8 @@ def quantize_to_bf16(
     operand stays transformed and is as long as it is stored. Both lie in the memory layout of `x` (the second is a
     transposed view), which bfloat16 GEMMs read in any orientation.
     """
+    if x.numel() == 0:
+        raise NotSupportedError("quantize_to_bf16: got an empty matrix, needed elements. Quantize it and dequantize.")
     row, column = _plan(row_cast), _plan(column_cast)
     options = {"seed": seed, "batch": batch, "amax": amax}
     if row and column and not _share(row, column):
@@ -136,19 +131,37 @@ def quantize_to_bf16(
     turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
     if turned:
         x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
+    plan = row or column
+    assert plan is not None
     streams = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream, "batch": batch}
-    family = (row or column).family  # type: ignore[union-attr]
     row_scale = column_scale = None
-    if family == "nvfp4":
+    if plan.bare is not None and plan.family == "blocks":
+        # The transform is a pass of its own: the values of its rows are the operand, whichever it is.
+        transformed = hadamard_transform(x if row else x.t(), plan.cast.hadamard.sign_mask)  # type: ignore[union-attr]
+        stream = row_stream if row else column_stream
+        first, second = values_blocks(Matrix(transformed), plan, None, seed=seed, row_stream=stream, batch=batch)
+        first, second = (first, None) if row else (None, first.t())  # type: ignore[union-attr]
+    elif plan.family == "nvfp4" and plan.bare is None:
         amaxes = None if amax is None else (amax, amax)
         first, second, row_scale, column_scale = values_nvfp4(Matrix(x), row, column, amaxes=amaxes, **streams)
-    elif family == "blocks":
+    elif plan.family == "blocks":
         first, second = values_blocks(Matrix(x), row, column, **streams)
     else:
-        raise NotSupportedError(f"quantize_to_bf16 has no kernel for {(row or column).cast.format.name}.")  # type: ignore[union-attr]
-    row_values = None if first is None else Values(first, row_scale)
-    column_values = None if second is None else Values(second.t(), column_scale)
+        raise NotSupportedError(f"quantize_to_bf16 has no kernel for {plan.cast.format.name}, {plan.cast.hadamard}.")
+
+    row_values = _as_values(first, row_scale, row, x.shape)
+    column_values = _as_values(None if second is None else second.t(), column_scale, column, x.shape[::-1])
     return (column_values, row_values) if turned else (row_values, column_values)
+
+
+def _as_values(
+    values: torch.Tensor | None, scale: torch.Tensor | None, plan: CastPlan | None, extents: Sequence[int]
+) -> Values | None:
+    if values is None or plan is None:
+        return None
+    two_level = plan.cast.rule.two_level
+    level = scale if two_level is not None and two_level.tensor_scale else None
+    return Values(values, level, plan.cast.format, extents[0], extents[1], plan.cast.hadamard)
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
