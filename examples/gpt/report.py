@@ -76,6 +76,7 @@ def make_table(results: Mapping[str, Result], title: str) -> Table:
         "(the recipe bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's non-zero values "
         "that the recipe flushes to zero.",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for heading in ("recipe", "train", "held-out", "gap to bf16", "x", "w", "dy", "time"):
         table.add_column(heading, justify="left" if heading == "recipe" else "right", no_wrap=True)
@@ -128,14 +129,17 @@ def draw_curves(path: Path, results: Mapping[str, Result], title: str) -> None:
     left, right = figure.subplots(1, 2)
     colors = iter(_COLORS * (1 + len(results) // len(_COLORS)))
     for name, result in results.items():
-        color = "black" if name == BASELINE else next(colors)
+        is_baseline = name == BASELINE
+        color = "black" if is_baseline else next(colors)
         losses = np.array(result.train_loss)
         left.plot(*_smooth(losses, 1), color=color, alpha=0.15, linewidth=0.8)
-        left.plot(*_smooth(losses, window), color=color, linewidth=1.6, label=name)
+        # Dashed and on top, since the curves lie close together.
+        style = {"linestyle": "--", "linewidth": 1, "zorder": 3} if is_baseline else {"linewidth": 1.6}
+        left.plot(*_smooth(losses, window), color=color, label=name, **style)
         common = min(len(baseline), len(losses))
-        if name != BASELINE and common:
+        if not is_baseline and common:
             right.plot(*_smooth(losses[:common] - np.array(baseline[:common]), window), color=color, label=name)
-    right.axhline(0, color="black", linewidth=1, label=BASELINE)
+    right.axhline(0, color="black", linestyle="--", linewidth=1, label=BASELINE)
     left.set(xlabel="step", ylabel="training loss (nats per byte)", title="loss")
     right.set(xlabel="step", ylabel="training loss - bf16's", title="gap to bf16, same batches")
     for axes in (left, right):
@@ -146,10 +150,11 @@ def draw_curves(path: Path, results: Mapping[str, Result], title: str) -> None:
 
 
 def _smooth(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps from 1, trailing mean over `window` values); the first window - 1 steps have no mean and are left out."""
+    """(steps from 1, mean over the `window` values around each); the ends, which have no whole window, are left out."""
     if len(values) < window:
         return np.empty(0), np.empty(0)
-    return np.arange(window, len(values) + 1), np.convolve(values, np.full(window, 1 / window), mode="valid")
+    means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+    return np.arange(len(means)) + (window + 1) / 2, means
 
 
 def machine(device: torch.device) -> dict[str, Any]:

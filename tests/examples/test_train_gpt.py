@@ -249,7 +249,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path, capsys):
     assert train(tmp_path, "--recipe bf16 --steps 2") == 0
     assert train(tmp_path, "--recipe bf16 --steps 3 --lr 0.5 --resume") == 2
     errors = capsys.readouterr().err
-    assert "other settings: steps 2 (now 3), lr 0.002 (now 0.5)" in errors
+    assert "other settings: steps 2 (now 3), lr 0.0012 (now 0.5)" in errors
 
 
 def test_an_unknown_recipe_is_one_message(tmp_path, capsys):
