@@ -53,6 +53,7 @@ def check(recipe: recipes.Recipe) -> dict[str, float]:
 
 def step_times(layers: dict, x: torch.Tensor, dy: torch.Tensor, repetitions: int) -> dict[str, list[float]]:
     """Milliseconds of forward + backward, the layers taking turns so that they share clocks and temperature."""
+
     def one(layer) -> None:
         x.grad = layer.weight.grad = None
         layer(x).backward(dy)
@@ -75,6 +76,7 @@ def step_times(layers: dict, x: torch.Tensor, dy: torch.Tensor, repetitions: int
 
 def host_time(layer, x: torch.Tensor, dy: torch.Tensor) -> float:
     """Microseconds of host time of a forward + backward, queued without waiting for the GPU."""
+
     def blocks() -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -104,8 +106,11 @@ def main() -> None:
         try:
             differences = check(recipe)
             good = max(differences.values()) < 6e-3
-            print(f"{name:16s} {'ok ' if good else 'BAD'} vs reference: "
-                  + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()), flush=True)
+            print(
+                f"{name:16s} {'ok ' if good else 'BAD'} vs reference: "
+                + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()),
+                flush=True,
+            )
             if good:
                 usable[name] = (recipe, target)
         except Exception as error:  # a failing row must not hide the others
@@ -124,8 +129,11 @@ def main() -> None:
         for name, samples in times.items():
             median = statistics.median(samples)
             target = usable[name][1] if name in usable and label == "judged" else None
-            print(f"{label:8s} {name:16s} {median:8.3f} ms  ratio {base / median:5.3f}"
-                  + (f"  target {target}" if target else ""), flush=True)
+            print(
+                f"{label:8s} {name:16s} {median:8.3f} ms  ratio {base / median:5.3f}"
+                + (f"  target {target}" if target else ""),
+                flush=True,
+            )
             result["rows"].append({
                 "id": name, "shape": [m, k, n], "median_ms": median, "p10_ms": sorted(samples)[len(samples) // 10],
                 "p90_ms": sorted(samples)[-1 - len(samples) // 10], "ratio": base / median, "target": target,

@@ -1,9 +1,13 @@
 """Where the time of one Linear forward + backward goes: host functions at a small shape, GPU kernels at a large one.
 
-    python benchmarks/gpu_profile.py RECIPE [RECIPE ...]
+python benchmarks/gpu_profile.py [--json FILE] RECIPE [RECIPE ...]
 """
 
+import argparse
 import cProfile
+import datetime
+import json
+import platform
 import pstats
 import sys
 from pathlib import Path
@@ -22,7 +26,16 @@ def step(layer, x, dy) -> None:
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json")
+    parser.add_argument("recipes", nargs="+")
+    arguments = parser.parse_args()
+    result = {
+        "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
+        "shape": [16384, 4096, 14336], "kernels": {},
+    }  # fmt: skip
+    for name in arguments.recipes:
         recipe = recipes.from_name(name)
         layer = mf.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
         x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -50,9 +63,13 @@ def main() -> None:
             step(layer, x, dy)
             torch.cuda.synchronize()
         print(f"==== {name}: kernels of one step, T=16384 4096 -> 14336")
+        kernels = result["kernels"][name] = []
         for event in sorted(trace.events(), key=lambda event: event.time_range.start):
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                print(f"{event.time_range.elapsed_us():9.1f} us  {event.name[:110]}")
+                kernels.append({"us": round(event.time_range.elapsed_us(), 1), "kernel": event.name[:110]})
+                print(f"{kernels[-1]['us']:9.1f} us  {kernels[-1]['kernel']}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from marked_block import ROOT, command, table
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = RESULTS / "demo.json"
 CPU_QUANTIZE = RESULTS / "cpu_quantize.json"
+GPU_LINEAR = RESULTS / "gpu_linear.json"
+GPU_PROFILE = RESULTS / "gpu_profile.json"
+GPU_BLOCKS = (RESULTS / "gpu_block_eager.json", RESULTS / "gpu_block_compiled.json")
 
 
 def demo_table(path: Path = DEMO) -> str:
@@ -44,26 +47,85 @@ def demo_table(path: Path = DEMO) -> str:
 
 
 def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
-    """Time of casts on a CPU, a row per measurement of the file (benchmark protocol: one object per row)."""
+    """Speed of casts on a CPU, a row per operation of the file, beside torchao where it has the same one."""
     if not path.exists():
         return _missing(path, "the CPU benchmark")
     data = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for entry in data["rows"]:
-        shape = " x ".join(str(size) for size in entry["shape"])
-        ratio = f"{entry['ratio']:.2f}x {entry['ratio_of']}" if entry.get("ratio") is not None else ""
+        peer = f"{entry['peer_melem_per_s']:.0f}" if entry["peer_melem_per_s"] else ""
+        ratio = f"{entry['ratio']:.1f}" if entry["ratio"] else ""
+        target = f"{entry['target']:.1f}" if entry["target"] else ""
         rows.append(
-            [
-                entry["id"],
-                f"{shape} {entry['dtype']}",
-                entry["backend"],
-                entry["mode"],
-                f"{entry['median_ms']:.1f} ms",
-                ratio,
-            ]
+            [entry["id"], f"{entry['operation']}, {entry['cast']}", f"{entry['melem_per_s']:.0f}", peer, ratio, target]
         )
-    header = ["id", "input", "backend", "mode", "median", "speed against"]
-    return f"{table(header, rows, right=(4,))}\n\n{provenance(data)}"
+    header = ["id", "operation", "million elements / s", "torchao eager", "ratio", "target"]
+    shape = " x ".join(str(size) for size in data["shape"])
+    text = f"{shape} {data['dtype']}, {data['machine']['threads']} threads; both libraries in one process, in turn."
+    return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
+
+
+def gpu_linear_table(path: Path = GPU_LINEAR) -> str:
+    """One Linear, forward and backward, on a GPU: a row per recipe, a column per shape."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    timed = [entry for entry in data["rows"] if "shape" in entry]
+    shapes = list(dict.fromkeys(tuple(entry["shape"]) for entry in timed))
+    by_name: dict[str, dict[tuple, dict]] = {}
+    for entry in timed:
+        by_name.setdefault(entry["id"], {})[tuple(entry["shape"])] = entry
+    rows = []
+    for name, entries in by_name.items():
+        cells = [f"`{name}`"]
+        for shape in shapes:
+            cells += [f"{entries[shape]['median_ms']:.2f}", f"{entries[shape]['ratio']:.2f}"]
+        target = next((entry["target"] for entry in entries.values() if entry["target"]), None)
+        rows.append([*cells, f"{target:.2f}" if target else ""])
+    titles = [f"{m} x {k} -> {n}" for m, k, n in shapes]
+    header = ["id", *(text for title in titles for text in (f"{title}, ms", "of bf16")), "target (first shape)"]
+    return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
+
+
+def gpu_profile_table(path: Path = GPU_PROFILE) -> str:
+    """GPU time of one step by kind of kernel: the three GEMMs, casts, amaxes, the rest."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for name, kernels in data["kernels"].items():
+        gemms = [entry["us"] for entry in kernels if entry["kernel"].startswith("nvjet")]
+        amaxes = [entry["us"] for entry in kernels if entry["kernel"].startswith("amax")]
+        casts = [entry["us"] for entry in kernels if entry["kernel"].startswith(("cast_", "quantize_", "fold_"))]
+        total = sum(entry["us"] for entry in kernels)
+        rest = total - sum(gemms) - sum(amaxes) - sum(casts)
+        shown = [" + ".join(f"{us / 1e3:.2f}" for us in part) for part in (gemms, casts, amaxes)]
+        rows.append([f"`{name}`", *shown, f"{rest / 1e3:.2f}", f"{total / 1e3:.2f}"])
+    header = ["recipe", "fprop + dgrad + wgrad, ms", "casts", "amaxes", "rest", "sum"]
+    return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
+
+
+def gpu_host_table(path: Path = GPU_LINEAR) -> str:
+    """Host time of a small eager step, a row per recipe."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    timed = [entry for entry in data["rows"] if entry["id"] == "h.fwdbwd"]
+    rows = [[f"`{entry['recipe']}`", f"{entry['host_us']:.0f}", f"{entry['ratio']:.1f}"] for entry in timed]
+    header = ["recipe", "microseconds", "x nn.Linear (target 2.5)"]
+    return f"{table(header, rows, right=(1, 2))}\n\n{_gpu_provenance(data)}"
+
+
+def gpu_block_table(paths: tuple[Path, ...] = GPU_BLOCKS) -> str:
+    """The Llama-like block, eager and compiled, a row per variant."""
+    rows, sources = [], []
+    for path in paths:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        sources.append(_gpu_provenance(data))
+        for entry in data["rows"]:
+            memory = f"{entry['peak_gib']:.2f} ({entry['peak_ratio']:.2f})" if "eager" in entry["id"] else ""
+            cells = [f"{entry['median_ms']:.2f}", f"{entry['ratio']:.2f}", f"{entry['tflops']:.0f}", memory]
+            rows.append([f"`{entry['id']}`", *cells])
+    header = ["variant", "ms", "of bf16 in the same mode", "TFLOP/s", "peak GiB (of bf16)"]
+    return "\n\n".join([table(header, rows, right=range(1, len(header))), *sources])
+
+
+def _gpu_provenance(data: dict[str, Any]) -> str:
+    return f"`{data['command']}` on {data['machine']}, {data['date']}; torch {data['torch']}, Python {data['python']}."
 
 
 def provenance(data: dict[str, Any]) -> str:
@@ -97,6 +159,10 @@ def _missing(path: Path, what: str) -> str:
 BLOCKS = [
     (ROOT / "README.md", "measured: demo", demo_table),
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
+    (ROOT / "docs" / "performance.md", "measured: gpu_linear", gpu_linear_table),
+    (ROOT / "docs" / "performance.md", "measured: gpu_profile", gpu_profile_table),
+    (ROOT / "docs" / "performance.md", "measured: gpu_host", gpu_host_table),
+    (ROOT / "docs" / "performance.md", "measured: gpu_block", gpu_block_table),
 ]
 
 if __name__ == "__main__":
