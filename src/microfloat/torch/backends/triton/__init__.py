@@ -178,7 +178,19 @@ def fold_both(
     Equal to ``reference.fold(reference.quantize(x, cast))`` (docs/numerics.md, section 9).
     """
     row, column = _plan(row_cast), _plan(column_cast)
-    return fold_blocks(Matrix(x), row, column, tile=tile, seed=seed, row_stream=row_stream, column_stream=column_stream)
+    for plan in (row, column):
+        if plan is not None and not (plan.block == (1, 32) and plan.scale_dtype == torch.uint8 and plan.bare is None):
+            raise NotSupportedError(
+                f"fold_both: got {plan.cast.format.name} (hadamard {plan.cast.hadamard}), needed an MX format of 1x32 "
+                "blocks without a Hadamard transform."
+            )
+    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
+    if turned:
+        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
+    first, second, lossy = fold_blocks(
+        Matrix(x), row, column, tile=tile, seed=seed, row_stream=row_stream, column_stream=column_stream
+    )
+    return (second, first, lossy.flip(0)) if turned else (first, second, lossy)
 
 
 def _quantize_transformed(x: torch.Tensor, plan: CastPlan, **options: Any) -> Operand:

@@ -1,0 +1,323 @@
+"""What every kernel must give, on any device: run in Triton's interpreter on a CPU, and compiled on a GPU.
+
+Imported only where kernels run (see `conftest.py`): Triton decides at import whether it interprets.
+"""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+
+from microfloat import reference as oracle
+from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
+from microfloat.recipes import Cast, Delayed, Hadamard
+from microfloat.torch.backends import reference, triton
+from microfloat.torch.backends.triton import _launch
+
+SEED = 0x89ABCDEF01234567
+CUSTOM = {
+    "mx_32x32": ScaledFormat("mx_32x32", E4M3, SCALE_E8M0, (32, 32)),
+    "mxfp4_32x32": ScaledFormat("mxfp4_32x32", E2M1, SCALE_E8M0, (32, 32)),
+    "mx_1x16": ScaledFormat("mx_1x16", E2M3, SCALE_E8M0, (1, 16)),
+    "fp8_1x64": ScaledFormat("fp8_1x64", E4M3, SCALE_FP32, (1, 64)),
+}
+
+
+def form(device):
+    """Which form of the conversions a device runs."""
+    index = torch.device(device).index or 0
+    hardware = device != "cpu" and _launch.compiled_conversions(index)
+    how = "interpreted" if _launch.INTERPRETED else "compiled"
+    return f"{how}, {'hardware' if hardware else 'integer'} conversions"
+
+
+def seed_words(device):
+    return torch.tensor([SEED & 0xFFFFFFFF, SEED >> 32], device=device)
+
+
+def matrix(shape, dtype, *, special=False, transposed=False, spread=8):
+    """Values of many magnitudes; `special` adds NaN of either sign, Inf, -0 and zeros; `transposed`: column-major."""
+    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-spread, spread, shape, generator=generator).float())
+    if special:
+        x[1, 2], x[2, 1], x[-1, 3], x[3], x[:, 4] = float("nan"), -float("nan"), float("inf"), -0.0, 0.0
+        x[8:24, 8:24] = 0.0
+        x[4, :16] *= 2.0**-100
+    x = x.to(getattr(torch, dtype))
+    return x.t().contiguous().t() if transposed else x
+
+
+def bytes_of(x):
+    return x.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy()
+
+
+def check_operand(got, want, what):
+    """One operand against one of the oracle or of the reference backend, byte for byte."""
+    for field in ("codes", "scale", "tensor_scale"):
+        a, b = getattr(got, field), getattr(want, field)
+        if a is None or b is None:
+            assert a is None, f"{what}: {field} is there"
+            assert b is None, f"{what}: {field} is missing"
+            continue
+        assert tuple(a.shape) == tuple(b.shape), f"{what}: {field} {tuple(a.shape)}, needed {tuple(b.shape)}"
+        theirs = bytes_of(b) if isinstance(b, torch.Tensor) else np.ascontiguousarray(b).reshape(-1).view(np.uint8)
+        wrong = np.flatnonzero(bytes_of(a) != theirs)
+        assert len(wrong) == 0, f"{what}: {len(wrong)} bytes of {field} differ, the first at {wrong[:1]}"
+
+
+def check_values(got, want, what):
+    """Equal bits, all NaN being one."""
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, needed {tuple(want.shape)}"
+    assert got.dtype == want.dtype, what
+    bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    got, want = got.contiguous().cpu(), want.contiguous().cpu()
+    wrong = ~((got.view(bits) == want.view(bits)) | (got.isnan() & want.isnan()))
+    assert not bool(wrong.any()), (
+        f"{what}: {int(wrong.sum())} values differ, the first at {wrong.nonzero()[0].tolist()}"
+    )
+
+
+def make_cast(name, options):
+    options = dict(options)
+    if options.pop("rht", False):
+        options["hadamard"] = Hadamard()
+    return Cast(CUSTOM.get(name, name), **options)
+
+
+def operands(device, name, shape, dtype, options=(), **kind):
+    """Row and column operand of one matrix against the NumPy oracle."""
+    cast = make_cast(name, options)
+    x = matrix(shape, dtype, **kind)
+    both = triton.quantize_both(x.to(device), cast, cast, seed=seed_words(device), row_stream=2, column_stream=4)
+    for got, axis, stream in zip(both, (-1, -2), (2, 4), strict=True):
+        want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+        check_operand(got, want, f"{cast.format.name} {cast.scale_rule} axis {axis}")
+        assert (got.rows, got.length) == (shape if axis == -1 else shape[::-1])
+
+
+def one_orientation(device, name):
+    """`quantize` gives the same operand as `quantize_both`, and `batch` enters the random stream."""
+    cast = Cast(name, rounding="stochastic")
+    x, seed = matrix((40, 72), "bfloat16").to(device), seed_words(device)
+    for transposed in (False, True):
+        got = triton.quantize(x, cast, transposed=transposed, seed=seed, stream=3, batch=2)
+        want = reference.quantize(x.cpu(), cast, transposed=transposed, seed=seed.cpu(), stream=3, batch=2)
+        check_operand(got, want, f"{name} transposed {transposed}")
+
+
+def given_amax(device, name, options=()):
+    """A given amax replaces the measured one, also where it is smaller than the data's."""
+    cast = make_cast(name, options)
+    x = matrix((40, 72), "bfloat16")
+    for value in (0.0, 3.0, 1e30, float("inf")):
+        amax = torch.tensor(value)
+        got = triton.quantize(x.to(device), cast, amax=amax.to(device))
+        check_operand(got, reference.quantize(x, cast, amax=amax), f"{name} amax {value}")
+
+
+def delayed(device):
+    """Codes under a given scale; the live amax is recorded in the same pass, a non-finite one is not."""
+    cast = Cast("fp8_tensor", scaling=Delayed())
+    history, scale_enc = torch.zeros(4, device=device), torch.tensor(0.3)
+    largest = 0.0
+    for shape, special in (((40, 72), False), ((136, 264), False), ((33, 50), True)):
+        x = matrix(shape, "bfloat16", special=special)
+        both = triton.quantize_both(x.to(device), cast, cast, scale_enc=scale_enc.to(device), record=history)
+        for got, transposed in zip(both, (False, True), strict=True):
+            want = reference.quantize(x, cast, transposed=transposed, scale_enc=scale_enc)
+            check_operand(got, want, f"delayed {shape}")
+        largest = largest if special else max(largest, float(x.float().abs().max()))
+        assert history.tolist() == [largest, 0.0, 0.0, 0.0]
+    assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
+
+
+def amaxes(device, shape, dtype, **kind):
+    """The amax of a matrix: NaN ignored, Inf counted, any strides."""
+    x = matrix(shape, dtype, **kind)
+    values = x.float().abs()
+    want = values[~values.isnan()].max()
+    assert float(triton.amax(x.to(device))) == float(want)
+    sliced = x[::2, 1::3]
+    if sliced.numel():
+        values = sliced.float().abs()
+        assert float(triton.amax(x.to(device)[::2, 1::3])) == float(values[~values.isnan()].max())
+
+
+def values_in_bf16(device, name, options=()):
+    """Decoded values of both operands, without codes in between."""
+    cast = make_cast(name, options)
+    for shape, kind in (((33, 47), {"special": True}), ((64, 48), {}), ((40, 24), {"transposed": True})):
+        x = matrix(shape, "bfloat16", **kind)
+        seed = seed_words(device)
+        both = triton.quantize_to_bf16(x.to(device), cast, cast, seed=seed, row_stream=1, column_stream=1)
+        for got, transposed in zip(both, (False, True), strict=True):
+            operand = reference.quantize(x, cast, transposed=transposed, seed=seed.cpu(), stream=1)
+            bare = replace(operand, tensor_scale=None, hadamard=None, length=operand.stored_length)
+            check_values(got.values, reference.dequantize(bare, torch.bfloat16), f"{name} transposed {transposed}")
+            assert (got.rows, got.length) == (operand.rows, operand.length)
+            assert (got.tensor_scale is None) == (operand.tensor_scale is None)
+            if operand.tensor_scale is not None:
+                check_values(got.tensor_scale, operand.tensor_scale, name)
+
+
+def folded(device, name, tile, options=()):
+    """Folding from high precision is the oracle's quantize and fold, counter included."""
+    cast = make_cast(name, options)
+    seed = seed_words(device)
+    for shape, kind in (((70, 140), {"special": True}), ((33, 47), {"spread": 20}), ((40, 24), {"transposed": True})):
+        x = matrix(shape, "bfloat16", **kind)
+        *both, lossy = triton.fold_both(x.to(device), cast, cast, tile=tile, seed=seed)
+        for got, axis, count in zip(both, (-1, -2), lossy.tolist(), strict=True):
+            quantized = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED)
+            want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
+            check_operand(got, want, f"folded {name} axis {axis}")
+            assert count == number, f"folded {name} axis {axis}: {count} lossy elements, oracle {number}"
+
+
+def dequantized(device, name):
+    """Codes back to values in three dtypes, aligned and ragged."""
+    options = [()] if name != "nvfp4" else [(), (("rht", True),)]
+    for option in options:
+        cast = make_cast(name, option)
+        for shape in ((64, 128), (21, 75)):
+            for transposed in (False, True):
+                operand = reference.quantize(matrix(shape, "float32", special=True), cast, transposed=transposed)
+                moved = replace(
+                    operand, codes=operand.codes.to(device), scale=operand.scale.to(device),
+                    tensor_scale=None if operand.tensor_scale is None else operand.tensor_scale.to(device),
+                )  # fmt: skip
+                for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    want = reference.dequantize(operand, dtype)
+                    check_values(triton.dequantize(moved, dtype), want, f"{name} {shape} {dtype}")
+
+
+def empty(device):
+    """Matrices without elements give the shapes and unit scales of docs/numerics.md 7.1."""
+    for name in FORMATS:
+        for shape in ((0, 5), (5, 0), (0, 0)):
+            x = torch.empty(shape)
+            for got, transposed in zip(
+                triton.quantize_both(x.to(device), Cast(name), Cast(name)), (False, True), strict=True
+            ):
+                check_operand(got, reference.quantize(x, Cast(name), transposed=transposed), f"{name} {shape}")
+
+
+def activations(device, activation, dtype):
+    """Fused values are torch's own within rounding; fused codes are exactly those of the fused values."""
+    dtype = getattr(torch, dtype)
+    plain = {
+        "silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
+        "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
+    }[activation]  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    gate, up, grad = (torch.randn(37, 74, generator=generator).to(dtype).to(device) for _ in range(3))
+    leaf, other = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    (plain(leaf) * other).backward(grad)
+    alone = gate.clone().requires_grad_()
+    plain(alone).backward(grad)
+    product, product_amax = triton.activation_values(gate, up, activation=activation)
+    single, _ = triton.activation_values(gate, None, activation=activation)
+    first, second = triton.activation_backward_values(grad, gate, up, activation=activation)
+    only, nothing = triton.activation_backward_values(grad, gate, None, activation=activation)
+    assert nothing is None
+    # One unit of the last place of the dtype, relative to the largest value: order of operations, approximate exp.
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    for got, want in (
+        (product, plain(gate) * up), (single, plain(gate)), (first[0], leaf.grad), (second[0], other.grad),
+        (only[0], alone.grad),
+    ):  # fmt: skip
+        assert got.dtype == want.dtype
+        assert float((got.float() - want.float()).abs().max()) <= unit * float(want.float().abs().max())
+    assert float(product_amax) == float(product.float().abs().max())
+    assert float(first[1]) == float(first[0].float().abs().max())
+    assert float(second[1]) == float(second[0].float().abs().max())
+
+
+def fused_casts(device, name):
+    """Codes written by activations, their gradients and norms are those of the values that they would have written."""
+    is_delayed = name == "delayed"
+    cast = Cast("fp8_tensor_e5m2", scaling=Delayed()) if is_delayed else Cast(name)
+    generator = torch.Generator().manual_seed(8)
+    gate, up, grad = (torch.randn(40, 92, generator=generator).to(torch.bfloat16).to(device) for _ in range(3))
+    weight, bias = (torch.randn(92, generator=generator).to(torch.bfloat16).to(device) for _ in range(2))
+    scale_enc = torch.tensor(3.0, device=device)
+    live, live2 = torch.zeros(2, device=device), torch.zeros(2, device=device)
+
+    def check(both, values):
+        options = {"scale_enc": scale_enc} if is_delayed else {}
+        for got, want in zip(both, reference.quantize_both(values, cast, cast, **options), strict=True):
+            check_operand(got, want, f"fused {name}")
+
+    def known(values):
+        amax = values.float().abs().max()
+        if is_delayed:
+            live.zero_()
+            return {"scale_enc": scale_enc, "record": live}
+        return {"amax": amax} if cast.format.is_per_tensor else {}
+
+    product, _ = triton.activation_values(gate, up)
+    check(triton.activation_quantize(gate, up, cast, cast, **known(product)), product)
+    if is_delayed:
+        assert float(live[0]) == float(product.float().abs().max())
+    (first, first_amax), (second, second_amax) = triton.activation_backward_values(grad, gate, up)
+    options = {}
+    if is_delayed:
+        live.zero_()
+        options = {"scale_enc": (scale_enc, scale_enc), "record": (live, live2)}
+    elif cast.format.is_per_tensor:
+        options = {"amax": (first_amax, second_amax)}
+    both, both2 = triton.activation_backward_quantize(grad, gate, up, cast, cast, **options)
+    check(both, first)
+    check(both2, second)
+    if is_delayed:
+        assert (float(live[0]), float(live2[0])) == (float(first_amax), float(second_amax))
+    for kind in ("rms", "layer"):
+        values, _, _, _ = triton.norm_values(gate, weight, bias, eps=1e-5, kind=kind)
+        normed = triton.norm_quantize(gate, weight, bias, cast, cast, eps=1e-5, kind=kind, **known(values))
+        # Sums of another order may give another last bit of the statistics: the codes are those of the ones returned.
+        rows = gate.float()
+        if kind == "layer":
+            again = (rows - normed.mean[:, None]) * normed.inverse[:, None] * weight.float() + bias.float()
+            plain = functional.layer_norm(gate.float(), (92,), weight.float(), bias.float(), 1e-5)
+        else:
+            again = rows * normed.inverse[:, None] * weight.float()
+            plain = functional.rms_norm(gate.float(), (92,), weight.float(), 1e-5)
+        again = again.to(torch.bfloat16)
+        check((normed.row, normed.column), again)
+        for got in (values, again):
+            assert float((got.float() - plain).abs().max()) <= 2.0**-8 * float(plain.abs().max())
+
+
+def refusals(device):
+    """Casts without a kernel are refused by name, before anything runs."""
+    from microfloat.errors import NotSupportedError
+
+    x = matrix((40, 72), "bfloat16").to(device)
+    odd = Cast(ScaledFormat("mx_1x24", E4M3, SCALE_E8M0, (1, 24)))
+    assert "1x24" in triton.refusal(odd)
+    assert triton.refusal(Cast("mxfp8")) == ""
+    for call in (
+        lambda: triton.quantize(x, odd),
+        lambda: triton.fold_both(x, Cast("fp8_1x128"), None),
+        lambda: triton.activation_quantize(x, None, Cast("nvfp4"), None),
+        lambda: triton.activation_quantize(x, None, Cast("fp8_tensor"), None),
+    ):
+        try:
+            call()
+        except NotSupportedError as error:
+            assert str(error)
+        else:
+            raise AssertionError("nothing was refused")
+
+
+def run(case, device):
+    """Run ``(function name, arguments, keyword arguments)`` on a device; returns which form of the conversions ran."""
+    name, arguments, options = case
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # The interpreter computes with NumPy, which remarks on every NaN, Inf and wrapping integer that tests are about.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        globals()[name](device, *arguments, **options)
+    return form(device)

@@ -1,0 +1,100 @@
+"""Every kernel against the oracle: in Triton's interpreter here, compiled where there is a GPU (`cases.py`)."""
+
+import pytest
+
+FAST = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_row_e5m2", "fp8_128x128", "fp8_128x128_e5m2"]
+BLOCKS = ["fp8_1x128", "fp8_1x128_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+ODD, EVEN, SPECIAL = (37, 75), (128, 128), {"special": True}
+STOCHASTIC = (("rounding", "stochastic"),)
+RHT = (("rht", True),)
+
+
+def _rule(name):
+    return (("scale_rule", name),)
+
+
+def case(function, *arguments, **options):
+    """A case and its name in reports."""
+    words = [function, *(str(argument) for argument in arguments), *options]
+    return pytest.param((function, arguments, options), id="-".join(words).replace(" ", "").replace("'", ""))
+
+
+CASES = [
+    # Odd sizes and every special value; whole tiles read as words; rounding by random bytes; column-major; float16.
+    *[case("operands", name, ODD, "float32", **SPECIAL) for name in FAST + BLOCKS],
+    *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", *BLOCKS)],
+    *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "mxfp4")],
+    *[case("operands", name, ODD, "float32", STOCHASTIC) for name in ("fp8_tensor", "fp8_row", *BLOCKS)],
+    *[case("operands", name, (40, 72), "bfloat16", transposed=True) for name in ("fp8_row", "fp8_1x128", "mxfp8")],
+    *[case("operands", name, (32, 64), "float16") for name in ("fp8_tensor", "mxfp8", "nvfp4")],
+    *[case("operands", name, (1, 1), "bfloat16") for name in ("fp8_tensor", "fp8_row", "mxfp4", "nvfp4")],
+    # Rules.
+    *[case("operands", "mxfp8", (33, 66), "bfloat16", _rule(rule)) for rule in ("floor", "ceil", "even", "oas")],
+    *[case("operands", name, ODD, "float32", _rule("amax"), **SPECIAL) for name in ("fp8_row", "fp8_1x128", "fp8_128x128")],
+    case("operands", "fp8_tensor", ODD, "float32", _rule("amax_pow2"), **SPECIAL),
+    # Blocks of other shapes; a transform for formats whose kernels have none.
+    *[case("operands", name, (70, 90), "bfloat16", **SPECIAL) for name in ("mx_32x32", "mxfp4_32x32", "mx_1x16", "fp8_1x64")],
+    *[case("operands", name, ODD, "float32", RHT) for name in ("mxfp8", "fp8_row", "nvfp4_row")],
+    # NVFP4.
+    case("operands", "nvfp4", (64, 128), "bfloat16"),
+    *[case("operands", name, ODD, "float32", **SPECIAL) for name in ("nvfp4", "nvfp4_row", "nvfp4_2d")],
+    case("operands", "nvfp4", (48, 72), "bfloat16", RHT + STOCHASTIC),
+    case("operands", "nvfp4", ODD, "float32", RHT + STOCHASTIC, **SPECIAL),
+    case("operands", "nvfp4_2d", (40, 72), "bfloat16", STOCHASTIC),
+    *[
+        case("operands", "nvfp4", (40, 72), "bfloat16", _rule(rule), **SPECIAL)
+        for rule in ("two_level_torchao", "one_level_e4m3", "two_level_17_16", "four_over_six", "four_over_six_mse_448")
+    ],
+    *[case("operands", name, (33, 47), "float32", _rule("four_over_six_mse_256")) for name in ("nvfp4_2d", "nvfp4_row")],
+    # Other forms.
+    *[case("one_orientation", name) for name in ("mxfp8", "nvfp4")],
+    *[case("given_amax", name) for name in ("fp8_tensor", "nvfp4", "nvfp4_2d")],
+    case("delayed"),
+    case("amaxes", (130, 300), "bfloat16"),
+    case("amaxes", (33, 47), "float32", **SPECIAL),
+    *[case("values_in_bf16", name) for name in ("mxfp8", "mxfp4", "nvfp4_2d")],
+    case("values_in_bf16", "nvfp4", RHT + STOCHASTIC),
+    case("values_in_bf16", "mxfp8", RHT),
+    *[case("folded", name, tile) for name in ("mxfp8", "mxfp4") for tile in (False, True)],
+    *[case("folded", name, False) for name in ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2")],
+    case("folded", "mxfp8", False, STOCHASTIC),
+    *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
+    *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
+    case("empty"),
+    case("refusals"),
+    # Fused producers.
+    *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu")],
+    case("activations", "silu", "float32"),
+    *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
+]  # fmt: skip
+
+
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize("what", CASES)
+def test_interpreted(interpreted, what, record_property):
+    record_property("conversions", interpreted(what))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", CASES)
+def test_compiled(what, record_property):
+    from tests.kernels import cases
+
+    record_property("conversions", cases.run(what, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["E4M3", "E5M2", "E3M2", "E2M3", "E2M1"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_both_forms_of_every_conversion_agree_on_all_float32(element, stochastic):
+    import torch
+
+    from microfloat.formats import ELEMENTS
+    from microfloat.kernels.selfcheck import count_differences
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 conversions: only the integer form exists")
+    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    fmt = ELEMENTS[element]
+    count_differences[(1 << 22,)](counts, fmt.mantissa_bits, fmt.bias, stochastic, 1024)
+    assert counts.tolist() == [0, 0, 0, 0]  # pairs, quads, values, scales and bfloat16
