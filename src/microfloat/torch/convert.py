@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         header = ("layer", "in -> out", "action", "recipe", "reason")
-        cells = [header]
+        cells: list[tuple[str, ...]] = [header]
         for row in self.rows:
             shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
             recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
@@ -112,7 +112,7 @@ def convert(
         if reason is not None:
             rows.append(ConversionRow(name, shape, "skipped", None, reason))
             continue
-        wanted = chosen[name] if chosen is not None else recipe
+        wanted = chosen[name] if chosen is not None else cast(Recipe, recipe)
         rows.append(_convert_layer(name, shape, module, wanted))
     _keep_slow_paths(model)
     _shield_from_ddp(model)
@@ -137,7 +137,7 @@ def _convert_layer(name: str, shape: tuple[int, int], module: nn.Module, recipe:
     if recipe is None and not already:
         return ConversionRow(name, shape, "high precision", None, "the placement says None")
     if not already:
-        module.__class__ = Linear
+        module.__class__ = Linear  # type: ignore[assignment]
     module.pin(recipe)  # type: ignore[attr-defined]
     if recipe is None:
         return ConversionRow(name, shape, "high precision", None, "the placement says None")
@@ -156,7 +156,7 @@ def revert(model: nn.Module) -> nn.Module:
                     module._buffers.pop(name, None)
             for attribute in ("pinned", "backend", "_weight_cache", "_fold_counts", "_pin_token", "_number"):
                 module.__dict__.pop(attribute, None)
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
         if isinstance(module, nn.TransformerEncoderLayer):
             handle = module.__dict__.pop("_microfloat_slow_path", None)
             if handle is not None:
@@ -175,7 +175,7 @@ def _keep_slow_paths(model: nn.Module) -> None:
         if not isinstance(module, nn.TransformerEncoderLayer) or "_microfloat_slow_path" in module.__dict__:
             continue
         if any(isinstance(child, Linear) for child in (module.linear1, module.linear2)):
-            module._microfloat_slow_path = module.register_forward_pre_hook(_no_op_hook)
+            module.__dict__["_microfloat_slow_path"] = module.register_forward_pre_hook(_no_op_hook)
 
 
 def _shield_from_ddp(model: nn.Module) -> None:

@@ -65,7 +65,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("GEMM", "operands", "backend", "kernel", "runs", "accelerated", "why")
-        cells = [header]
+        cells: list[tuple[str, ...]] = [header]
         for row in self.rows:
             yes = {True: "yes", False: "no"}
             cells.append((

@@ -55,7 +55,7 @@ class LinearCall:
     records: bool = False
     seed: torch.Tensor | None = None
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    weight_cache: "dict[Any, tuple[AnyOperand, AnyOperand | None]] | None" = None
+    weight_cache: dict[str, Any] | None = None
     weight_key: Any = None
     # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
     forms: dict[str, tuple[str, str]] | None = None
@@ -206,12 +206,15 @@ def _delayed_state(
 
 def _cast_weight(
     call: LinearCall, weight: torch.Tensor, column: Cast | _Unused | None
-) -> tuple[AnyOperand, AnyOperand | None]:
+) -> tuple[AnyOperand | None, AnyOperand | None]:
     """The weight's two operands, from the cache when the caller allows it and the weight has not changed."""
     if call.weight_cache is not None:
         cached = call.weight_cache.get("operands")
-        covers = cached is not None and (cached[1] is not None or isinstance(column, _Unused))
-        if covers and call.weight_cache.get("key") == call.weight_key:
+        if (
+            cached is not None
+            and (cached[1] is not None or isinstance(column, _Unused))
+            and call.weight_cache.get("key") == call.weight_key
+        ):
             return cached[0], None if isinstance(column, _Unused) else cached[1]
     if isinstance(weight, QuantizedTensor):
         return _stored_weight(call, weight, column)
@@ -226,7 +229,7 @@ def _cast_weight(
 
 def _stored_weight(
     call: LinearCall, weight: QuantizedTensor, column: Cast | _Unused | None
-) -> tuple[AnyOperand, AnyOperand | None]:
+) -> tuple[AnyOperand | None, AnyOperand | None]:
     """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
     row = call.recipe.fprop.rhs
     w_NK = weight.dequantize(call.compute_dtype)
@@ -235,7 +238,7 @@ def _stored_weight(
         w_row = weight.to_operand()
     if isinstance(column, Cast) and column.transposes and _is_stored(weight, column):
         w_column = transpose_operand(weight.to_operand())
-    return w_row, w_column  # type: ignore[return-value]
+    return w_row, w_column
 
 
 def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
@@ -243,7 +246,7 @@ def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
 
 
 def _gemm(
-    backend: Any, gemm: Gemm, lhs: AnyOperand, rhs: AnyOperand, bias: torch.Tensor | None, out_dtype: torch.dtype
+    backend: Any, gemm: Gemm, lhs: Any, rhs: Any, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``lhs @ rhs.T (+ bias)``: quantized when both operands are, else in high precision with the other dequantized."""
     if not isinstance(lhs, torch.Tensor) and not isinstance(rhs, torch.Tensor):

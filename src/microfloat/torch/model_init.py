@@ -67,7 +67,7 @@ def weight_cast(recipe: Recipe) -> Cast | None:
     return None if cast is None else dataclasses.replace(cast, scaling=Current())
 
 
-def quantize_parameter(layer: nn.Module, request: ModelInit) -> None:
+def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
     """Replace ``layer.weight`` by a parameter that holds codes and scales only."""
     from microfloat.torch.ops import quantize
 

@@ -74,6 +74,11 @@ class Region:
         self._layers.clear()
 
 
+def _tensor(value: Any) -> torch.Tensor:
+    """What nn.Module types as Tensor | Module | None, where it can only be a tensor."""
+    return value
+
+
 def buffer_names(slot: str) -> tuple[str, str]:
     """(scale, amax history) buffer names of a slot."""
     return f"scaling_{slot}_scale", f"scaling_{slot}_amax_history"
@@ -87,7 +92,7 @@ def has_buffers(layer: nn.Module) -> bool:
 def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
     """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes."""
     length = delayed.amax_history_len
-    device = layer.weight.device
+    device = _tensor(layer.weight).device
     for slot in SLOTS:
         scale_name, history_name = buffer_names(slot)
         history = layer._buffers.get(history_name)
@@ -113,7 +118,7 @@ def number_layer(layer: nn.Module) -> None:
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The live encode-scale buffer of a slot, float32 ()."""
-    return layer._buffers[buffer_names(slot)[0]]
+    return _tensor(layer._buffers[buffer_names(slot)[0]])
 
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -123,7 +128,7 @@ def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
     """The amax-history buffer of a slot, float32 [L]; entry 0 is live."""
-    return layer._buffers[buffer_names(slot)[1]]
+    return _tensor(layer._buffers[buffer_names(slot)[1]])
 
 
 def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
@@ -286,5 +291,5 @@ def reset_scaling(model: nn.Module) -> None:
         _PREVIOUS.pop(layer, None)
         for slot in SLOTS:
             scale_name, history_name = buffer_names(slot)
-            layer._buffers[scale_name].fill_(1.0)
-            layer._buffers[history_name].zero_()
+            _tensor(layer._buffers[scale_name]).fill_(1.0)
+            _tensor(layer._buffers[history_name]).zero_()

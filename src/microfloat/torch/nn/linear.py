@@ -100,9 +100,10 @@ class Linear(nn.Linear):
             return self.pinned
         return state.recipe if state is not None else None
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
         codes if the weight is unchanged; None (default): keep nothing."""
+        x = input
         if torch.compiler.is_compiling():
             return compiled_linear(self, x)
         state = ambient()
@@ -162,9 +163,9 @@ class Linear(nn.Linear):
         if recipe.is_stochastic:
             call.seed = draw_seed(x.device)
         if first is not None and not isinstance(self.weight, QuantizedTensor):
-            call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
+            cache = call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
             if first:
-                call.weight_cache.clear()
+                cache.clear()
             weight = self.weight
             scale = scaling.encode_scale(self, "w") if recipe.is_delayed and scaling.has_buffers(self) else None
             call.weight_key = (
@@ -237,6 +238,8 @@ class Linear(nn.Linear):
         kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
+            if buffer is None:
+                continue
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
         return self
@@ -245,7 +248,7 @@ class Linear(nn.Linear):
         scaling.flush_layer(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_weight_cache()
@@ -264,7 +267,8 @@ def _delayed_of(recipe: Recipe) -> Delayed:
 def _recomputation(state: Ambient | None) -> Any:
     """How to find the scales of the forward that is being recomputed; None in an ordinary forward."""
     if state is not None and state.replay is not None:
-        return lambda layer: next(state.replay)
+        tape = state.replay
+        return lambda layer: next(tape)
     if torch._C._current_graph_task_id() != -1:  # torch's own checkpoint recomputes inside a backward
         return lambda layer: {slot: scaling.previous_scale(layer, slot) for slot in ("x", "w")}
     return None
@@ -289,7 +293,8 @@ def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[
                 layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
     elif scaling.has_buffers(layer) and prefix + "weight" in state_dict:
         scaling.reset_scaling(layer)
-        state_dict.update({prefix + name: layer._buffers[name].clone() for name in names})
+        kept = layer.state_dict()
+        state_dict.update({prefix + name: kept[name].clone() for name in names})
         _warn_once_per_load(
             load, "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
         )

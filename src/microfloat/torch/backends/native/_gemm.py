@@ -51,7 +51,8 @@ def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch
     if a_scale.dim() or b_scale.dim():
         a_scale = a_scale if a_scale.dim() else a_scale.expand(a.codes.shape[0], 1).contiguous()
         b_scale = (b_scale if b_scale.dim() else b_scale.expand(b.codes.shape[0], 1).contiguous()).t()
-    return torch._scaled_mm(a.codes, b.codes.t(), a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return scaled_mm(a.codes, b.codes.t(), a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _block_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
