@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import math
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -224,7 +225,9 @@ def compare(options: Options, console: Console) -> int:
     introduce(options, corpus, console)
     results: dict[str, report.Result] = {}
     files = {run.name: options.folder / "checkpoints" / f"{run.name}.pt" for run in options.runs}
-    for run in options.runs if options.resume else ():
+    if not options.resume:
+        set_aside(options.folder / "checkpoints", console)
+    for run in options.runs:
         if files[run.name].exists():  # all of them now: an unusable one must not show up after hours of training
             check_settings(load_checkpoint(files[run.name]), files[run.name], settings_of(run, options, corpus))
     with StopRequest() as stop:
@@ -233,7 +236,7 @@ def compare(options: Options, console: Console) -> int:
             bars = [progress.add_task(run.name, **blank) for run in options.runs]
             for run, bar in zip(options.runs, bars, strict=True):
                 trainer = Trainer(run, options, corpus)
-                if options.resume and files[run.name].exists():
+                if files[run.name].exists():
                     state = load_checkpoint(files[run.name])
                     trainer.restore(state)
                     remark_on_environment(state["environment"], run, console)
@@ -247,6 +250,15 @@ def compare(options: Options, console: Console) -> int:
     again = shlex.join([*sys.argv, *([] if options.resume else ["--resume"])])
     console.print(f"Stopped. To continue with the same losses: python {again}", markup=False, soft_wrap=True)
     return 128 + stop.signal
+
+
+def set_aside(checkpoints: Path, console: Console) -> None:
+    """Move the checkpoints of an earlier run out of the way of a new one; only one generation is kept."""
+    if checkpoints.exists():
+        kept = checkpoints.with_name("checkpoints.previous")
+        shutil.rmtree(kept, ignore_errors=True)
+        checkpoints.rename(kept)
+        console.print(f"Starting over (no --resume); the checkpoints of the earlier run are now in {kept}.")
 
 
 def settings_of(run: Run, options: Options, corpus: Corpus) -> dict:

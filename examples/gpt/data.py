@@ -8,6 +8,7 @@ import hashlib
 import os
 import sysconfig
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ class Corpus:
     held_out: np.ndarray
     files: int
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of both streams: two runs with the same digest saw the same text."""
         digest = hashlib.sha256(self.train.tobytes())

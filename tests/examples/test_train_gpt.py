@@ -198,6 +198,15 @@ def test_resuming_a_finished_run_only_reports(tmp_path, monkeypatch):
     assert results(tmp_path)["recipes"] == before["recipes"]
 
 
+def test_starting_over_sets_the_earlier_checkpoints_aside(tmp_path):
+    assert train(tmp_path, "--recipe mxfp8 --steps 2") == 0
+    assert train(tmp_path, "--recipe bf16 --steps 3") == 0
+    names = {path.parent.name + "/" + path.name for path in (tmp_path / "small").glob("*/*.pt")}
+    assert names == {"checkpoints/bf16.pt", "checkpoints.previous/bf16.pt", "checkpoints.previous/mxfp8.pt"}
+    # so that a later --resume meets no checkpoint of other settings
+    assert train(tmp_path, "--recipe mxfp8 --steps 3 --resume") == 0
+
+
 def test_checkpoints_are_also_written_on_the_way(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(train_gpt, "save_checkpoint", lambda path, state: saved.append((path.stem, state["step"])))
