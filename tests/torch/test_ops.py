@@ -365,8 +365,10 @@ def test_operand_form_of_more_axes():
 @pytest.fixture
 def default_state():
     """torch's process-wide settings, put back whatever a test does to them."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
     yield
     torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = before
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
 
@@ -392,6 +394,11 @@ def test_torchs_ambient_settings_change_nothing(fmt, default_state):
     torch.set_float32_matmul_precision("medium")
     check(run())
     assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # the newer way to say it, which the older one cannot read
+    check(run())
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     check(run())
@@ -445,3 +452,20 @@ def test_temporaries_of_other_modes_do_not_linger():
         assert same(q, mf.quantize(X, "nvfp4"))
         assert type(values) is torch.Tensor
         assert torch.equal(values, mf.quantize(X, "mxfp8").dequantize())
+
+
+@every_format
+def test_flushing_of_subnormals_is_off_and_switching_it_on_spares_normal_numbers(fmt):
+    """torch.set_flush_denormal is a hidden input (docs/numerics.md 1.5): exactness is claimed with the default, off."""
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(4))
+    normal = mf.quantize(x, fmt)
+    tiny = torch.full((1, 32), 2.0**-140)
+    assert tiny.mul(2).ne(0).all()  # the default keeps subnormals
+    expected = reference.quantize(tiny.numpy(), fmt)
+    assert np.array_equal(mf.quantize(tiny, fmt).codes.view(torch.uint8).numpy(), expected.codes)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        assert same(mf.quantize(x, fmt), normal)
+    finally:
+        torch.set_flush_denormal(False)

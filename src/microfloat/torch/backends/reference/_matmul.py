@@ -8,7 +8,8 @@ contraction and are multiplied into the operands: one more rounding of 2^-24 per
 docs/numerics.md 8.3. bfloat16 is not used: its GEMM is 3 to 5 times slower on CPUs without bf16 units.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -87,12 +88,48 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
-    """Keep TF32 (CUDA), bf16 shortcuts (CPU) and torch.autocast out of a float32 GEMM, whatever the process allows."""
-    before = torch.get_float32_matmul_precision()
+    """Keep TF32 (CUDA), bf16 shortcuts (CPU) and torch.autocast out of a float32 GEMM, whatever the process allows.
+
+    The setting is one of the process: it is raised while any thread is inside, and put back by the last one to leave.
+    """
+    global _inside, _put_back
     with ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if before != "highest":
-            stack.callback(torch.set_float32_matmul_precision, before)
-            torch.set_float32_matmul_precision("highest")
-        yield
+        with _lock:
+            if not _inside:
+                _put_back = _raise_precision()
+            _inside += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _inside -= 1
+                if not _inside:
+                    _put_back()
+
+
+_lock = threading.Lock()
+_inside = 0
+_put_back: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def _raise_precision() -> Callable[[], None]:
+    """Ask for IEEE float32 products; returns how to put the former setting back."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older function refuses to summarize
+        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        former = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+
+        def put_back() -> None:
+            for backend, value in zip(backends, former, strict=True):
+                backend.fp32_precision = value
+
+        return put_back
+    if before == "highest":
+        return lambda: None
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
