@@ -4,20 +4,23 @@ import importlib
 from types import ModuleType
 
 from microfloat.jax import checkpoint_policies, scaling
-from microfloat.jax._dot_general import dot_general, einsum
+from microfloat.jax._dot_general import DotGeneral, Einsum, dot_general, einsum
+from microfloat.jax._explain import (
+    Explanation,
+    explain,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from microfloat.jax.array import QuantizedArray
 from microfloat.jax.ops import dequantize, quantize, scaled_matmul
 
 __all__ = [
-    "QuantizedArray",
-    "dequantize",
-    "checkpoint_policies",
-    "dot_general",
-    "einsum",
-    "quantize",
-    "scaled_matmul",
-    "scaling",
-]
+    "DotGeneral", "Einsum", "Explanation", "QuantizedArray", "checkpoint_policies", "dequantize", "dot_general",
+    "einsum", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "quantize", "scaled_matmul", "scaling",
+]  # fmt: skip
 
 _FLAX_FRONT_ENDS = ("fp8_ops", "linen", "nnx")
 

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-__all__ = ["like_in_variance", "max_over", "on_first_device", "once", "sum_to_type_of", "varying_axes"]
+__all__ = [
+    "like_in_variance", "max_over", "on_first_device", "once", "sharding_axes", "sum_to_type_of", "told_axes",
+    "varying_axes",
+]  # fmt: skip
 
 
 def varying_axes(*arrays: Array) -> frozenset[str]:
@@ -21,6 +24,24 @@ def varying_axes(*arrays: Array) -> frozenset[str]:
         manual = getattr(kind, "manual_axis_type", None)
         axes |= frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
     return axes
+
+
+def sharding_axes(x: Array, axis_names: Sequence[str]) -> frozenset[str]:
+    """Mesh axes that shard `x`: what JAX knows of it, else those of `axis_names` that are bound here."""
+    return varying_axes(x) or told_axes(axis_names)
+
+
+def told_axes(axis_names: Sequence[str]) -> frozenset[str]:
+    """Those of `axis_names` that exist where this runs: a module is initialised outside of shard_map."""
+    return frozenset(name for name in axis_names if _is_bound(name))
+
+
+def _is_bound(name: str) -> bool:
+    try:
+        lax.axis_size(name)
+    except NameError:  # how JAX answers the question
+        return False
+    return True
 
 
 def max_over(value: Array, axes: frozenset[str] | Sequence[str]) -> Array:
@@ -43,10 +64,10 @@ def like_in_variance(value: Array, like: Array) -> Array:
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
-def on_first_device(value: Array, axes: Sequence[str]) -> Array:
+def on_first_device(value: Array, axes: frozenset[str]) -> Array:
     """`value` on the device of index 0 along all of `axes`, zeros elsewhere."""
     first = jnp.array(True)
-    for axis in axes:
+    for axis in sorted(axes):
         first &= lax.axis_index(axis) == 0
     return jnp.where(first, value, jnp.zeros_like(value))
 

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax import scaling
+from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
 from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax, missing_key
 from microfloat.jax._random import call_seed
@@ -82,8 +82,8 @@ class DotGeneral:
         """
         del precision
         words = self._words(seed, key)
-        y, _ = self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state)
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        y, _ = self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
+        return y
 
     def threaded(
         self,
@@ -93,6 +93,7 @@ class DotGeneral:
         preferred_element_type: DTypeLike | None,
         words: Array | None,
         state: DelayedState | None,
+        out_sharding: object = None,
     ) -> tuple[Array, DelayedState | None]:
         """(y, the state handed through) for the call seed's words; a later use in this step takes that state.
 
@@ -105,7 +106,15 @@ class DotGeneral:
             raise invalid_type("preferred_element_type", dtype, "float32, bfloat16 or float16")
         state = self._check_state(state)
         config = Config(self.recipe, dtype, self.backend, self.axis_names, self.residuals)
-        return _apply(lhs, rhs, words, state, config=config, dimensions=dimensions)
+        run = partial(_apply, config=config, dimensions=dimensions)
+        if _explicit.is_explicit(lhs, rhs):
+            plain = partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+            spec = jax.eval_shape(plain, lhs, rhs.astype(lhs.dtype)).sharding.spec
+            return _explicit.run_automatically(
+                run, lambda shapes: (spec, _explicit.replicated(shapes[1])), lhs, rhs, words, state
+            )
+        y, state = run(lhs, rhs, words, state)
+        return place(y, out_sharding), state
 
     def with_amax(
         self,
@@ -154,6 +163,14 @@ class DotGeneral:
         return call_seed(seed, key, repr(self.recipe))
 
 
+def place(y: Array, out_sharding: object) -> Array:
+    """`y` with the sharding that was asked for; None leaves it alone."""
+    if out_sharding is None:
+        return y
+    constrain = jax.sharding.reshard if _explicit.is_explicit(y) else lax.with_sharding_constraint
+    return constrain(y, out_sharding)
+
+
 def einsum(recipe: Recipe, **options: object) -> "Einsum":
     """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands; the first is always x, the second w.
 
@@ -189,8 +206,7 @@ class Einsum:
             *plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type=preferred_element_type,
             state=state, key=key, seed=seed,
         )  # fmt: skip
-        y = plan.result(y)
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        return place(plan.result(y), out_sharding)
 
 
 @partial(jax.jit, static_argnames=("config", "dimensions"))

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_value
 from microfloat.jax import _fp8_meta as meta
-from microfloat.jax._collectives import like_in_variance, on_first_device, once, varying_axes
+from microfloat.jax._collectives import like_in_variance, on_first_device, once, told_axes, varying_axes
 from microfloat.jax._max_grad import from_max_grad
 
 __all__ = [
@@ -37,12 +37,12 @@ class Rule(NamedTuple):
 
 def accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
     """The state's cotangent: the new state, or what a later use made of it where that is larger."""
-    told = bool(rule.axis_names) and not varying_axes(x)
+    told = frozenset() if varying_axes(x) else told_axes(rule.axis_names)
     result = []
     for value, leaf, later in zip(new, old, incoming, strict=True):
         value = once(lax.stop_gradient(value), from_max_grad(leaf))
         value = jnp.maximum(like_in_variance(value, leaf), from_max_grad(later))
-        value = on_first_device(value, rule.axis_names) if told else value
+        value = on_first_device(value, told) if told else value
         result.append(lax.convert_element_type(value, leaf.dtype))
     return tuple(result)  # type: ignore[return-value]
 

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import unknown_name
-from microfloat.jax._collectives import max_over, varying_axes
+from microfloat.jax._collectives import max_over, sharding_axes, varying_axes
 from microfloat.jax._max_grad import from_max_grad
 
 __all__ = [
@@ -101,7 +101,7 @@ def updated_state(
     old_scale, history = from_max_grad(jnp.asarray(scale)), from_max_grad(amax_history)
     new_scale = compute_scale(jnp.max(history), old_scale, get_fp8_max(q_dtype, jnp.float32))
     x = jnp.asarray(x)
-    axes = (varying_axes(x) or frozenset(axis_names)) - varying_axes(history)
+    axes = sharding_axes(x, axis_names) - varying_axes(history)
     return new_scale, _rolled(max_over(_measured(x, jnp.dtype(jnp.float32)), axes), history)
 
 

@@ -20,7 +20,9 @@ from microfloat.jax._collectives import (
     max_over,
     on_first_device,
     once,
+    sharding_axes,
     sum_to_type_of,
+    told_axes,
     varying_axes,
 )
 from microfloat.jax._max_grad import from_max_grad
@@ -28,6 +30,7 @@ from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import reference, select
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Delayed, Recipe
+from microfloat.recipes.core import GEMMS
 
 __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
 
@@ -98,7 +101,7 @@ class _Call(NamedTuple):
                 self.seed.words, _STREAMS[operand], 0 if self.seed.batch is None else self.seed.batch
             )
         scale_enc = self.scales[tensor] if isinstance(cast.scaling, Delayed) else None
-        axes = amax_axes(x_RC, self.config.axis_names)
+        axes = sharding_axes(x_RC, self.config.axis_names)
         return reference.cast_matrix(x_RC, cast, noise, scale_enc=scale_enc, axes=axes)
 
     def is_shared(self, tensor: str) -> bool:
@@ -129,7 +132,7 @@ class _Call(NamedTuple):
     def gemm(self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype) -> Array:
         """One GEMM of the recipe, float32; `dtype` is the compute dtype."""
         gemm = getattr(self.config.recipe, name)
-        kinds = [None if cast is None else reference.Kind(cast.format, cast.hadamard, cols) for cast in gemm.casts]
+        kinds = [reference.kind_of(cast, cols) for cast in gemm.casts]
         return select.run_gemm(a, b, select.GemmPlan(*kinds, gemm.accumulate, gemm.path, self.config.backend, dtype))
 
 
@@ -143,6 +146,7 @@ def linear(
     second use that takes the latter contributes by maximum, never by sum.
     """
     call = _Call(config, seed, _encode_scales(state))
+    check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
     return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype).astype(config.dtype), state
 
@@ -151,6 +155,7 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
     if config.recipe.is_stochastic and seed.words is None:
         raise missing_key(config.recipe)
     call = _Call(config, seed, _encode_scales(state))
+    check_shards(config.recipe, x_MK, w_NK, GEMMS)
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
     y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype)
     amaxes = {
@@ -188,15 +193,10 @@ def _encode_scales(state: DelayedState | None) -> dict[str, Array]:
     return {tensor: scale.reshape(()) for tensor, scale in scaling.encode_scales(state).items()}
 
 
-def amax_axes(x: Array, axis_names: tuple[str, ...]) -> frozenset[str]:
-    """Mesh axes that shard a tensor: known under check_vma=True, told by `axis_names` otherwise."""
-    return varying_axes(x) or frozenset(axis_names)
-
-
 def live_amax(x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None) -> Array:
     """The amax of one tensor in this step, over all devices that share its state."""
     apart = varying_axes(*jax.tree.leaves(state))
-    return max_over(tensor_amax(x.astype(jnp.float32)), amax_axes(x, axis_names) - apart)
+    return max_over(tensor_amax(x.astype(jnp.float32)), sharding_axes(x, axis_names) - apart)
 
 
 def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedState | None) -> DelayedState | None:
@@ -205,7 +205,7 @@ def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedSta
     if state is None:
         return None
     amaxes = {**kept.amaxes, "dy": live_amax(dy_MN, config.axis_names, state)}
-    told = bool(config.axis_names) and not varying_axes(dy_MN)
+    told = frozenset() if varying_axes(dy_MN) else told_axes(config.axis_names)
     slots: dict[str, Slot] = {}
     for tensor, slot, rule in scaling.slots_of(state):
         recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
@@ -214,10 +214,35 @@ def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedSta
             value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
             value = jnp.maximum(value, from_max_grad(incoming))
             # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes.
-            value = on_first_device(value, config.axis_names) if told else value
+            value = on_first_device(value, told) if told else value
             leaves.append(lax.convert_element_type(value, leaf.dtype))
         slots[tensor] = Slot(*leaves)
     return DelayedState(**{tensor: slots.get(tensor) for tensor in scaling.TENSORS}, rules=state.rules)
+
+
+def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, gemms: tuple[str, ...]) -> None:
+    """Blocks must not cross the boundaries of shards: else InvalidValueError with the axis, the size and the block.
+
+    Inside shard_map K is taken as sharded over the mesh axes that both operands vary over, M over those of x alone,
+    N over those of w alone. What JAX cannot see (check_vma=False) is not checked.
+    """
+    of_x, of_w = varying_axes(x_MK), varying_axes(w_NK)
+    contracted = {
+        "fprop": ("K", of_x & of_w, x_MK.shape[1]),
+        "dgrad": ("N", of_w - of_x, w_NK.shape[0]),
+        "wgrad": ("M", of_x - of_w, x_MK.shape[0]),
+    }
+    for name in gemms:
+        letter, axes, size = contracted[name]
+        for cast in getattr(recipe, name).casts:
+            block = 1 if cast is None or cast.format.block[1] is None else cast.format.block[1]
+            block = max(block, cast.hadamard.size) if cast is not None and cast.hadamard is not None else block
+            if axes and size % block:
+                raise invalid_value(
+                    f"the contraction {letter} of {name}", f"shards of {size} over mesh axes {sorted(axes)}",
+                    f"a multiple of the block, {block}, so that no block of {cast.format.name} is cut",
+                    "Shard another axis, or choose sizes that divide.",
+                )  # fmt: skip
 
 
 def missing_key(recipe: Recipe) -> InvalidValueError:

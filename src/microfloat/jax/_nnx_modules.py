@@ -3,7 +3,6 @@
 import weakref
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
@@ -99,9 +98,10 @@ class DotGeneral(nnx.Module):
         words = None
         if self.recipe.is_stochastic and (key is not None or self.sr_rng is not None):
             words = call_seed(None, self.sr_rng() if key is None else key, repr(self.recipe))
-        y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, self._current_state())
+        state = self._current_state()
+        y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
         self._hand_on(handed)
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        return y
 
     def _current_state(self) -> DelayedState | None:
         state = self.state()
@@ -144,8 +144,7 @@ class EinsumOp(DotGeneral):
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
         y = super().__call__(*plan.operands(lhs, rhs), plan.dimension_numbers, None, preferred_element_type, key=key)
-        y = plan.result(y)
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+        return dots.place(plan.result(y), out_sharding)
 
 
 def value_of(variable: nnx.Variable) -> Array:

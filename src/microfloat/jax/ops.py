@@ -2,16 +2,19 @@
 
 import numbers
 import operator
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
+from microfloat.jax import _explicit
 from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
@@ -58,8 +61,28 @@ def quantize(
     words = None
     if cast.is_stochastic:
         words = call_seed(seed, key, f"the stochastic Cast on {cast.format.name} (or rounding='nearest')")
-    stream_word = _check_word("stream", stream)
-    return _quantize(x, words, stream_word, amax, scale_enc, cast=cast, axis=axis)
+    arguments = (x, words, _check_word("stream", stream), amax, scale_enc)
+    if _explicit.is_explicit(x):
+        return _explicit.run_automatically(
+            partial(_quantize, cast=cast, axis=axis), partial(_quantized_specs, x, axis), *arguments
+        )
+    return _quantize(*arguments, cast=cast, axis=axis)
+
+
+def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedArray:
+    """Codes as x is sharded; the scales of one-row blocks likewise, other scales on every device."""
+    spec = _explicit.spec_of(x)
+    spec = (spec[1], spec[0]) if axis == -2 else ((None,) * (2 - len(spec)) + spec)
+
+    def like(shape: tuple[int, ...]) -> PartitionSpec:
+        return PartitionSpec(
+            *(_explicit.sharded_if_divisible(axis, size, x) for axis, size in zip(spec, shape, strict=True))
+        )
+
+    one_row = not (shapes.format.is_per_tensor or shapes.format.is_tile)
+    scale = like(shapes.scale.shape) if one_row else PartitionSpec()
+    tensor_scale = None if shapes.tensor_scale is None else PartitionSpec()
+    return replace(shapes, codes=like(shapes.codes.shape), scale=scale, tensor_scale=tensor_scale)
 
 
 @partial(jax.jit, static_argnames=("cast", "axis"))
@@ -89,7 +112,17 @@ def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
     target = jnp.dtype(q.dtype if dtype is None else dtype)
     if target not in WIDE_DTYPES:
         raise invalid_type("dtype", target, "float32, bfloat16 or float16")
+    if _explicit.is_explicit(q.codes):
+        return _explicit.run_automatically(partial(_dequantize, dtype=target), partial(_dequantized_spec, q), q)
     return _dequantize(q, dtype=target)
+
+
+def _dequantized_spec(q: QuantizedArray, shape: jax.ShapeDtypeStruct) -> PartitionSpec:
+    spec = _explicit.spec_of(q.codes)
+    spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
+    return PartitionSpec(
+        *(_explicit.sharded_if_divisible(axis, size, q.codes) for axis, size in zip(spec, shape.shape, strict=True))
+    )
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -130,7 +163,12 @@ def scaled_matmul(
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
     compute = dtype_b if kind_a is not None and kind_b is None else dtype_a
     plan = select.GemmPlan(kind_a, kind_b, accumulate, "auto", check_backend(backend), compute)
-    y = _scaled_matmul(a, b, bias, plan=plan, dtype=dtype)
+    multiply = partial(_scaled_matmul, plan=plan, dtype=dtype)
+    if _explicit.is_explicit(*jax.tree.leaves((a, b, bias))):
+        rows = [_explicit.spec_of(jax.tree.leaves(operand)[0])[0] for operand in (a, b)]
+        y = _explicit.run_automatically(multiply, lambda _: PartitionSpec(*rows), a, b, bias)
+    else:
+        y = multiply(a, b, bias)
     return y.reshape(*leading, rows_b) if len(leading) > 1 else y
 
 

@@ -23,7 +23,8 @@ from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
     "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
-    "factored_values", "gemm", "matmul", "rows_of",
+    "factored_values", "gemm", "kind_of", "matmul", "measures_tensor",
+    "rows_of", "transposed",
 ]  # fmt: skip
 
 
@@ -167,11 +168,15 @@ def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) ->
 
 
 class Kind(NamedTuple):
-    """What is static about a quantized operand form: its format, its Hadamard transform, its contraction length."""
+    """What is static about a quantized operand form: its format, its Hadamard transform, its contraction length.
+
+    `power_of_two`: the float32 scales are known to be powers of two, by the rule that made them.
+    """
 
     format: ScaledFormat
     hadamard: Hadamard | None
     cols: int
+    power_of_two: bool = False
 
     @property
     def length(self) -> int:
@@ -214,6 +219,11 @@ def exact_gemm(
     shape = jax.ShapeDtypeStruct((rows_of(a), rows_of(b)), jnp.float32)
     call = partial(_exact_on_host, kind_a, kind_b)
     return jax.pure_callback(call, shape, a, b, bias, vmap_method="sequential")
+
+
+def kind_of(cast: Cast | None, cols: int) -> Kind | None:
+    """The kind of an operand quantized by `cast`; None stays None."""
+    return None if cast is None else Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)
 
 
 def rows_of(operand: Operand) -> int:

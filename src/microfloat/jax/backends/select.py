@@ -1,14 +1,16 @@
 """Which backend runs a GEMM: decided from static facts and the platform it is lowered for, never by trying."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from microfloat.jax.backends import reference
+from microfloat.errors import NotSupportedError
+from microfloat.jax.backends import native, reference
 
-__all__ = ["GemmPlan", "run_gemm"]
+__all__ = ["GemmPlan", "choice_of", "run_gemm"]
 
 
 class GemmPlan(NamedTuple):
@@ -25,9 +27,35 @@ class GemmPlan(NamedTuple):
     dtype: np.dtype
 
 
+def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> native.Choice:
+    """How `plan` runs on a chip; NotSupportedError for ``backend="native"`` where no unit of the format does.
+
+    Two operands in high precision are no matter of a backend.
+    """
+    choice = native.choose(plan.kind_a, plan.kind_b, chip, plan.path)
+    if plan.backend == "reference":
+        return choice._replace(way="reference", kernel="decode to float32, float32 dot, scales in the epilogue")
+    in_high_precision = plan.kind_a is None and plan.kind_b is None
+    if plan.backend == "native" and not choice.support.accelerated and not in_high_precision:
+        raise NotSupportedError(
+            f"backend: got 'native', needed a GEMM that runs on units of its format. {choice.support.reason}. "
+            "Use backend='auto' to emulate it."
+        )
+    return choice
+
+
 def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: Array | None = None) -> Array:
     """``a @ b.T + bias`` in float32 [M, N]."""
     if plan.accumulate == "exact":
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias)
-    product = reference.gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype)
+    choice = choice_of(plan, native.capability())
+    emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
+    if choice.way == "reference":
+        product = emulate(a, b)
+    else:
+        on_gpu = partial(
+            native.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, way=choice.way, accumulate=plan.accumulate
+        )
+        # A program may still be lowered for another platform than the default one.
+        product = lax.platform_dependent(a, b, cuda=on_gpu, default=emulate)
     return product if bias is None else product + bias.astype(jnp.float32)[None, :]

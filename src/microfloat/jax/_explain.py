@@ -1,0 +1,234 @@
+"""`explain` and the availability queries: what runs where and why, before anything runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax._dimensions import canonical_dimensions
+from microfloat.jax.backends import native, reference
+from microfloat.jax.backends.select import GemmPlan, choice_of
+from microfloat.jax.ops import check_backend
+from microfloat.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    from_name,
+)
+from microfloat.recipes.core import GEMMS
+from microfloat.support import Support
+
+__all__ = [
+    "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM: its operands, how its contraction is padded, the kernel, and what the hardware makes of it."""
+
+    gemm: str
+    operands: str
+    padding: str
+    kernel: str
+    support: Support
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a recipe does on a device: a row per GEMM; prints as a table."""
+
+    recipe: Recipe
+    device: str
+    rows: tuple[GemmRow, ...]
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether every quantized GEMM runs on tensor cores of its format."""
+        return all(row.support.accelerated for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("GEMM", "operands", "padding", "kernel", "runs", "accelerated", "why")
+        yes = {True: "yes", False: "no"}
+        cells = [header] + [
+            (row.gemm, row.operands, row.padding, row.kernel, yes[row.support.available], yes[row.support.accelerated],
+             row.support.reason)
+            for row in self.rows
+        ]  # fmt: skip
+        return "\n".join([f"{self.recipe!r} on {self.device}", *_table(cells)])
+
+
+@dataclass(frozen=True)
+class ProgramDots:
+    """The dots of a compiled program: (instruction, operand dtypes, whether it calls an FP8 GEMM)."""
+
+    device: str
+    rows: tuple[tuple[str, str, bool], ...]
+
+    @property
+    def calls_fp8(self) -> bool:
+        """Whether the program calls a GEMM with two FP8 operands."""
+        return any(row[2] for row in self.rows)
+
+    def __str__(self) -> str:
+        cells = [("instruction", "operands", "FP8 GEMM")]
+        cells += [(name, kinds, "yes" if fp8 else "no") for name, kinds, fp8 in self.rows]
+        verdict = "Fp8 call detected!" if self.calls_fp8 else "No Fp8 call!"
+        return "\n".join([f"{verdict} ({self.device})", *_table(cells)])
+
+
+def _table(cells: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def explain(
+    subject: Recipe | str | Callable,
+    *arguments: Any,
+    device: object = None,
+    shape: object = None,
+    backend: str = "auto",
+) -> "Explanation | ProgramDots":
+    """What runs, where and why; nothing is run.
+
+    * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device` ("cpu", "cuda", a JAX device, or
+      None for the default one); `shape` is (M, K, N) of a Linear, for the padding.
+    * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct).
+    * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
+      GEMM is called, on any platform.
+
+    `device` and `shape` may also be given by position. Raises InvalidTypeError or InvalidValueError for other
+    arguments.
+    """
+    if not isinstance(subject, Recipe | str):
+        if not callable(subject):
+            raise invalid_type("recipe", type(subject), "a Recipe, its name, or a function")
+        return _program_dots(subject, *arguments)
+    recipe = from_name(subject) if isinstance(subject, str) else subject
+    check_backend(backend)
+    if arguments and hasattr(arguments[0], "shape"):
+        if len(arguments) != 3:
+            raise invalid_value("arguments", f"{len(arguments)} of them", "lhs, rhs and dimension_numbers")
+        lhs, rhs, numbers = arguments
+        dimensions = canonical_dimensions(tuple(lhs.shape), tuple(rhs.shape), numbers)
+        sizes = (dimensions.lhs_free, dimensions.contracted, dimensions.rhs_free)
+        shape = tuple(int(np.prod(part, dtype=np.int64)) for part in sizes)
+    elif arguments:
+        device = arguments[0] if device is None else device
+        shape = arguments[1] if len(arguments) > 1 and shape is None else shape
+    name, chip, missing = _target(device)
+    rows = tuple(_row(recipe, gemm, chip, missing, _checked_shape(shape), backend) for gemm in GEMMS)
+    return Explanation(recipe, name, rows)
+
+
+def _checked_shape(shape: object) -> tuple[int, int, int] | None:
+    if shape is None:
+        return None
+    if isinstance(shape, tuple | list) and len(shape) == 3 and all(isinstance(n, int) and n >= 0 for n in shape):
+        return tuple(shape)  # type: ignore[return-value]
+    raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
+
+
+def _target(device: object) -> tuple[str, tuple[int, int] | None, Support | None]:
+    """(name, compute capability or None, why nothing can be said or None)."""
+    if isinstance(device, jax.Device):
+        device = device.platform
+    if device is not None and not isinstance(device, str):
+        raise invalid_type("device", type(device), "a JAX device, 'cpu', 'cuda' or None")
+    chip = native.capability()
+    if device is None:
+        device = "cuda" if chip else jax.default_backend()
+    name = {"gpu": "cuda"}.get(device.split(":")[0], device.split(":")[0])
+    if name not in ("cpu", "cuda", "tpu", "rocm"):
+        raise invalid_value("device", repr(device), "'cpu', 'cuda', 'rocm' or 'tpu'")
+    if name != "cuda":
+        return name, None, None
+    absent = None if chip else Support(False, False, "JAX sees no CUDA device on this machine")
+    return name, chip, absent
+
+
+_IN_HIGH_PRECISION = Support(True, True, "the recipe keeps this GEMM in high precision; it runs in the operands' dtype")
+
+
+def _row(
+    recipe: Recipe, name: str, chip: tuple[int, int] | None, missing: Support | None,
+    shape: tuple[int, int, int] | None, backend: str,
+) -> GemmRow:  # fmt: skip
+    gemm = getattr(recipe, name)
+    operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
+    if missing is not None:
+        return GemmRow(name, operands, "-", "-", missing)
+    if gemm.is_high_precision:
+        return GemmRow(name, operands, "-", "lax.dot_general", _IN_HIGH_PRECISION)
+    cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
+    kinds = [reference.kind_of(cast, cols) for cast in gemm.casts]
+    choice = choice_of(GemmPlan(*kinds, gemm.accumulate, gemm.path, backend, np.dtype(np.float32)), chip)
+    support = choice.support
+    if not support.accelerated:
+        support = Support(True, False, f"emulated: {support.reason}")
+    return GemmRow(name, operands, _padding(kinds, cols, shape), choice.kernel, support)
+
+
+def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, int, int] | None) -> str:
+    """How the contraction is padded inside."""
+    multiples = [kind.hadamard.size for kind in kinds if kind is not None and kind.hadamard is not None]
+    multiples += [kind.format.block[1] for kind in kinds if kind is not None and kind.format.block[1] is not None]
+    if shape is None or not multiples:
+        return "-"
+    padded = -(-cols // max(multiples)) * max(multiples)
+    return "none" if padded == cols else f"{cols} -> {padded}"
+
+
+def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
+    compiled = jax.jit(function).lower(*arguments).compile()
+    rows = []
+    for line in compiled.as_text().splitlines():
+        head, _, body = line.strip().partition(" = ")
+        is_dot = " dot(" in body
+        is_call = " custom-call(" in body and ("matmul" in body or "gemm" in body)
+        if is_dot or is_call:
+            inside = body.split("(", 1)[1]
+            kinds = [
+                word.split("[")[0] for word in inside.replace(",", " ").split() if "[" in word and word[0] in "fbus"
+            ]
+            fp8 = is_call and sum(kind.startswith("f8e") for kind in kinds) >= 2
+            rows.append((head.removeprefix("ROOT ").lstrip("%"), " x ".join(kinds[:2]) or "-", fp8))
+    return ProgramDots(jax.default_backend(), tuple(rows))
+
+
+def _availability(recipe: Recipe, device: object) -> Support:
+    explanation = explain(recipe, device=device)
+    rows = explanation.rows  # type: ignore[union-attr]
+    available = all(row.support.available for row in rows)
+    return Support(available, all(row.support.accelerated for row in rows), rows[0].support.reason)
+
+
+def is_fp8_available(device: object = None) -> Support:
+    """Whether per-tensor FP8 runs on `device` (it does everywhere), and whether tensor cores take it.
+
+    The answer unpacks into ``(available, reason)``; its truth value is `available`.
+    """
+    return _availability(Float8CurrentScaling(), device)
+
+
+def is_mxfp8_available(device: object = None) -> Support:
+    """The same for MXFP8."""
+    return _availability(MXFP8BlockScaling(), device)
+
+
+def is_fp8_block_scaling_available(device: object = None) -> Support:
+    """The same for FP8 with 1x128 and 128x128 blocks."""
+    return _availability(Float8BlockScaling(), device)
+
+
+def is_nvfp4_available(device: object = None) -> Support:
+    """The same for NVFP4."""
+    return _availability(NVFP4BlockScaling(), device)

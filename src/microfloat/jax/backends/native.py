@@ -1,0 +1,166 @@
+"""The native backend: GEMMs on the FP8 and MX units of a GPU, through XLA's own dots.
+
+Four ways, chosen by `choose` from the formats and the chip alone:
+
+* `fp8`: the FP8 codes go into one dot, tensor and row scales multiply its float32 result (sm_89 and newer).
+* `bf16`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
+  GPU).
+* `mx`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
+* None of these fits: the reference GEMM.
+
+Casts are those of the reference backend on every platform. Source: docs/numerics.md 8.2, docs/jax.md.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from microfloat.formats import ScaledFormat
+from microfloat.jax.backends import reference
+from microfloat.support import Support
+
+__all__ = ["Choice", "capability", "choose", "gemm"]
+
+# cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
+_MULTIPLE = 16
+_NO_GPU = Support(True, False, "no CUDA device: the reference backend decodes and multiplies in float32")
+
+
+class Choice(NamedTuple):
+    """How one GEMM runs: `way` is "fp8", "bf16", "mx" or "reference"; `kernel` says the same in words."""
+
+    way: str
+    kernel: str
+    support: Support
+
+
+def capability() -> tuple[int, int] | None:
+    """(major, minor) compute capability of the first CUDA device that JAX sees, or None."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    text = getattr(jax.devices()[0], "compute_capability", None)
+    if not text:
+        return None
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)
+
+
+def choose(
+    kind_a: reference.Kind | None, kind_b: reference.Kind | None, chip: tuple[int, int] | None, path: str = "auto"
+) -> Choice:
+    """The way of a GEMM of two quantized operands on a chip of this compute capability (None: no GPU)."""
+    if chip is None:
+        return Choice("reference", "decode to float32, float32 dot, scales in the epilogue", _NO_GPU)
+    if kind_a is None or kind_b is None:
+        reason = "one operand is in high precision: the other is dequantized to the compute dtype"
+        return Choice("reference", "dequantize one operand, dot", Support(True, False, reason))
+    formats = (kind_a.format, kind_b.format)
+    names = " x ".join(fmt.name for fmt in formats)
+    name = f"sm_{chip[0]}{chip[1]}"
+    if all(_scale_is_outer(fmt) for fmt in formats):
+        if chip >= (8, 9):
+            reason = f"FP8 tensor cores of {name}; tensor and row scales multiply the float32 result"
+            return Choice("fp8", "FP8 dot, scales in the epilogue", Support(True, True, reason))
+        reason = f"{name} has no FP8 tensor cores: decoded to bfloat16, exactly"
+        return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
+    if chip >= (10, 0) and _is_mx_pair(kind_a, kind_b):
+        reason = f"block-scaled dot of {name} through jax.nn.scaled_matmul; not yet run on the hardware"
+        return Choice("mx", "jax.nn.scaled_matmul", Support(True, True, reason))
+    if all(kind.format.scale.name != "FP32" or kind.power_of_two for kind in (kind_a, kind_b)):
+        folded = "; folding is not offered here: XLA has no dot with one scale per 128" if path == "folded" else ""
+        reason = f"no block-scaled dot for {names} on {name}: decoded to bfloat16, exactly{folded}"
+        return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
+    reason = f"XLA has no dot with one float32 scale per block of {names}: decoded to float32"
+    return Choice("reference", "decode to float32, float32 dot", Support(True, False, reason))
+
+
+def _scale_is_outer(fmt: ScaledFormat) -> bool:
+    """One scale per tensor or per row, so that it commutes with the contraction."""
+    return fmt.scale.name == "FP32" and fmt.block[1] is None
+
+
+def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:
+    """Both 1x32 FP8 with E8M0 scales, or both FP4 with E4M3 scales along 16: what cuDNN takes."""
+    a, b = kind_a.format, kind_b.format
+    if a.scale != b.scale or a.block[1] != b.block[1]:
+        return False
+    if a.scale.name == "E8M0":
+        return a.block[1] == 32 and a.element.bits == 8 and b.element.bits == 8
+    return a.block[1] == 16 and a.element.name == b.element.name == "E2M1"
+
+
+def gemm(
+    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, way: str, accumulate: str
+) -> Array:
+    """``a @ b.T`` in float32 [M, N] by one of the ways of `choose`."""
+    if way == "fp8":
+        return _fp8(a, b, kind_a, kind_b, accumulate)
+    if way == "mx":
+        return _mx(a, b, kind_a, kind_b)
+    return _bf16(a, b, kind_a, kind_b)
+
+
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+
+
+def _fp8(
+    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, accumulate: str
+) -> Array:
+    """FP8 codes into one dot. Precision HIGHEST makes XLA add partial sums in float32 ("split")."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    precision = lax.Precision.DEFAULT if accumulate == "fast" else lax.Precision.HIGHEST
+    product = lax.dot_general(
+        _padded(a.codes), _padded(b.codes), _CONTRACT_LAST, precision=precision, preferred_element_type=jnp.float32
+    )
+    outer_a = a.scale if kind_a.format.is_per_tensor else a.scale[:, 0]
+    outer_b = b.scale if kind_b.format.is_per_tensor else b.scale[:, 0]
+    return reference.apply_outer(product[:rows, :cols], outer_a, outer_b)
+
+
+def _padded(codes: Array) -> Array:
+    """Codes of zero up to multiples of 16 in both axes; they change no sum."""
+    missing = [-size % _MULTIPLE for size in codes.shape]
+    if not any(missing):
+        return codes
+    return lax.pad(codes, jnp.zeros((), codes.dtype), [(0, extra, 0) for extra in missing])
+
+
+def _bf16(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind) -> Array:
+    """Codes times block scales fit bfloat16 exactly (docs/numerics.md 8.2); the dot accumulates in float32."""
+    values_a, outer_a = reference.factored_values(a, kind_a.format, kind_a.length)
+    values_b, outer_b = reference.factored_values(b, kind_b.format, kind_b.length)
+    product = lax.dot_general(
+        values_a.astype(jnp.bfloat16), values_b.astype(jnp.bfloat16), _CONTRACT_LAST, preferred_element_type=jnp.float32
+    )
+    return reference.apply_outer(product, outer_a, outer_b)
+
+
+def _mx(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind) -> Array:
+    """Codes and scales as `jax.nn.scaled_matmul` wants them: one batch axis, K last, one scale per row and block."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    data_a, scale_a = _mx_operand(a, kind_a)
+    data_b, scale_b = _mx_operand(b, kind_b)
+    product = jax.nn.scaled_matmul(data_a, data_b, scale_a, scale_b, preferred_element_type=jnp.float32)
+    return reference.apply_outer(product[0, :rows, :cols], a.tensor_scale, b.tensor_scale)
+
+
+def _mx_operand(matrix: reference.Matrix, kind: reference.Kind) -> tuple[Array, Array]:
+    """(data [1, R, K], scales [1, R, K / block]) with K padded to whole blocks (codes 0, scale 1) and rows to 128."""
+    fmt, block = kind.format, kind.format.block[1]
+    codes = reference.code_bytes(matrix.codes, fmt.element, kind.length)
+    scale = matrix.scale
+    if fmt.is_tile:
+        scale = jnp.repeat(scale, fmt.block[0], axis=0)[: codes.shape[0]]
+    extra_rows, extra_cols = -codes.shape[0] % 128, -codes.shape[1] % (4 * block)
+    codes = lax.pad(codes, np.uint8(0), ((0, extra_rows, 0), (0, extra_cols, 0)))
+    one = np.uint8(127 if fmt.scale.name == "E8M0" else 0x38)
+    missing = codes.shape[1] // block - scale.shape[1]
+    scale = lax.pad(scale, one, ((0, extra_rows, 0), (0, missing, 0)))
+    scale_dtype = jnp.float8_e8m0fnu if fmt.scale.name == "E8M0" else jnp.float8_e4m3fn
+    data = reference.as_code_dtype(codes, fmt.element)
+    if fmt.element.bits == 4:
+        data = lax.bitcast_convert_type(data, jnp.float4_e2m1fn).reshape(codes.shape)
+    return data[None], lax.bitcast_convert_type(scale, scale_dtype)[None]

@@ -1,0 +1,160 @@
+"""The native backend: what is chosen for which chip, its GEMMs on this platform, and what is lowered for a GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from microfloat import Support, reference
+from microfloat.jax.backends import native
+from microfloat.jax.backends import reference as emulation
+from microfloat.recipes import RECIPES, Cast, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name
+from tests.jax.compare import relative_error
+
+RNG = np.random.default_rng(17)
+X, W = RNG.standard_normal((40, 72)).astype(np.float32), RNG.standard_normal((24, 72)).astype(np.float32)
+PLAIN = (((1,), (1,)), ((), ()))
+
+
+def kinds_of(recipe, gemm="fprop", cols=72):
+    return [emulation.kind_of(cast, cols) for cast in getattr(from_name(recipe), gemm).casts]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chip", "way", "accelerated"),
+    [
+        ("fp8_current", None, "reference", False),
+        ("fp8_current", (8, 0), "bf16", False),
+        ("fp8_current", (8, 9), "fp8", True),
+        ("fp8_row", (9, 0), "fp8", True),
+        ("fp8_block", (9, 0), "bf16", False),
+        ("mxfp8", (9, 0), "bf16", False),
+        ("mxfp8", (10, 0), "mx", True),
+        ("mxfp6", (10, 0), "bf16", False),
+        ("nvfp4", (9, 0), "bf16", False),
+        ("nvfp4", (10, 0), "mx", True),
+    ],
+)
+def test_choice(recipe, chip, way, accelerated):
+    choice = native.choose(*kinds_of(recipe), chip)
+    assert (choice.way, choice.support.accelerated) == (way, accelerated)
+    assert choice.support.reason
+
+
+def test_float32_block_scales_do_not_fit_bfloat16():
+    cast = Cast("fp8_1x128", "amax")
+    kind = emulation.kind_of(cast, 72)
+    assert native.choose(kind, kind, (9, 0)).way == "reference"
+
+
+def quantized(name, x):
+    q = mj.quantize(x, name)
+    return mj.ops.as_matrix(q), emulation.kind_of(Cast(name), x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("fp8", "fp8_tensor"), ("fp8", "fp8_row"), ("bf16", "fp8_tensor"), ("bf16", "fp8_1x128"), ("bf16", "mxfp8"),
+     ("bf16", "mxfp6_e2m3"), ("bf16", "nvfp4"), ("bf16", "nvfp4_2d")],
+)  # fmt: skip
+def test_gemms_of_every_way(way, name):
+    """Each way multiplies the same values; only the order of sums may differ."""
+    (a, kind_a), (b, kind_b) = quantized(name, X), quantized(name, W)
+    expected = reference.scaled_matmul(reference.quantize(X, name), reference.quantize(W, name))
+    # docs/numerics.md 8.3: CPU and bfloat16 dots, Hopper split and fast
+    on_gpu = way == "fp8" and jax.default_backend() != "cpu"
+    for accumulate, tolerance in (("split", 5e-4), ("fast", 5e-3)) if way == "fp8" else (("split", 1e-5),):
+        actual = jax.jit(lambda a, b, mode=accumulate: native.gemm(a, b, kind_a, kind_b, way, mode))(a, b)
+        assert relative_error(actual, expected) < (tolerance if on_gpu else 1e-5)
+
+
+def test_mx_operands_are_whole_blocks():
+    """What goes into jax.nn.scaled_matmul decodes to the same values, padding to zero."""
+    for name in ("mxfp8", "nvfp4_2d", "nvfp4"):
+        matrix, kind = quantized(name, X)
+        data, scale = jax.jit(lambda m, kind=kind: native._mx_operand(m, kind))(matrix)
+        block = kind.format.block[1]
+        factors = np.asarray(scale[0].astype(jnp.float32))
+        values = np.asarray(data[0].astype(jnp.float32)) * np.repeat(factors, block, axis=1)
+        expected = reference.dequantize(reference.quantize(X, name))
+        if matrix.tensor_scale is not None:
+            values = values * np.float32(matrix.tensor_scale)
+        np.testing.assert_allclose(values[: X.shape[0], : X.shape[1]], expected, rtol=1e-6)
+        assert not values[:, X.shape[1] :].any()
+        assert data.shape[1] % 128 == 0
+        assert scale.shape[2] % 4 == 0
+
+
+def lowered_for_cuda(way, name):
+    (a, kind_a), (b, kind_b) = quantized(name, X), quantized(name, W)
+    run = jax.jit(lambda a, b: native.gemm(a, b, kind_a, kind_b, way, "fast"))
+    return run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_lowering_for_a_gpu():
+    """No GPU is needed to see what XLA is given: FP8 operands in the dot, and the block-scaled call."""
+    dot = re.search(r"dot_general.*: \((.*?)\) -> (\S+)", lowered_for_cuda("fp8", "fp8_tensor"))
+    assert dot[1] == "tensor<48x80xf8E4M3FN>, tensor<32x80xf8E4M3FN>", "operands are padded to multiples of 16"
+    assert dot[2] == "tensor<48x32xf32>"
+    for name, element in (("mxfp8", "f8E4M3FN"), ("nvfp4", "f4E2M1FN")):
+        text = lowered_for_cuda("mx", name)
+        assert element in text
+        assert "block_scaled_dot" in text or "scaled" in text
+
+
+def test_strict_mode_refuses_to_emulate():
+    op = mj.dot_general(MXFP8BlockScaling(), backend="native")
+    if native.capability() is not None and native.capability() >= (10, 0):
+        pytest.skip("this chip has a native block-scaled dot")
+    with pytest.raises(RuntimeError, match=r"backend: got 'native'.*Use backend='auto'"):
+        jax.jit(op, static_argnums=2)(X, W, PLAIN)
+    with pytest.raises(RuntimeError, match="backend: got 'native'"):
+        mj.scaled_matmul(mj.quantize(X, "nvfp4"), mj.quantize(W, "nvfp4"), backend="native")
+    same = [mj.dot_general(MXFP8BlockScaling(), backend=backend)(X, W, PLAIN) for backend in ("auto", "reference")]
+    assert relative_error(*same) < 1e-5
+
+
+@pytest.mark.skipif(native.capability() is not None, reason="a CUDA device is there")
+def test_explain_without_a_gpu():
+    table = mj.explain(NVFP4BlockScaling(), "cpu", (40, 72, 24))
+    assert str(table).splitlines()[0] == f"{NVFP4BlockScaling()!r} on cpu"
+    assert [row.padding for row in table.rows] == ["72 -> 80", "24 -> 32", "40 -> 48"]
+    assert not table.accelerated
+    assert all(row.support and row.support.reason.startswith("emulated: ") for row in table.rows)
+    absent = mj.explain("mxfp8", "cuda")
+    assert not any(row.support.available for row in absent.rows)
+    shaped = mj.explain("mxfp8", jax.ShapeDtypeStruct((4, 8, 40), jnp.float32), W[:, :40], (((2,), (1,)), ((), ())))
+    assert [row.padding for row in shaped.rows] == ["40 -> 64", "24 -> 32", "none"]
+    for query in (mj.is_fp8_available, mj.is_mxfp8_available, mj.is_nvfp4_available, mj.is_fp8_block_scaling_available):
+        support = query()
+        available, reason = support
+        assert isinstance(support, Support)
+        assert available
+        assert not support.accelerated
+        assert "emulated" in reason
+        assert not query("cuda").available
+
+
+def test_explain_a_program():
+    explained = mj.explain(lambda x, w: mj.dot_general(Float8CurrentScaling())(x, w, PLAIN), X, W)
+    if jax.default_backend() == "cpu":
+        assert not explained.calls_fp8
+        assert str(explained).startswith("No Fp8 call!")
+    else:
+        assert explained.calls_fp8
+    assert explained.rows
+
+
+def test_explain_covers_every_recipe():
+    for name in RECIPES:
+        table = mj.explain(name)
+        assert [row.gemm for row in table.rows] == ["fprop", "dgrad", "wgrad"]
+    with pytest.raises(TypeError, match="recipe: got int"):
+        mj.explain(3)
+    with pytest.raises(ValueError, match="device: got 'npu'"):
+        mj.explain("mxfp8", "npu")
+    with pytest.raises(ValueError, match=r"shape: got \(1, 2\)"):
+        mj.explain("mxfp8", shape=(1, 2))

@@ -1,0 +1,217 @@
+"""Sharded operands on eight host devices: jit on automatic or explicit meshes, shard_map with and without check_vma."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import microfloat.jax as mj
+from microfloat import reference
+from microfloat.jax import fp8_ops
+from microfloat.recipes import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from tests.jax.compare import assert_same_bytes, relative_error
+
+CPUS = jax.devices("cpu")
+pytestmark = pytest.mark.skipif(len(CPUS) < 8, reason=f"needs 8 host devices, the CPU client has {len(CPUS)}")
+
+RNG = np.random.default_rng(16)
+X = (RNG.standard_normal((64, 128)) * np.linspace(1, 5, 64)[:, None]).astype(np.float32)
+W, DY = (RNG.standard_normal((64, size)).astype(np.float32) for size in (128, 64))
+PLAIN = (((1,), (1,)), ((), ()))
+DELAYED = DelayedScaling(amax_history_len=3)
+RECIPES = {
+    "current": Float8CurrentScaling(),
+    "delayed": DELAYED,
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+
+
+def mesh_of(kind, shape=(2, 4)):
+    count = int(np.prod(shape))
+    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape), devices=CPUS[:count])
+
+
+def arguments_of(recipe):
+    if recipe.is_delayed:
+        return {"state": mj.scaling.init(recipe)}
+    return {"seed": np.array([1, 2], np.uint32)} if recipe.is_stochastic else {}
+
+
+def three_gemms(recipe, out_sharding=None):
+    op, arguments = mj.dot_general(recipe), arguments_of(recipe)
+
+    def run(x, w, dy):
+        y, back = jax.vjp(lambda x, w: op(x, w, PLAIN, out_sharding=out_sharding, **arguments), x, w)
+        return y, *back(dy)
+
+    return run
+
+
+# x, w, dy: data parallel over all devices, tensor parallel along K and along N, FSDP (both sharded along rows).
+LAYOUTS = {
+    "data": (P(("data", "model"), None), P(None, None), P(("data", "model"), None)),
+    "tensor_K": (P(None, "model"), P(None, "model"), P(None, None)),
+    "tensor_N_data": (P("data", None), P("model", None), P("data", "model")),
+    "fsdp": (P("data", None), P("data", None), P("data", None)),
+}
+
+
+def placed(mesh, layout):
+    """x, w and dy as the layout shards them."""
+    return [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip((X, W, DY), LAYOUTS[layout], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_jit_with_sharded_operands(name):
+    """The result does not depend on the sharding: amaxes of whole tensors, noise of global indices."""
+    recipe = RECIPES[name]
+    expected = jax.jit(three_gemms(recipe))(X, W, DY)
+    mesh = mesh_of(AxisType.Auto)
+    for layout in LAYOUTS if name == "nvfp4" else ("data", "tensor_K"):
+        with jax.set_mesh(mesh):
+            results = jax.jit(three_gemms(recipe))(*placed(mesh, layout))
+        for actual, wanted in zip(results, expected, strict=True):
+            assert relative_error(actual, wanted) < 1e-6, (layout, name)
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor_K", "tensor_N_data"])
+def test_explicit_meshes(layout):
+    mesh = mesh_of(AxisType.Explicit)
+    out = P(None, None) if layout == "tensor_K" else None
+    expected = jax.jit(three_gemms(MXFP8BlockScaling()))(X, W, DY)
+    with jax.set_mesh(mesh):
+        results = jax.jit(three_gemms(MXFP8BlockScaling(), out))(*placed(mesh, layout))
+        assert results[0].sharding.spec == LAYOUTS[layout][2]
+    for actual, wanted in zip(results, expected, strict=True):
+        assert relative_error(actual, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_quantize_sharded(kind):
+    mesh = mesh_of(kind)
+    for name, spec in (("mxfp8", P("data", "model")), ("nvfp4", P("model", None)), ("nvfp4_2d", P("data", "model"))):
+        with jax.set_mesh(mesh):
+            q = jax.jit(lambda x, name=name: mj.quantize(x, name))(jax.device_put(X, NamedSharding(mesh, spec)))
+            assert_same_bytes(q, reference.quantize(X, name))
+            assert q.codes.sharding.spec == spec
+            values = q.dequantize()
+        np.testing.assert_array_equal(np.asarray(values), reference.dequantize(reference.quantize(X, name)))
+
+
+def local_step(recipe, axis_names):
+    """Loss and gradients of a data-parallel step: x sharded along rows, w replicated."""
+    op, arguments = mj.dot_general(recipe, axis_names=axis_names), arguments_of(recipe)
+
+    def loss(w, state, x):
+        keyed = {**arguments, "state": state} if recipe.is_delayed else arguments
+        return lax.psum(jnp.sum(op(x, w, PLAIN, **keyed) ** 2), "data")
+
+    return loss, arguments.get("state")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["current", "delayed", "nvfp4_nearest"])
+def test_shard_map_reduces_amaxes(name, check_vma):
+    """Under shard_map the tensor amax is the maximum over the axes that shard the tensor, state included."""
+    recipe = RECIPES.get(name) or NVFP4BlockScaling(disable_stochastic_rounding=True)
+    mesh = mesh_of(AxisType.Auto, (4,))
+    loss, state = local_step(recipe, () if check_vma else ("data",))
+
+    def sharded(w, state, x):
+        mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma)
+        return mapped(w, state, x)
+
+    op, arguments = mj.dot_general(recipe), arguments_of(recipe)
+
+    def plain(w, state, x):
+        keyed = {**arguments, "state": state} if recipe.is_delayed else arguments
+        return jnp.sum(op(x, w, PLAIN, **keyed) ** 2)
+
+    differentiate = (0, 1) if recipe.is_delayed else 0
+    actual = jax.jit(jax.grad(sharded, argnums=differentiate))(W, state, X)
+    expected = jax.jit(jax.grad(plain, argnums=differentiate))(W, state, X)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(one, other) < 1e-6
+
+
+def test_shard_map_tensor_parallel():
+    """K sharded: float32 partial products, one psum, one rounding."""
+    mesh = mesh_of(AxisType.Auto, (4,))
+    op = mj.dot_general(MXFP8BlockScaling())
+    xs = jnp.asarray(X, jnp.bfloat16)
+
+    def local(x, w):
+        return lax.psum(op(x, w, PLAIN, None, jnp.float32), "data").astype(x.dtype)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "data"), P(None, "data")), out_specs=P())
+    y, back = jax.jit(lambda x, w: jax.vjp(mapped, x, w))(xs, W)
+    plain, plain_back = jax.jit(lambda x, w: jax.vjp(lambda x, w: op(x, w, PLAIN), x, w))(xs, W)
+    assert relative_error(np.asarray(y, np.float32), np.asarray(plain, np.float32)) < 2.5e-3
+    dy = jnp.asarray(DY, jnp.bfloat16)
+    for one, other in zip(back(dy), plain_back(dy), strict=True):
+        assert relative_error(np.asarray(one, np.float32), np.asarray(other, np.float32)) < 1e-6
+
+
+def test_blocks_that_shards_would_cut_are_refused():
+    mesh = mesh_of(AxisType.Auto, (4,))
+    op = mj.dot_general(MXFP8BlockScaling())
+    mapped = jax.shard_map(
+        lambda x, w: lax.psum(op(x, w, PLAIN), "data"), mesh=mesh,
+        in_specs=(P(None, "data"), P(None, "data")), out_specs=P(),
+    )  # fmt: skip
+    x = np.ones((8, 64), np.float32)
+    with pytest.raises(ValueError, match=r"the contraction K of fprop: got shards of 16 over mesh axes \['data'\].*32"):
+        mapped(x, x)
+    rows = jax.shard_map(
+        lambda x, w: jax.grad(lambda w: jnp.sum(op(x, w, PLAIN)))(w),
+        mesh=mesh, in_specs=(P("data"), P()), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the contraction M of wgrad: got shards of 2"):
+        rows(x, x)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["grad_inside", "grad_outside"])
+def test_fp8_ops_in_shard_map(inside):
+    """Flax sums the state over devices, or refuses; here it is the maximum."""
+    mesh = mesh_of(AxisType.Auto, (4,))
+    x, scale, history = jnp.asarray([1.0, 5.0, 3.0, 2.0]), jnp.ones(()), jnp.zeros((3,))
+
+    def loss(scale, history, x):
+        y = fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history)
+        return jnp.sum(y) if inside else lax.psum(jnp.sum(y), "data")
+
+    specs = {"mesh": mesh, "in_specs": (P(), P(), P("data"))}
+    if inside:
+        run = jax.shard_map(jax.grad(loss, (0, 1)), out_specs=P(), **specs)
+    else:
+        run = jax.grad(jax.shard_map(loss, out_specs=P(), **specs), (0, 1))
+    new_scale, new_history = jax.jit(run)(scale, history, x)
+    assert float(new_scale) == 1.0
+    np.testing.assert_array_equal(np.asarray(new_history), [5, 0, 0])
+
+
+def test_fp8_module_in_shard_map_without_vma():
+    mesh = mesh_of(AxisType.Auto, (4,))
+    module = fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=3, axis_names=("data",))
+    numbers = (((1,), (0,)), ((), ()))
+    variables = module.init(jax.random.key(0), X[:8], W.T, numbers)
+
+    def loss(variables, x):
+        return lax.psum(jnp.sum(module.apply(variables, x, W.T, numbers)), "data")
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    state = jax.jit(jax.grad(mapped))(variables, X)[fp8_ops.OVERWRITE_WITH_GRADIENT]
+    assert state["input_scale"] == 1
+    np.testing.assert_array_equal(np.asarray(state["input_amax_history"]), [np.abs(X).max(), 0, 0])
