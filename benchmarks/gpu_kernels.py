@@ -268,7 +268,7 @@ def check_fused(name: str) -> int:
 
 def check_conversions(name: str) -> int:
     """The two forms of every conversion of one element on all 2^32 float32 inputs."""
-    from microfloat.kernels.selfcheck import count_differences
+    from microfloat.kernels.selfcheck import count_differences, count_packed_differences
 
     mantissa, bias = {"E4M3": (3, 7), "E5M2": (2, 15), "E3M2": (2, 3), "E2M3": (3, 1), "E2M1": (1, 1)}[name]
     for stochastic in (False, True):
@@ -278,7 +278,11 @@ def check_conversions(name: str) -> int:
             raise AssertionError(
                 f"DIFFERENT conversions {name} stochastic={stochastic}: pairs, quads, values, scales: {counts.tolist()}"
             )
-    return 2 << 32
+    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    count_packed_differences[(64,)](counts, mantissa, bias, 1024)
+    if any(counts.tolist()):
+        raise AssertionError(f"DIFFERENT packed conversions {name}: pairs, quads, folded, marks: {counts.tolist()}")
+    return (2 << 32) + (1 << 16)
 
 
 def check_large(name: str) -> int:
@@ -442,12 +446,12 @@ def make_rows() -> list[Row]:
         Row("q.fp8.row", lambda x, s: backend.quantize_both(x, row8, row8), 6, 0.75, 0.88, instructions=14.8),
         Row("q.fp8.1x128", lambda x, s: backend.quantize_both(x, block, block), 4.0625, 0.85, 0.94, instructions=12.5),
         Row("q.fp8.128x128", lambda x, s: backend.quantize_both(x, weight, weight), 4, 0.91, 0.94, WEIGHT, 7.0),
-        Row("q.mxfp8.row", lambda x, s: backend.quantize_both(x, mx8, None), 3.03125, 0.85, 0.92, instructions=6.2),
-        Row("q.mxfp8.rowcol", lambda x, s: backend.quantize_both(x, mx8, mx8), 4.0625, 0.85, 0.92, instructions=12.3),
+        Row("q.mxfp8.row", lambda x, s: backend.quantize_both(x, mx8, None), 3.03125, 0.85, 0.92, instructions=5.8),
+        Row("q.mxfp8.rowcol", lambda x, s: backend.quantize_both(x, mx8, mx8), 4.0625, 0.85, 0.92, instructions=11.1),
         Row("q.mxfp8.qdq", lambda x, s: backend.quantize_to_bf16(x, mx8, mx8), 6, 0.85, 0.92, instructions=18.5),
-        Row("q.mxfp8.fold", lambda x, s: backend.fold_both(x, mx8, mx8), 4.0625, 0.80, 0.90, instructions=34.3),
-        Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=16.1),
-        Row("q.mxfp6.row(bytes)", lambda x, s: backend.quantize_both(x, mx6, None), 3.03125, 0.60, 0.80, instructions=15.9),
+        Row("q.mxfp8.fold", lambda x, s: backend.fold_both(x, mx8, mx8), 4.0625, 0.80, 0.90, instructions=23.5),
+        Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=9.5),
+        Row("q.mxfp6.row(bytes)", lambda x, s: backend.quantize_both(x, mx6, None), 3.03125, 0.60, 0.80, instructions=9.5),
         Row(
             "q.nvfp4.row", with_state(lambda x, s: backend.quantize_both(x, nv, None, amax=s["amax"])),
             2.5625, 0.70, 0.85, instructions=17.7,

@@ -98,3 +98,19 @@ def test_both_forms_of_every_conversion_agree_on_all_float32(element, stochastic
     fmt = ELEMENTS[element]
     count_differences[(1 << 22,)](counts, fmt.mantissa_bits, fmt.bias, stochastic, 1024)
     assert counts.tolist() == [0, 0, 0, 0]  # pairs, quads, values, scales and bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["E4M3", "E5M2", "E3M2", "E2M3", "E2M1"])
+def test_packed_conversions_agree_on_all_bfloat16(element):
+    import torch
+
+    from microfloat.formats import ELEMENTS
+    from microfloat.kernels.selfcheck import count_packed_differences
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 conversions: only the integer form exists")
+    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    fmt = ELEMENTS[element]
+    count_packed_differences[(64,)](counts, fmt.mantissa_bits, fmt.bias, 1024)
+    assert counts.tolist() == [0, 0, 0, 0]  # pairs, quads, folded codes, marks of lossy elements

@@ -14,8 +14,11 @@ import triton.language as tl
 
 from microfloat.kernels._convert import (
     ELEMENTWISE,
+    WORDS_BF16,
     bf16_word,
     bits_of,
+    cvt_pair,
+    cvt_quad,
     drop_nan,
     encode_pair,
     encode_quad,
@@ -27,6 +30,16 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
     quantized_pair,
+)
+from microfloat.kernels._packed import (
+    e2m1_codes,
+    factor_word,
+    pack_bytes_columns,
+    pack_bytes_rows,
+    pack_e2m1_columns,
+    pack_e2m1_rows,
+    scale_word,
+    small_codes,
 )
 from microfloat.kernels._produce import LOAD, produce_pair
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
@@ -114,6 +127,37 @@ def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
+    """`encode_pair` of the halves of words of scaled bfloat16."""
+    if MB + BIAS == 2:
+        return pack_e2m1_rows(e2m1_codes(y), y)
+    elif BIAS < 7:
+        return pack_bytes_rows(small_codes(y, MB, BIAS))
+    else:
+        return cvt_pair(low_half(y, WORDS_BF16), high_half(y, WORDS_BF16), MB)
+
+
+@triton.jit
+def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
+    """`encode_quad` of the first and of the second halves of words of scaled bfloat16 from four rows."""
+    if MB + BIAS == 2:
+        return pack_e2m1_columns(e2m1_codes(y0), e2m1_codes(y1), e2m1_codes(y2), e2m1_codes(y3), y0, y1, y2, y3)
+    elif BIAS < 7:
+        return pack_bytes_columns(
+            small_codes(y0, MB, BIAS), small_codes(y1, MB, BIAS), small_codes(y2, MB, BIAS), small_codes(y3, MB, BIAS)
+        )
+    else:
+        low = cvt_quad(
+            low_half(y0, WORDS_BF16), low_half(y1, WORDS_BF16), low_half(y2, WORDS_BF16), low_half(y3, WORDS_BF16), MB
+        )
+        high = cvt_quad(
+            high_half(y0, WORDS_BF16), high_half(y1, WORDS_BF16), high_half(y2, WORDS_BF16), high_half(y3, WORDS_BF16),
+            MB,
+        )  # fmt: skip
+        return low, high
+
+
+@triton.jit
 def quantize_rows(
     source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
     CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
@@ -138,6 +182,7 @@ def quantize_rows(
     if CAST[8]:
         amax = over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
+    factors = spread_rows(factor_word(factor, factor), NB, T, BM)
     factor = spread_rows(factor, NB, T, BM)
     if STOCHASTIC:
         lanes = col0 // 16 + tl.arange(0, NB * T)[:, None]
@@ -145,7 +190,10 @@ def quantize_rows(
     else:
         random = 0
     if CAST[6] == CODES:
-        codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
+        if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
+            codes = packed_pairs(scale_word(raw, factors), MB, BIAS)
+        else:
+            codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
         ld = (C // 2 if PAIRS else (C + 1) // 2) if BITS == 4 else C
         store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, PAIRS, EVEN)
         k = tl.arange(0, NB)[:, None]
@@ -213,10 +261,20 @@ def quantize_columns(
         ld = (R // 2 if QUADS else (R + 1) // 2) if BITS == 4 else R
         quads = tl.arange(0, GROUPS * Q)[None, :]
         c = tl.arange(0, W)[:, None] * 2
-        codes = encode_quad(low0 * fl, low1 * fl, low2 * fl, low3 * fl, random_low, MB, BIAS, STOCHASTIC, HW)
+        if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
+            factors = spread_columns(factor_word(factor_low, factor_high), NB, G, W)
+            codes, codes_high = packed_quads(
+                scale_word(raw0, factors), scale_word(raw1, factors), scale_word(raw2, factors),
+                scale_word(raw3, factors), MB, BIAS,
+            )  # fmt: skip
+        else:
+            codes = encode_quad(low0 * fl, low1 * fl, low2 * fl, low3 * fl, random_low, MB, BIAS, STOCHASTIC, HW)
+            codes_high = encode_quad(
+                high0 * fh, high1 * fh, high2 * fh, high3 * fh, random_high, MB, BIAS, STOCHASTIC, HW
+            )
         store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), c, quads, rows, cols, ld, BITS, QUADS, EVEN)
-        codes = encode_quad(high0 * fh, high1 * fh, high2 * fh, high3 * fh, random_high, MB, BIAS, STOCHASTIC, HW)
-        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), c + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        codes = transpose_quads(codes_high, GROUPS, Q, W)
+        store_quads(out_tile, codes, c + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
         k = tl.arange(0, NB)[:, None]
         cs = tl.arange(0, W)[None, :] * 2
         blocks = (R + BLOCK - 1) // BLOCK

@@ -10,7 +10,17 @@ A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TIL
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import encode_pair, encode_quad, float_of, quantized_pair
+from microfloat.kernels._convert import (
+    WORDS_BF16,
+    WORDS_F16,
+    encode_pair,
+    encode_quad,
+    float_of,
+    high_half,
+    low_half,
+    quantized_pair,
+)
+from microfloat.kernels._packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import e8m0_scale
 from microfloat.kernels._tiles import load_pair, store_pairs, store_quads, transpose_quads
@@ -74,13 +84,51 @@ def fold_rows(
         shift = group_shift(byte, exponent[None, :], largest[None, :])
         rs = tl.arange(0, BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
-    factor = spread_rows(factor, 4, 2, BM)
-    shift = spread_rows(shift, 4, 2, BM)
+    if HW and MB == 3 and BIAS == 7 and not CAST[3]:
+        if TILE:
+            words = shift_word(byte, exponent, largest)
+        else:
+            words = shift_word(byte, exponent[None, :], largest[None, :])
+        if KIND == WORDS_BF16:
+            y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, 2, BM))
+            low, high = low_half(y, KIND), high_half(y, KIND)
+        else:
+            factor = spread_rows(factor, 4, 2, BM)
+            low, high = low * factor, high * factor
+        codes, lossy = fold_pair(low, high, spread_rows(words, 4, 2, BM))
+        store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, PAIRS, EVEN)
+        return count_halves(tl.reduce(tl.reduce(lossy, 3, add_f16x2), 2, add_f16x2))
+    else:
+        factor = spread_rows(factor, 4, 2, BM)
+        shift = spread_rows(shift, 4, 2, BM)
+        return fold_rows_by_steps(
+            out_tile, low * factor, high * factor, shift, seed_ptr, stream, r, w, row0, col0, rows, cols, C,
+            CAST, EVEN, PAIRS, HW, BM,
+        )  # fmt: skip
+
+
+@triton.jit
+def count_halves(words):
+    """How many halves of a two-dimensional tensor of float16 pairs, summed."""
+    low, high = low_half(words, WORDS_F16), high_half(words, WORDS_F16)
+    return tl.sum(tl.sum(low + high, 1), 0).to(tl.int32)
+
+
+@triton.jit
+def fold_rows_by_steps(
+    out_tile, low, high, shift, seed_ptr, stream, r, w, row0, col0, rows, cols, C,
+    CAST: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """`fold_rows` for any element, in float32."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     random = 0
     if CAST[3]:
         lanes = col0 // 16 + tl.arange(0, 8)[:, None]
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, 0, 8, BM)
-    a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, CAST[3], HW)
+    a, b = quantized_pair(low, high, random, random >> 8, MB, BIAS, CAST[3], HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
     store_pairs(out_tile, codes, r, w, rows, cols, C, 8, PAIRS, EVEN)
@@ -117,19 +165,75 @@ def fold_columns(
     byte_high, fh = e8m0_scale(amax_high, EMAX, CAST[2])
     cs = tl.arange(0, W) * 2
     if TILE:
-        largest = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
-        exponent, scale = group_scale(largest, MB, BIAS)
-        shift_low, shift_high = group_shift(byte_low, exponent, largest), group_shift(byte_high, exponent, largest)
+        largest_low = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
+        largest_high = largest_low
+        exponent_low, scale = group_scale(largest_low, MB, BIAS)
+        exponent_high = exponent_low
+        shift_low = group_shift(byte_low, exponent_low, largest_low)
+        shift_high = group_shift(byte_high, exponent_low, largest_low)
         tl.store(scale_ptr + (col0 // BN) * ((R + 127) // 128) + row0 // 128, scale)
     else:
-        largest = tl.max(byte_low, 0)
-        exponent, scale = group_scale(largest, MB, BIAS)
-        shift_low = group_shift(byte_low, exponent[None, :], largest[None, :])
+        largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
+        exponent_low, scale = group_scale(largest_low, MB, BIAS)
+        shift_low = group_shift(byte_low, exponent_low[None, :], largest_low[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs, scale, mask=cs < cols)
-        largest = tl.max(byte_high, 0)
-        exponent, scale = group_scale(largest, MB, BIAS)
-        shift_high = group_shift(byte_high, exponent[None, :], largest[None, :])
+        exponent_high, scale = group_scale(largest_high, MB, BIAS)
+        shift_high = group_shift(byte_high, exponent_high[None, :], largest_high[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
+    if HW and MB == 3 and BIAS == 7 and not CAST[3]:
+        if not TILE:
+            exponent_low, exponent_high = exponent_low[None, :], exponent_high[None, :]
+            largest_low, largest_high = largest_low[None, :], largest_high[None, :]
+        words_low = spread_columns(shift_word(byte_low, exponent_low, largest_low), 4, 1, W)
+        words_high = spread_columns(shift_word(byte_high, exponent_high, largest_high), 4, 1, W)
+        quads = tl.arange(0, 32)[None, :]
+        c = tl.arange(0, W)[:, None] * 2
+        if KIND == WORDS_BF16:
+            factors = spread_columns(factor_word(fl, fh), 4, 1, W)
+            y0, y1, y2, y3 = (
+                scale_word(raw0, factors), scale_word(raw1, factors), scale_word(raw2, factors),
+                scale_word(raw3, factors),
+            )  # fmt: skip
+            low0, low1, low2, low3 = low_half(y0, KIND), low_half(y1, KIND), low_half(y2, KIND), low_half(y3, KIND)
+            high0, high1, high2, high3 = (
+                high_half(y0, KIND), high_half(y1, KIND), high_half(y2, KIND), high_half(y3, KIND)
+            )  # fmt: skip
+        else:
+            fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
+            low0, low1, low2, low3 = low0 * fl, low1 * fl, low2 * fl, low3 * fl
+            high0, high1, high2, high3 = high0 * fh, high1 * fh, high2 * fh, high3 * fh
+        first, lossy0 = fold_pair(low0, low1, words_low)
+        second, lossy1 = fold_pair(low2, low3, words_low)
+        codes = first | (second << 16)
+        store_quads(out_tile, transpose_quads(codes, 4, 8, W), c, quads, rows, cols, R, 8, QUADS, EVEN)
+        lossy = add_f16x2(lossy0, lossy1)
+        first, lossy0 = fold_pair(high0, high1, words_high)
+        second, lossy1 = fold_pair(high2, high3, words_high)
+        codes = first | (second << 16)
+        store_quads(out_tile, transpose_quads(codes, 4, 8, W), c + 1, quads, rows, cols, R, 8, QUADS, EVEN)
+        lossy = add_f16x2(lossy, add_f16x2(lossy0, lossy1))
+        return count_halves(tl.reduce(lossy, 1, add_f16x2))
+    else:
+        return fold_columns_by_steps(
+            out_tile, low0, low1, low2, low3, high0, high1, high2, high3, fl, fh, shift_low, shift_high,
+            seed_ptr, stream, row0, col0, rows, cols, R, CAST, EVEN, QUADS, HW, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold_columns_by_steps(
+    out_tile, low0, low1, low2, low3, high0, high1, high2, high3, fl, fh, shift_low, shift_high, seed_ptr, stream,
+    row0, col0, rows, cols, R,
+    CAST: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`fold_columns` for any element, in float32."""
+    MB: tl.constexpr = CAST[0]
+    BIAS: tl.constexpr = CAST[1]
+    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    W: tl.constexpr = BN // 2
+    g = tl.arange(0, 4)[:, None, None]
+    w = tl.arange(0, W)[None, None, :]
     fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
     sl, sh = spread_columns(shift_low, 4, 1, W), spread_columns(shift_high, 4, 1, W)
     rl, rh = 0, 0

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels._convert import (
+    WORDS_BF16,
+    WORDS_F16,
     bf16_bits,
     decode,
     encode,
@@ -12,8 +14,13 @@ from microfloat.kernels._convert import (
     encode_pair,
     encode_quad,
     float_of,
+    high_half,
+    low_half,
     quantized_pair,
 )
+from microfloat.kernels._packed import fold_pair, scale_word, shift_word
+from microfloat.kernels.blocks import packed_pairs, packed_quads
+from microfloat.kernels.fold import group_shift, is_lossy
 
 
 @triton.jit
@@ -65,3 +72,40 @@ def count_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAST
         low, high = bf16_bits(x, True), bf16_bits(x, False)
         bad |= (low != high) & (x == x)
         _count(counts_ptr + 3, bad)
+
+
+@triton.jit
+def count_packed_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to int32 ``counts[0..3]``: differences of packed pairs and quads, and (E4M3) of folded codes and their marks.
+
+    Program p puts the bfloat16 patterns from ``p * BLOCK`` on into the first halves of words and others into the second:
+    2^16 / BLOCK programs see all. Folding looks at every code and shift there is.
+    """
+    lane = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    pattern = tl.program_id(0) * BLOCK + lane
+    word = (pattern & 0xFFFF) | (((pattern * 40503 + 12345) & 0xFFFF) << 16)
+    y = scale_word(word, 0x3F803F80)
+    a = encode_integer(low_half(y, WORDS_BF16), 0, MB, BIAS, False)
+    b = encode_integer(high_half(y, WORDS_BF16), 0, MB, BIAS, False)
+    pair = packed_pairs(y, MB, BIAS)
+    low, high = packed_quads(y, y, y, y, MB, BIAS)
+    if MB + BIAS == 2:
+        bad_pair = pair != (a | (b << 4)).to(tl.int8)
+        bad_quad = (low != (a * 0x1111).to(tl.int16)) | (high != (b * 0x1111).to(tl.int16))
+    else:
+        bad_pair = pair != (a | (b << 8)).to(tl.int16)
+        bad_quad = (low != a * 0x1010101) | (high != b * 0x1010101)
+    _count(counts_ptr, tl.reshape(bad_pair, [BLOCK]))
+    _count(counts_ptr + 1, tl.reshape(bad_quad, [BLOCK]))
+    if BIAS == 7:
+        value = decode(pattern & 0xFF, 3, 7)
+        byte, exponent, largest = 1 + (pattern >> 8), 255, 254  # shifts from -254 to 1; larger than 0 never happens
+        byte = tl.minimum(byte, 255)
+        codes, lossy = fold_pair(value, value, shift_word(byte, exponent, largest))
+        shifted = value * group_shift(byte, exponent, largest)
+        want = encode_integer(shifted, 0, 3, 7, False)
+        mark = low_half(lossy, WORDS_F16).to(tl.int32)
+        _count(counts_ptr + 2, tl.reshape((codes & 0xFFFF) != (want | (want << 8)), [BLOCK]))
+        _count(
+            counts_ptr + 3, tl.reshape((mark != is_lossy(shifted, 7)) | (lossy != ((lossy & 0xFFFF) * 65537)), [BLOCK])
+        )
