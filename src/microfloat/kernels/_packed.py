@@ -1,0 +1,151 @@
+"""Two elements in one instruction: casts with power-of-two scales on words of two bfloat16 (hardware forms only).
+
+A bfloat16 times a power of two is exact unless it falls below 2^-126, where every element format rounds to zero anyway. So
+MX casts of bfloat16 inputs need no float32: products, roundings and comparisons run on both halves of a word at once. All
+arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as addend keeps the sign of a zero product.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import bits_of
+
+
+@triton.jit
+def fma_bf16x2(a, b, c):
+    """Halfwise f(a * b + c), rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def min_bf16x2(a, b):
+    """Halfwise minimum, NaN loses."""
+    return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def factor_word(low, high):
+    """Two float32 powers of two (or NaN) as one word of bfloat16."""
+    return ((bits_of(low) >> 16) & 0xFFFF) | (bits_of(high) & -65536)
+
+
+@triton.jit
+def scale_word(word, factors):
+    """Halfwise product with powers of two."""
+    return fma_bf16x2(word, factors, -2147450880)  # + (-0.0, -0.0)
+
+
+@triton.jit
+def e2m1_codes(y):
+    """Halfwise nearest-even E2M1 codes of |y| in bits 0..7 of each half, NaN as 7.
+
+    ``min(2v, v + 2, v / 2 + 4)`` as in `_block16.rounded_code`, with 128 added in the operation that rounds.
+    """
+    v = y & 0x7FFF7FFF
+    a = fma_bf16x2(v, 0x40004000, 0x43004300)  # 2 v + 128
+    b = fma_bf16x2(v, 0x3F803F80, 0x43024302)  # v + 130
+    c = fma_bf16x2(v, 0x3F003F00, 0x43044304)  # v / 2 + 132
+    return min_bf16x2(min_bf16x2(a, b), min_bf16x2(c, 0x43074307))
+
+
+@triton.jit
+def pack_e2m1_rows(t, y):
+    """Four words of a row -> four bytes of two codes each, with the signs of y (the last axis is packed by fours)."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, l, h; "
+        "prmt.b32 a, $1, $2, 0x6420; prmt.b32 b, $3, $4, 0x6420; "
+        "prmt.b32 l, a, b, 0x6420; prmt.b32 h, a, b, 0x7531; shl.b32 h, h, 4; or.b32 $0, l, h; "
+        "prmt.b32 a, $5, $6, 0x7531; prmt.b32 b, $7, $8, 0x7531; "
+        "prmt.b32 l, a, b, 0x6420; prmt.b32 h, a, b, 0x7531; shr.u32 l, l, 4; "
+        "and.b32 l, l, 0x08080808; and.b32 h, h, 0x80808080; or.b32 $0, $0, l; or.b32 $0, $0, h; }",
+        "=&r,r,r,r,r,r,r,r,r", [t, y], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_e2m1_columns(t0, t1, t2, t3, y0, y1, y2, y3):
+    """Words of four rows -> int16 of four codes for the first and for the second column."""
+    both = tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; "
+        "prmt.b32 a, $1, $3, 0x6420; prmt.b32 b, $2, $4, 0x6420; shl.b32 b, b, 4; or.b32 $0, a, b; "
+        "prmt.b32 a, $5, $7, 0x7531; prmt.b32 b, $6, $8, 0x7531; shr.u32 a, a, 4; "
+        "and.b32 a, a, 0x08080808; and.b32 b, b, 0x80808080; or.b32 $0, $0, a; or.b32 $0, $0, b; "
+        "prmt.b32 $0, $0, 0, 0x3120; }",
+        "=&r,r,r,r,r,r,r,r,r", [t0, t1, t2, t3, y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return both.to(tl.int16), (both >> 16).to(tl.int16)
+
+
+@triton.jit
+def small_codes(y, MB: tl.constexpr, BIAS: tl.constexpr):
+    """Halfwise nearest-even codes of 6-bit elements with their signs, in bits 0..7 of each half, NaN as the largest."""
+    # bfloat16 patterns of max, of the smallest normal number, and of what makes a binade the unit of addition.
+    MAX: tl.constexpr = ((128 + BIAS) << 7) + (((1 << MB) - 1) << (7 - MB))
+    NORMAL: tl.constexpr = (128 - BIAS) << 7
+    UNIT: tl.constexpr = (7 - MB) << 7
+    v = min_bf16x2(y & 0x7FFF7FFF, MAX * 65537)
+    binade = tl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [v, NORMAL * 65537], dtype=tl.int32, is_pure=True, pack=1
+    )
+    binade = binade & 0x7F807F80
+    unit = binade + UNIT * 65537
+    sum = fma_bf16x2(v, 0x3F803F80, unit)
+    code = (sum - unit) + (binade >> (7 - MB)) - ((128 - BIAS) << MB) * 65537
+    return code | ((y >> 10) & 0x00200020)
+
+
+@triton.jit
+def pack_bytes_rows(t):
+    """Bytes 0 and 2 of a word -> int16 (the last axis is packed by twos)."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [t], dtype=tl.int16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def pack_bytes_columns(t0, t1, t2, t3):
+    """Bytes 0 (and 2) of the words of four rows -> int32 of the first (and of the second) column."""
+    a = t0 | (t1 << 8)
+    b = t2 | (t3 << 8)
+    low = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+    high = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return low, high
+
+
+# --------------------------------------------------------------------------------------- folding of E4M3 in float16
+
+
+@triton.jit
+def fold_pair(low, high, shift):
+    """Two floats -> E4M3 -> shifted by ``2^d`` -> E4M3: (codes, lossy halves as 1.0 in float16).
+
+    `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times that is exact in float16, so a
+    shifted value is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 p; .reg .b32 h, u, t, n; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
+        "mul.rn.f16x2 h, h, $4; abs.f16x2 u, h; mov.b32 n, 0x3C003C00; min.f16x2 u, u, n; "
+        "mov.b32 n, 0x5A005A00; add.rn.f16x2 t, u, n; sub.rn.f16x2 t, t, n; set.ne.f16x2.f16x2 $1, t, u; "
+        "mov.b32 n, 0x24002400; mul.rn.f16x2 h, h, n; cvt.rn.satfinite.e4m3x2.f16x2 p, h; mov.b32 $0, {p, 0}; }",
+        "=r,=r,r,r,r", [low, high, shift], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_f16x2(a, b):
+    """Halfwise sum."""
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def shift_word(byte, exponent, largest):
+    """``2^(6 + byte - Eg)`` twice, as float16, not below 2^-14; NaN in a NaN group."""
+    field = tl.maximum(byte - exponent, -20) + 21
+    half = tl.where(largest == 255, 0x7E00, field << 10)
+    return half | (half << 16)
