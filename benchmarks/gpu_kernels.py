@@ -435,6 +435,10 @@ def make_rows() -> list[Row]:
     def with_state(call):
         return lambda x, state: call(x, state_of(x, state))
 
+    def swizzle(x, state):
+        """64 MB and more of scales: the matrix's bytes serve as such, two for every element."""
+        return backend.swizzle_scales(x.view(torch.uint8)[:, : x.shape[1]])
+
     streams = {"seed": seed, "row_stream": 2, "column_stream": 4}
     return [
         Row("q.amax", lambda x, s: backend.amax(x), 2, 0.90, 0.98, instructions=3.2),
@@ -466,6 +470,7 @@ def make_rows() -> list[Row]:
             instructions=60.4,
         ),
         Row("dq.mxfp8", made(mx8, "mx8"), 3.03125, 0.85, 0.95, instructions=6.9),
+        Row("sw.scales", swizzle, 2, 0.50, 0.80, ((1 << 20, 128),)),
         Row("dq.nvfp4", made(nv, "nv"), 2.5625, 0.85, 0.95, instructions=11.1),
         Row(
             "f.rmsnorm.fp8",

@@ -194,6 +194,16 @@ def dequantized(device, name):
                     check_values(triton.dequantize(moved, dtype), want, f"{name} {shape} {dtype}")
 
 
+def swizzled(device):
+    """Scales in 128 x 4 tiles, read as words and byte by byte."""
+    for shape in ((128, 4), (200, 36), (130, 7), (1, 1), (40, 200)):
+        scale = torch.randint(0, 256, shape, dtype=torch.uint8)
+        for given in (scale, scale.t().contiguous().t()):
+            got = triton.swizzle_scales(given.to(device))
+            want = torch.from_numpy(oracle.swizzle_scales(scale.numpy()))
+            assert torch.equal(got.cpu(), want), f"swizzled {shape} strides {given.stride()}"
+
+
 def empty(device):
     """Matrices without elements give the shapes and unit scales of docs/numerics.md 7.1."""
     for name in FORMATS:

@@ -29,11 +29,12 @@ from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
+from microfloat.torch.backends.triton._swizzle import swizzle_scales
 
 __all__ = [
-    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
-    "amax", "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
-    "refusal",
+    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
+    "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16", "refusal",
+    "swizzle_scales",
 ]  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""Compile what the launchers would launch, for Hopper, on a machine without a GPU; count instructions in the result.
+
+Run in a process of its own: Triton's driver is replaced by one that only names the target.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+CAPABILITY = 90
+
+
+class _NamedTarget:
+    """The part of a Triton driver that compiling needs."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+
+def _instructions(compiled):
+    """Instructions of one thread's program, without padding."""
+    from triton.backends import nvidia
+
+    disassembler = Path(nvidia.__file__).parent / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
+    return sum(not line.lstrip("@!UPT0123456789 ").startswith("NOP") for line in lines)
+
+
+def compile_all(workloads):
+    """``{name: instructions per element}`` of the last kernel that each workload launches on whole bfloat16 tiles."""
+    import torch
+    from triton.runtime import driver
+
+    from microfloat.torch.backends.triton import _blocks, _dequantize, _fused, _launch, _nvfp4, _scaled
+
+    driver.set_active(_NamedTarget())
+    launched = []
+
+    def compile_only(self, key, programs, device, tensors, scalars, constants, warps=4):
+        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+        options = {"num_warps": warps, "enable_fp_fusion": False, "grid": (programs,), "warmup": True}
+        compiled = self.function.run(*arguments, *scalars, *constants, **options)
+        launched.append((_instructions(compiled), constants[-2] * constants[-1] / (32 * warps)))
+
+    _launch.Kernel.__call__ = compile_only
+    for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled):
+        module.compiled_conversions = lambda device: True
+        if hasattr(module, "scratch"):
+            module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
+    counts = {}
+    for name in workloads:
+        launched.clear()
+        WORKLOADS[name](torch.zeros(256, 1024, dtype=torch.bfloat16))
+        instructions, elements = launched[-1]
+        counts[name] = instructions / elements
+    return counts
+
+
+def _casts():
+    from microfloat.recipes import Cast, Delayed, Hadamard
+
+    return {
+        "delayed": Cast("fp8_tensor", scaling=Delayed()), "tiles": Cast("fp8_128x128"), "blocks": Cast("fp8_1x128"),
+        "mxfp8": Cast("mxfp8"), "mxfp4": Cast("mxfp4"), "nvfp4 sr": Cast("nvfp4", rounding="stochastic"),
+        "nvfp4 rht sr": Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()),
+    }  # fmt: skip
+
+
+def _quantize(row, column):
+    def workload(x):
+        import torch
+
+        from microfloat.torch.backends import triton
+
+        casts = _casts()
+        options = {"seed": torch.zeros(2, dtype=torch.int64)}
+        if row == "delayed":
+            options |= {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
+        if (row or column).startswith("nvfp4"):
+            options["amax"] = torch.ones(())
+        triton.quantize_both(x, casts.get(row), casts.get(column), **options)
+
+    return workload
+
+
+def _fused(name):
+    def workload(x):
+        import torch
+
+        from microfloat.torch.backends import triton
+
+        cast = _casts()["mxfp8"]
+        if name == "swiglu":
+            triton.activation_quantize(x, x, cast, cast)
+        elif name == "norm":
+            triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5)
+        elif name == "fold":
+            triton.fold_both(x, cast, cast)
+        else:
+            triton.quantize_to_bf16(x, cast, cast)
+
+    return workload
+
+
+WORKLOADS = {
+    "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
+    "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
+    "mxfp8, rows": _quantize("mxfp8", None), "mxfp4, rows": _quantize("mxfp4", None),
+    "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None, "nvfp4 rht sr"),
+    "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
+}  # fmt: skip

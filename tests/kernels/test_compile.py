@@ -1,0 +1,37 @@
+"""What compiles for Hopper here, without a GPU, and how many instructions an element costs there.
+
+A Hopper multiprocessor issues 4 warp instructions per clock; at full memory speed that is about 28 instructions per element
+for a cast that reads two bytes and writes two. The budgets are what was counted when the kernels were tuned, plus a tenth.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+BUDGETS = {
+    "fp8 delayed, both": 9.2, "fp8 128x128, both": 7.8, "fp8 1x128, both": 13.8, "mxfp8, both": 12.3,
+    "mxfp8, rows": 6.4, "mxfp4, rows": 10.4, "nvfp4 stochastic, rows": 21.0,
+    "nvfp4 transformed stochastic, columns": 31.0, "mxfp8 to bfloat16, both": 20.4, "swiglu to mxfp8, both": 38.8,
+}  # fmt: skip
+
+
+def _count(names):
+    from tests.kernels.compiling import compile_all
+
+    return compile_all(names)
+
+
+@pytest.fixture(scope="module")
+def instructions():
+    """Instructions per element of every workload, counted in a process whose Triton has a target but no device."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_count, list(BUDGETS)).result()
+
+
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize("workload", BUDGETS)
+def test_instructions_per_element(instructions, workload, record_property):
+    record_property("instructions per element", round(instructions[workload], 1))
+    assert 1.0 < instructions[workload] <= BUDGETS[workload]
