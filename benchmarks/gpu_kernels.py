@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu_kernels.py [--json FILE] [--quick] [--only PREFIX] [--sweep] [--skip-checks]
 
 One row per id of docs/performance.md (q.*, dq.*, f.*). GB/s = stated bytes x elements / median time of CUDA events; the
-share is that of a 2 GiB bfloat16 device copy of the same run (measured first and last). Inputs are random; three of them
-rotate, together larger than the L2 cache. `--sweep` times tile shapes of the main kernels instead.
+share is that of a 2 GiB bfloat16 device copy of the same run (measured first and last). Inputs are random; three of
+them rotate, together larger than the L2 cache. `--sweep` times tile shapes of the main kernels instead.
 """
 
 import argparse
@@ -317,7 +317,7 @@ CHECKS = {
         check_fused,
         check_large,
         warm,
-    )  # fmt: skip
+    )
 }
 
 
@@ -455,7 +455,8 @@ def make_rows() -> list[Row]:
         Row("q.mxfp8.qdq", lambda x, s: backend.quantize_to_bf16(x, mx8, mx8), 6, 0.85, 0.92, instructions=18.5),
         Row("q.mxfp8.fold", lambda x, s: backend.fold_both(x, mx8, mx8), 4.0625, 0.80, 0.90, instructions=23.5),
         Row("q.mxfp4.row", lambda x, s: backend.quantize_both(x, mx4, None), 2.53125, 0.70, 0.85, instructions=9.5),
-        Row("q.mxfp6.row(bytes)", lambda x, s: backend.quantize_both(x, mx6, None), 3.03125, 0.60, 0.80, instructions=9.5),
+        Row("q.mxfp6.row(bytes)", lambda x, s: backend.quantize_both(x, mx6, None), 3.03125, 0.60, 0.80,
+        instructions=9.5),
         Row(
             "q.nvfp4.row", with_state(lambda x, s: backend.quantize_both(x, nv, None, amax=s["amax"])),
             2.5625, 0.70, 0.85, instructions=17.7,
@@ -474,7 +475,8 @@ def make_rows() -> list[Row]:
         Row("dq.nvfp4", made(nv, "nv"), 2.5625, 0.85, 0.95, instructions=11.1),
         Row(
             "f.rmsnorm.fp8",
-            with_state(lambda x, s: backend.norm_quantize(x, s["weight"], None, delayed, delayed, eps=1e-5, **known(s))),
+            with_state(lambda x, s: backend.norm_quantize(x, s["weight"], None, delayed, delayed, eps=1e-5,
+            **known(s))),
             4, 0.80, 0.90, instructions=32.8,
         ),
         Row(
@@ -492,7 +494,8 @@ def make_rows() -> list[Row]:
         ),
         Row(
             "f.swiglu_bwd.fp8",
-            with_state(lambda x, s: backend.activation_backward_quantize(s["z"], x, s["y"], delayed, delayed, **both(s))),
+            with_state(lambda x, s: backend.activation_backward_quantize(s["z"], x, s["y"], delayed, delayed,
+            **both(s))),
             10, 0.75, 0.88, instructions=52.4,
         ),
     ]  # fmt: skip
@@ -524,7 +527,8 @@ def measure(rows: list[Row], copy: float, milliseconds: float) -> list[Result]:
 
 
 SWEEPS = {
-    "cast": (["q.fp8.delayed", "q.fp8.current"], [(128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 128, 2), (64, 64, 4)]),
+    "cast": (["q.fp8.delayed", "q.fp8.current"], [(128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 128,
+    2), (64, 64, 4)]),
     "axes": (["q.fp8.row"], [(128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4)]),
     "blocks": (
         ["q.mxfp8.row", "q.mxfp8.rowcol", "q.mxfp8.qdq", "q.fp8.1x128"],
@@ -536,7 +540,8 @@ SWEEPS = {
         [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 64, 2), (32, 256, 4)],
     ),
     "dequantize": (["dq.mxfp8", "dq.nvfp4"], [(64, 128, 4), (32, 128, 4), (32, 256, 4), (16, 256, 4)]),
-    "fused_scaled": (["f.swiglu.fp8", "f.swiglu_bwd.fp8"], [(64, 128, 8), (64, 128, 4), (32, 128, 4), (128, 64, 8), (128, 128, 8)]),
+    "fused_scaled": (["f.swiglu.fp8", "f.swiglu_bwd.fp8"], [(64, 128, 8), (64, 128, 4), (32, 128, 4), (128, 64, 8),
+    (128, 128, 8)]),
     "fused_blocks": (["f.swiglu.mxfp8"], [(128, 128, 8), (128, 128, 4), (64, 128, 4), (32, 256, 4)]),
     "norm": (
         ["f.rmsnorm.fp8", "f.rmsnorm.mxfp8"],

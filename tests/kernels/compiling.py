@@ -119,6 +119,7 @@ WORKLOADS = {
     "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
     "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
     "mxfp8, rows": _quantize("mxfp8", None), "mxfp4, rows": _quantize("mxfp4", None),
-    "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None, "nvfp4 rht sr"),
+    "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None,
+    "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
 }  # fmt: skip

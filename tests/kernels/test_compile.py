@@ -1,7 +1,8 @@
 """What compiles for Hopper here, without a GPU, and how many instructions an element costs there.
 
-A Hopper multiprocessor issues 4 warp instructions per clock; at full memory speed that is about 28 instructions per element
-for a cast that reads two bytes and writes two. The budgets are what was counted when the kernels were tuned, plus a tenth.
+A Hopper multiprocessor issues 4 warp instructions per clock; at full memory speed that is about 28 instructions per
+element for a cast that reads two bytes and writes two. The budgets are what was counted when the kernels were tuned,
+plus a tenth.
 """
 
 import multiprocessing

@@ -23,17 +23,20 @@ CASES = [
     # Odd sizes and every special value; whole tiles read as words; rounding by random bytes; column-major; float16.
     *[case("operands", name, ODD, "float32", **SPECIAL) for name in FAST + BLOCKS],
     *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", *BLOCKS)],
-    *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "mxfp4")],
+    *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8",
+    "mxfp4")],
     *[case("operands", name, ODD, "float32", STOCHASTIC) for name in ("fp8_tensor", "fp8_row", *BLOCKS)],
     *[case("operands", name, (40, 72), "bfloat16", transposed=True) for name in ("fp8_row", "fp8_1x128", "mxfp8")],
     *[case("operands", name, (32, 64), "float16") for name in ("fp8_tensor", "mxfp8", "nvfp4")],
     *[case("operands", name, (1, 1), "bfloat16") for name in ("fp8_tensor", "fp8_row", "mxfp4", "nvfp4")],
     # Rules.
     *[case("operands", "mxfp8", (33, 66), "bfloat16", _rule(rule)) for rule in ("floor", "ceil", "even", "oas")],
-    *[case("operands", name, ODD, "float32", _rule("amax"), **SPECIAL) for name in ("fp8_row", "fp8_1x128", "fp8_128x128")],
+    *[case("operands", name, ODD, "float32", _rule("amax"), **SPECIAL) for name in ("fp8_row", "fp8_1x128",
+    "fp8_128x128")],
     case("operands", "fp8_tensor", ODD, "float32", _rule("amax_pow2"), **SPECIAL),
     # Blocks of other shapes; a transform for formats whose kernels have none.
-    *[case("operands", name, (70, 90), "bfloat16", **SPECIAL) for name in ("mx_32x32", "mxfp4_32x32", "mx_1x16", "fp8_1x64")],
+    *[case("operands", name, (70, 90), "bfloat16", **SPECIAL) for name in ("mx_32x32", "mxfp4_32x32", "mx_1x16",
+    "fp8_1x64")],
     *[case("operands", name, ODD, "float32", RHT) for name in ("mxfp8", "fp8_row", "nvfp4_row")],
     # NVFP4.
     case("operands", "nvfp4", (64, 128), "bfloat16"),
@@ -45,7 +48,8 @@ CASES = [
         case("operands", "nvfp4", (40, 72), "bfloat16", _rule(rule), **SPECIAL)
         for rule in ("two_level_torchao", "one_level_e4m3", "two_level_17_16", "four_over_six", "four_over_six_mse_448")
     ],
-    *[case("operands", name, (33, 47), "float32", _rule("four_over_six_mse_256")) for name in ("nvfp4_2d", "nvfp4_row")],
+    *[case("operands", name, (33, 47), "float32", _rule("four_over_six_mse_256")) for name in ("nvfp4_2d",
+    "nvfp4_row")],
     # Other forms.
     *[case("one_orientation", name) for name in ("mxfp8", "nvfp4")],
     *[case("given_amax", name) for name in ("fp8_tensor", "nvfp4", "nvfp4_2d")],

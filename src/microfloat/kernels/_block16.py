@@ -1,7 +1,7 @@
 """Blocks of 16 elements as 16 tensors: Hadamard transform, NVFP4 scales, and FP4 codes packed in registers.
 
-A *block* is a tuple of 16 float32 tensors of one shape, one entry per block; it lies in the registers of one lane. Where
-blocks run along rows, a lane holds 16 neighbouring columns; where they run along columns, 16 rows of two columns
+A *block* is a tuple of 16 float32 tensors of one shape, one entry per block; it lies in the registers of one lane.
+Where blocks run along rows, a lane holds 16 neighbouring columns; where they run along columns, 16 rows of two columns
 (docs/numerics.md 2.4 to 2.7, 5.2 to 5.4). An *oct* is eight FP4 codes in an int32, the first in the low nibble.
 """
 
@@ -25,7 +25,6 @@ from microfloat.kernels._convert import (
     round_bf16,
     round_by_addition,
 )
-
 
 # ---------------------------------------------------------------------------------------------------------- loading
 
@@ -227,7 +226,8 @@ def pack_oct(t, y, FIRST: tl.constexpr, BYTE: tl.constexpr):
             "and.b32 a, a, 0x80808080; or.b32 $0, e, a; }",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [t[FIRST], t[FIRST + 1], t[FIRST + 2], t[FIRST + 3], t[FIRST + 4], t[FIRST + 5], t[FIRST + 6], t[FIRST + 7],
-             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6], y[FIRST + 7]],
+             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6],
+             y[FIRST + 7]],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -242,7 +242,8 @@ def pack_oct(t, y, FIRST: tl.constexpr, BYTE: tl.constexpr):
             "and.b32 a, a, 0x80808080; or.b32 $0, e, a; }",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
             [t[FIRST], t[FIRST + 1], t[FIRST + 2], t[FIRST + 3], t[FIRST + 4], t[FIRST + 5], t[FIRST + 6], t[FIRST + 7],
-             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6], y[FIRST + 7]],
+             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6],
+             y[FIRST + 7]],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Every narrowing conversion of the kernels, in two forms with the same bits (docs/numerics.md 1.2, 1.5, 5.4).
 
-`HW` = False: integer arithmetic alone. It is what Triton's interpreter runs (whose own casts do not round) and what GPUs
-without FP8 conversions compile. `HW` = True: hardware conversions (compute capability 8.9 and newer) for 8-bit elements,
-float additions that round in the right place for 6 and 4 bits. `benchmarks/gpu_kernels.py` compares both exhaustively.
+`HW` = False: integer arithmetic alone. It is what Triton's interpreter runs (whose own casts do not round) and what
+GPUs without FP8 conversions compile. `HW` = True: hardware conversions (compute capability 8.9 and newer) for 8-bit
+elements, float additions that round in the right place for 6 and 4 bits. `benchmarks/gpu_kernels.py` compares both
+exhaustively.
 
 An element is given by its mantissa width `MB` and exponent `BIAS`; everything else follows from these two:
 sign bit = (BIAS + 1) << (MB + 1); codes above the largest finite one: 1 in E4M3 (NaN), 4 in E5M2 (Inf, NaN), else 0.
@@ -344,7 +345,7 @@ def encode_e4m3_scale(value, HW: tl.constexpr):
         return encode_integer(value, 0, 3, 7, False)
 
 
-# ------------------------------------------------------------------------------------------- quantize and decode at once
+# ----------------------------------------------------------------------------------------- quantize and decode at once
 
 
 @triton.jit

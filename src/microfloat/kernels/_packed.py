@@ -1,8 +1,8 @@
 """Two elements in one instruction: casts with power-of-two scales on words of two bfloat16 (hardware forms only).
 
-A bfloat16 times a power of two is exact unless it falls below 2^-126, where every element format rounds to zero anyway. So
-MX casts of bfloat16 inputs need no float32: products, roundings and comparisons run on both halves of a word at once. All
-arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as addend keeps the sign of a zero product.
+A bfloat16 times a power of two is exact unless it falls below 2^-126, where every element format rounds to zero anyway.
+So MX casts of bfloat16 inputs need no float32: products, roundings and comparisons run on both halves of a word at
+once. All arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as addend keeps the sign of a zero product.
 """
 
 import triton
@@ -125,8 +125,8 @@ def pack_bytes_columns(t0, t1, t2, t3):
 def fold_pair(low, high, shift):
     """Two floats -> E4M3 -> shifted by ``2^d`` -> E4M3: (codes, lossy halves as 1.0 in float16).
 
-    `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times that is exact in float16, so a
-    shifted value is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
+    `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times that is exact in float16, so
+    a shifted value is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b16 p; .reg .b32 h, u, t, n; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "

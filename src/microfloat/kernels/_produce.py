@@ -84,10 +84,10 @@ def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
 @triton.jit
 def rounded(low, high, OUT: tl.constexpr, HW: tl.constexpr):
     """Two float32 tensors rounded to the dtype OUT: (word or the first again, first, second)."""
-    if OUT == tl.bfloat16:
+    if tl.bfloat16 == OUT:
         word = bf16_word(low, high, HW)
         return word, low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
-    elif OUT == tl.float16:
+    elif tl.float16 == OUT:
         low, high = low.to(tl.float16).to(tl.float32), high.to(tl.float16).to(tl.float32)
         return low, low, high
     else:

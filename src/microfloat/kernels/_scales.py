@@ -1,7 +1,8 @@
 """From the amax of a block to its stored scale and encode factor (docs/numerics.md, section 2).
 
-An amax travels as the bits of |x| (int32): as integers they order like magnitudes, and NaN is the largest. Every function
-returns ``(stored, factor)``: what is written for the block, and the float32 that its elements are multiplied by.
+An amax travels as the bits of |x| (int32): as integers they order like magnitudes, and NaN is the largest. Every
+function returns ``(stored, factor)``: what is written for the block, and the float32 that its elements are multiplied
+by.
 """
 
 import triton

@@ -3,8 +3,9 @@
 Triton gives the axis with contiguous addresses to neighbouring lanes first, then the other axes in ascending order, and
 what is left over to registers. The index tensors here are shaped for that: thread axes first, register axes last.
 
-Legend: R x C = the matrix in memory; a row *operand* has R rows and contracts C; a column operand is the transposed matrix,
-has C rows and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four neighbouring rows).
+Legend: R x C = the matrix in memory; a row *operand* has R rows and contracts C; a column operand is the transposed
+matrix, has C rows and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four
+neighbouring rows).
 """
 
 import triton
@@ -159,7 +160,9 @@ def over_rows(x, N: tl.constexpr, BM: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def over_columns(a, b, N: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr):
-    """Two [N, W] tensors, first and second column of every word -> the largest of every SIDE columns, in each of them."""
+    """Two [N, W] tensors, first and second column of every word -> the largest of every SIDE columns, in each of
+    them.
+    """
     H: tl.constexpr = SIDE // 2
     m = tl.max(tl.reshape(tl.maximum(a, b), [N, W // H, H]), 2)
     return tl.reshape(tl.broadcast_to(m[:, :, None], [N, W // H, H]), [N, W])

@@ -1,7 +1,8 @@
 """Absolute maxima of whole tensors, of rows and of columns, NaN ignored (docs/numerics.md 2.3).
 
 A tensor's maximum needs no cleared buffer: programs meet in two words of scratch memory (a maximum and a count of
-arrivals), and the last one to arrive publishes the result and clears the scratch for the next launch of the same stream.
+arrivals), and the last one to arrive publishes the result and clears the scratch for the next launch of the same
+stream.
 """
 
 import triton
@@ -59,7 +60,8 @@ def publish_two(first_bits, second_bits, out_ptr, scratch_ptr):
 
 @triton.jit
 def publish_counts(first, second, out_ptr, scratch_ptr):
-    """Sum two counts over the programs of a launch into ``out`` (int64[2]); `scratch_ptr`: int64[3], zero before and after.
+    """Sum two counts over the programs of a launch into ``out`` (int64[2]); `scratch_ptr`: int64[3], zero before and
+    after.
 
     Programs that counted nothing only arrive.
     """
@@ -111,7 +113,7 @@ def amax_strided(
     w = tl.arange(0, BN // 2)[None, :]
     if INDEX64:
         r, w = r.to(tl.int64), w.to(tl.int64)
-    raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
+    _raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
     m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
     publish_amax(tl.max(tl.max(m, 1), 0), out_ptr, scratch_ptr, STORE)
 

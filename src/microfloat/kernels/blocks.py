@@ -3,10 +3,11 @@
 One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache.
 
-A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element, scale family
-(`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block length,
-rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales go, and
-whether blocks are BLOCK x BLOCK tiles. LOADS is how inputs are read, KIND how produced values come (`_produce`).
+A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element,
+scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block
+length, rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales
+go, and whether blocks are BLOCK x BLOCK tiles. LOADS is how inputs are read, KIND how produced values come
+(`_produce`).
 """
 
 import triton
@@ -95,7 +96,7 @@ def columns_amax(
     raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3,
     KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Amax bits [NB, W] of the first and of the second column of every word; [NB * G, Q, W] tiles of four row phases."""
+    """Amax bits [NB, W] of the first and of the second column of every word; [NB * G, Q, W] tiles of four rows."""
     if HW and KIND != ELEMENTWISE:
         m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
         m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
@@ -160,7 +161,8 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def quantize_rows(
     source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
+    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The row operand of one tile: blocks along C."""
@@ -217,7 +219,8 @@ def quantize_rows(
 @triton.jit
 def quantize_columns(
     source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
+    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The column operand of one tile: blocks along R."""

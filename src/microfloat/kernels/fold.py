@@ -1,8 +1,10 @@
-"""MX casts folded to one FP8 scale per 128 elements (or 128 x 128), straight from the input (docs/numerics.md, section 9).
+"""MX casts folded to one FP8 scale per 128 elements (or 128 x 128), straight from the input (docs/numerics.md, section
+9).
 
 The elements are quantized by the MX rule first, block by block, and then shifted to the largest scale of their group:
-``q' = enc(dec(q) * 2^(b - Eg))``. Only elements that land below the smallest normal number can change; they are counted.
-The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in `blocks`.
+``q' = enc(dec(q) * 2^(b - Eg))``. Only elements that land below the smallest normal number can change; they are
+counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in
+`blocks`.
 
 A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TILE` folds over 128 x 128.
 """
@@ -63,8 +65,6 @@ def fold_rows(
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
-    TMB: tl.constexpr = MB if BIAS >= 7 else 3
-    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     rows = R - row0
     cols = C - col0
     t = tl.arange(0, 8)[:, None, None, None]
@@ -145,8 +145,6 @@ def fold_columns(
     """The column operand of a 128 x BN tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
-    TMB: tl.constexpr = MB if BIAS >= 7 else 3
-    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     W: tl.constexpr = BN // 2
     rows = R - row0
     cols = C - col0

@@ -94,7 +94,8 @@ def block_outputs(row_out, column_out, row0, col0, R, C, ROW: tl.constexpr, COLU
 
 @triton.jit
 def blocks_tile(
-    source, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0, col0,
+    source, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0,
+    col0,
     ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
     KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -128,7 +129,8 @@ def produce_blocks(
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0)
     blocks_tile(
-        at, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0, col0,
+        at, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0,
+        col0,
         ROW, COLUMN, PRODUCER, F, LOADS, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
     )  # fmt: skip
     if TWO:
@@ -298,7 +300,8 @@ def norm_blocks(
     while col0 < C:
         at = source_at(x_ptr, None, None, mean, inverse, weight, bias, stride_r, stride_c, row0, col0)
         blocks_tile(
-            at, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, 0.0, R, C, row0, col0,
+            at, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, 0.0, R, C, row0,
+            col0,
             ROW, COLUMN, PRODUCER, 0, LOADS, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
         col0 += BN

@@ -1,9 +1,11 @@
-"""NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one pass.
+"""NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
+pass.
 
-A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED)``: the constants of the
-scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x 16 tiles, one amax
-per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16 (exact; the tensor scale
-stays outside) in the layout of the input, and whether stored units are aligned. A transformed column operand has R rounded up to 16 rows.
+A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED)``: the
+constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x
+16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
+(exact; the tensor scale stays outside) in the layout of the input, and whether stored units are aligned. A transformed
+column operand has R rounded up to 16 rows.
 """
 
 import triton
@@ -272,7 +274,8 @@ def quantize_nvfp4(
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     if ROW is not None:
         nvfp4_rows(
-            x_tile, row_out, row_scale, row_tensor_scale, row_amax, seed_ptr, row_stream, batch, R, C, stride_r, stride_c,
+            x_tile, row_out, row_scale, row_tensor_scale, row_amax, seed_ptr, row_stream, batch, R, C, stride_r,
+            stride_c,
             row0, col0, ROW, KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
@@ -319,7 +322,9 @@ def transform(
     x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, KIND: tl.constexpr, INDEX64: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their own."""
+    """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their
+    own.
+    """
     pid = tl.program_id(0)
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM

@@ -78,8 +78,8 @@ def count_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAST
 def count_packed_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Add to int32 ``counts[0..3]``: differences of packed pairs and quads, and (E4M3) of folded codes and their marks.
 
-    Program p puts the bfloat16 patterns from ``p * BLOCK`` on into the first halves of words and others into the second:
-    2^16 / BLOCK programs see all. Folding looks at every code and shift there is.
+    Program p puts the bfloat16 patterns from ``p * BLOCK`` on into the first halves of words and others into the
+    second: 2^16 / BLOCK programs see all. Folding looks at every code and shift there is.
     """
     lane = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     pattern = tl.program_id(0) * BLOCK + lane

@@ -33,7 +33,8 @@ from microfloat.torch.backends.triton._swizzle import swizzle_scales
 
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
-    "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16", "refusal",
+    "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
+    "refusal",
     "swizzle_scales",
 ]  # fmt: skip
 
@@ -57,7 +58,8 @@ def quantize(
 ) -> Operand:  # fmt: skip
     """Quantize matrix `x` in operand form x, or x.T if `transposed`; see `backends.reference.quantize`.
 
-    `record` (float32, delayed casts): its first element takes the larger of itself and the amax of `x` in the same pass.
+    `record` (float32, delayed casts): its first element takes the larger of itself and the amax of `x` in the same
+    pass.
     """
     row, column = quantize_both(
         x, None if transposed else cast, cast if transposed else None, seed=seed, row_stream=stream,
@@ -73,13 +75,14 @@ def quantize_both(
     row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
     scale_enc: torch.Tensor | None = None, record: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
-    """The row operand (x) and the column operand (x.T, its codes stored transposed) of matrix `x`, each if asked for."""
+    """The row operand (x) and the column operand (x.T, codes stored transposed) of matrix `x`, each if asked for."""
     if x.numel() == 0:
         return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
     row, column = _plan(row_cast), _plan(column_cast)
     if row and column and not _share(row, column):
         first, _ = quantize_both(
-            x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch, amax=amax, scale_enc=scale_enc, record=record
+            x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch, amax=amax, scale_enc=scale_enc,
+            record=record
         )  # fmt: skip
         _, second = quantize_both(
             x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch, amax=amax, scale_enc=scale_enc

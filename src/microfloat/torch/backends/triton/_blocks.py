@@ -26,7 +26,8 @@ def empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) ->
 
 
 def _launch(
-    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...], output: int,
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
+    output: int,
     seed: torch.Tensor | None, row_stream: int, column_stream: int, batch: int,
 ) -> None:  # fmt: skip
     device = matrix.tensor.get_device()

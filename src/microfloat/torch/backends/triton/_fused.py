@@ -1,7 +1,8 @@
 """Norms and activations fused with the cast of their result, forward and backward.
 
-Every function quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts per
-tensor take a known encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current scaling.
+Every function quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts
+per tensor take a known encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current
+scaling.
 
 Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
@@ -86,8 +87,8 @@ def _plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | 
         blocks = other is not None and other.family == "blocks" and other.bare is None
         if other is not None and not (per_tensor or blocks):
             raise NotSupportedError(
-                f"no fused kernel casts to {other.cast.format.name} (hadamard {other.cast.hadamard}); run the operation "
-                "and quantize its result."
+                f"no fused kernel casts to {other.cast.format.name} (hadamard {other.cast.hadamard}); run the "
+                "operation and quantize its result."
             )
         if other is not None and (other.family != plan.family or other.epsilon != plan.epsilon):
             raise NotSupportedError(
@@ -103,8 +104,8 @@ def _source(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor |
         return _GIVEN, scale_enc
     if amax is None:
         raise NotSupportedError(
-            f"a fused cast to {plan.cast.format.name} needs scale_enc= or amax=; without them use the *_values function, "
-            "which measures the amax, and cast its result."
+            f"a fused cast to {plan.cast.format.name} needs scale_enc= or amax=; without them use the *_values "
+            "function, which measures the amax, and cast its result."
         )
     return _AMAX, amax
 
@@ -298,7 +299,8 @@ def _measure_statistics(work: _Work, eps: float) -> None:
     mean, inverse, _, _ = work.parameters
     tile_rows, tile_columns, warps = TILES["statistics"]
     constants = (
-        mean is not None, work.inputs.kind, matrix.fills(tile_rows, tile_columns), matrix.index64, tile_rows, tile_columns
+        mean is not None, work.inputs.kind, matrix.fills(tile_rows, tile_columns), matrix.index64, tile_rows,
+        tile_columns
     )  # fmt: skip
     key = (matrix.key, constants, warps)
     tensors, scalars = (matrix.tensor, mean, inverse), (eps, *matrix.sizes)
@@ -321,7 +323,7 @@ def norm_quantize(
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
     tile_rows, tile_columns, warps = TILES["norm"]
-    if plan.family == "blocks" and (column or plan).block[1] > tile_rows or (row and row.block[0] not in (1, None)):
+    if (plan.family == "blocks" and (column or plan).block[1] > tile_rows) or (row and row.block[0] not in (1, None)):
         _measure_statistics(work, eps)
         (first, second), _ = _quantize(
             work, row_cast, column_cast, seed=seed, row_stream=row_stream, column_stream=column_stream

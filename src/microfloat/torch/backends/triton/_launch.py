@@ -1,8 +1,9 @@
 """Launching a Triton kernel with little host time, and what every launch needs to know about a matrix.
 
-Triton's own call path examines every argument on every call. Here a kernel compiled once for a *key* is started directly
-with raw addresses. The key holds everything that Triton specializes on: the constants, the dtype, whether addresses and
-sizes are multiples of 16, whether a size is 1 or needs 64 bits. In the interpreter the ordinary path runs.
+Triton's own call path examines every argument on every call. Here a kernel compiled once for a *key* is started
+directly with raw addresses. The key holds everything that Triton specializes on: the constants, the dtype, whether
+addresses and sizes are multiples of 16, whether a size is 1 or needs 64 bits. In the interpreter the ordinary path
+runs.
 """
 
 import threading
@@ -143,7 +144,9 @@ _HARDWARE: dict[int, bool] = {}
 
 
 def compiled_conversions(device: int) -> bool:
-    """Whether the hardware forms of `kernels._convert` exist on a device (-1 = CPU): compute capability 8.9 and newer."""
+    """Whether the hardware forms of `kernels._convert` exist on a device (-1 = CPU): compute capability 8.9 and
+    newer.
+    """
     if INTERPRETED or device < 0:
         return False
     known = _HARDWARE.get(device)
