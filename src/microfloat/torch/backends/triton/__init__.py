@@ -111,7 +111,7 @@ def quantize_both(
         results = quantize_blocks(
             Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
         )
-    return results[::-1] if turned else results
+    return (results[1], results[0]) if turned else results
 
 
 def quantize_to_bf16(
@@ -231,11 +231,13 @@ def _empty(
     column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """Operands of a matrix without elements: shapes and unit scales, no launch."""
-    options = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
-    row = None if row_cast is None else reference.quantize(x, row_cast, stream=row_stream, **options)
-    column = (
-        None
-        if column_cast is None
-        else reference.quantize(x, column_cast, transposed=True, stream=column_stream, **options)
-    )
-    return row, column
+    made = []
+    for cast, transposed, stream in ((row_cast, False, row_stream), (column_cast, True, column_stream)):
+        made.append(
+            None
+            if cast is None
+            else reference.quantize(
+                x, cast, transposed=transposed, seed=seed, stream=stream, amax=amax, scale_enc=scale_enc
+            )
+        )
+    return made[0], made[1]

@@ -8,7 +8,7 @@ from microfloat.kernels import fold as fold_kernels
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
-from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype
+from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand
 
 __all__ = ["empty_scale", "fold_blocks", "quantize_blocks", "values_blocks"]
 
@@ -63,8 +63,8 @@ def quantize_blocks(
     outputs = (row_codes, row_scale, column_codes, column_scale)
     _launch(matrix, row, column, outputs, _CODES, seed, row_stream, column_stream, batch)
     return (
-        Operand(row_codes, row_scale, None, row.cast.format, rows, columns) if row else None,
-        Operand(column_codes, column_scale, None, column.cast.format, columns, rows) if column else None,
+        operand(row, row_codes, row_scale, rows, columns),
+        operand(column, column_codes, column_scale, columns, rows),
     )
 
 
@@ -103,7 +103,7 @@ def fold_blocks(
     column_codes, column_scale, column_format = allocate(column, columns, rows)
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
     constants = (
-        row.fold_cast if row else None, column.fold_cast if column else None, tile, matrix.kind,
+        row.scaled_cast if row else None, column.scaled_cast if column else None, tile, matrix.kind,
         matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,
         compiled_conversions(device),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
-from microfloat.torch.backends.triton._plans import CastPlan, plan_of
+from microfloat.torch.backends.triton._plans import CastPlan, operand, plan_of
 
 __all__ = [
     "ACTIVATIONS", "Normed", "activation_backward_quantize", "activation_backward_values", "activation_quantize",
@@ -123,10 +123,7 @@ def _codes(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tup
 
 def _operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
     rows, columns = matrix.rows, matrix.columns
-    return (
-        Operand(codes[0], scales[0], None, row.cast.format, rows, columns) if row else None,
-        Operand(codes[1], scales[1], None, column.cast.format, columns, rows) if column else None,
-    )
+    return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
 
 
 def _layout(inputs: _Inputs, tile_rows: int, tile_columns: int) -> tuple:
@@ -323,7 +320,9 @@ def norm_quantize(
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
     tile_rows, tile_columns, warps = TILES["norm"]
-    if (plan.family == "blocks" and (column or plan).block[1] > tile_rows) or (row and row.block[0] not in (1, None)):
+    if (plan.family == "blocks" and ((column or plan).block[1] or 0) > tile_rows) or (
+        row and row.block[0] not in (1, None)
+    ):
         _measure_statistics(work, eps)
         (first, second), _ = _quantize(
             work, row_cast, column_cast, seed=seed, row_stream=row_stream, column_stream=column_stream

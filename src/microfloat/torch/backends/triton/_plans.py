@@ -1,6 +1,8 @@
 """What a Cast means to the kernels: a few numbers, worked out once per Cast object."""
 
+import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,8 +17,9 @@ from microfloat.kernels._scales import (
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
+from microfloat.torch.backends.base import Operand
 
-__all__ = ["CastPlan", "codes_dtype", "plan_of"]
+__all__ = ["CastPlan", "codes_dtype", "operand", "plan_of"]
 
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
@@ -30,10 +33,11 @@ def codes_dtype(element: ElementFormat) -> torch.dtype:
 class CastPlan:
     """A Cast as kernels take it.
 
-    `family`: which kernel (`scaled`, `blocks`, `tiles`, `nvfp4`, or "" = none, with the reason in `refusal`).
-    `rule`: the mantissa threshold of E8M0, or 1 for powers of two. `scale_dtype`, `codes_dtype`, `codes_per_byte`,
-    `block`: the shapes of what is written. `scale_layout`: of one-row blocks. `nvfp4_cast`: the constant that
-    `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED). `bare`: the cast without its Hadamard
+    `family`: which kernel (`scaled`, `blocks`, `tiles`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`:
+    the mantissa threshold of E8M0, or 1 for powers of two. `scale_dtype`, `codes_dtype`, `codes_per_byte`, `block`: the
+    shapes of what is written. `scale_layout`: of one-row blocks. `scaled_cast`: the constant that `kernels.scaled` and
+    `kernels.fold` take. `block_casts`: those of `kernels.blocks` for codes and for values. `nvfp4_cast`: the constant
+    that `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED). `bare`: the cast without its Hadamard
     transform, where that is a pass of its own.
     """
 
@@ -50,37 +54,40 @@ class CastPlan:
     codes_per_byte: int
     scale_dtype: torch.dtype
     scale_layout: int
+    scaled_cast: tuple
+    block_casts: tuple[tuple, tuple]
     nvfp4_cast: tuple
     bare: Cast | None
 
     def constant(self, output: int) -> tuple:
         """The constant that `kernels.blocks` takes; `output`: codes or values."""
-        family = 0 if self.scale_dtype == torch.uint8 else 1
-        return (
-            self.mantissa_bits, self.bias, family, self.rule, self.block[1], self.stochastic, output, self.scale_layout,
-            self.block[0] != 1,
-        )  # fmt: skip
-
-    @property
-    def scaled_cast(self) -> tuple:
-        """The constant that `kernels.scaled` takes."""
-        return (self.mantissa_bits, self.bias, self.rule, self.stochastic)
-
-    @property
-    def fold_cast(self) -> tuple:
-        """The constant that `kernels.fold` takes."""
-        return (self.mantissa_bits, self.bias, self.rule, self.stochastic)
+        return self.block_casts[output]
 
 
-_PLANS: dict[int, CastPlan] = {}
+def operand(plan: CastPlan | None, codes: Any, scale: Any, rows: int, length: int) -> Operand | None:
+    """The operand of a plan's format, or None without a plan."""
+    return None if plan is None else Operand(codes, scale, None, plan.cast.format, rows, length)
+
+
+_PLANS: dict[int, tuple[Cast, CastPlan]] = {}
+_MOST_PLANS = 512
 
 
 def plan_of(cast: Cast) -> CastPlan:
-    """The plan of a Cast, found by identity (hashing a Cast costs more than a launch)."""
-    plan = _PLANS.get(id(cast))
-    if plan is None or plan.cast is not cast:
-        plan = _PLANS[id(cast)] = _make(cast)
+    """The plan of a Cast, found by identity where it can be (hashing a Cast costs more than a launch)."""
+    known = _PLANS.get(id(cast))
+    if known is not None and known[0] is cast:
+        return known[1]
+    if len(_PLANS) >= _MOST_PLANS:  # casts made anew for every call must not pile up
+        _PLANS.clear()
+    plan = _plan_of_value(cast)
+    _PLANS[id(cast)] = (cast, plan)
     return plan
+
+
+@functools.lru_cache(_MOST_PLANS)
+def _plan_of_value(cast: Cast) -> CastPlan:
+    return _make(cast)
 
 
 def _make(cast: Cast) -> CastPlan:
@@ -88,13 +95,17 @@ def _make(cast: Cast) -> CastPlan:
     family, refusal = _family(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
     rule = e8m0_threshold(cast.rule, element) if is_e8m0 else int(cast.rule.power_of_two)
+    stored = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
+    # FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order.
+    layout = SCALE_COLUMN_MAJOR if fmt.block == (1, 128) and not is_e8m0 else SCALE_ROW_MAJOR
+    short = (element.mantissa_bits, element.bias, rule, cast.is_stochastic)
+    start = (*short[:2], int(stored == torch.float32), rule, fmt.block[1], cast.is_stochastic)
+    end = (layout.value, fmt.block[0] != 1)
     return CastPlan(
         cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
         cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
         codes_dtype(element), element.codes_per_byte,
-        torch.float32 if fmt.scale.name == "FP32" else torch.uint8,
-        # FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order.
-        SCALE_COLUMN_MAJOR.value if fmt.block == (1, 128) and not is_e8m0 else SCALE_ROW_MAJOR.value,
+        stored, layout.value, short, ((*start, 0, *end), (*start, 1, *end)),
         _nvfp4_cast(cast) if family == "nvfp4" else (), _bare(cast),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
-from microfloat.torch.backends.triton._plans import CastPlan
+from microfloat.torch.backends.triton._plans import CastPlan, operand
 
 __all__ = ["measure_amax", "measure_axes", "quantize_scaled"]
 
@@ -90,8 +90,8 @@ def quantize_scaled(
     scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
     _CAST(key, programs, device, tensors, scalars, constants, warps)
     return (
-        Operand(row_codes, row_scale, None, row.cast.format, rows, columns) if row else None,
-        Operand(column_codes, column_scale, None, column.cast.format, columns, rows) if column else None,
+        operand(row, row_codes, row_scale, rows, columns),
+        operand(column, column_codes, column_scale, columns, rows),
     )
 
 
