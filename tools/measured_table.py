@@ -82,7 +82,11 @@ def gpu_linear_table(path: Path = GPU_LINEAR) -> str:
         target = next((entry["target"] for entry in entries.values() if entry["target"]), None)
         rows.append([*cells, f"{target:.2f}" if target else ""])
     titles = [f"{m} x {k} -> {n}" for m, k, n in shapes]
-    header = ["id", *(text for title in titles for text in (f"{title}: bf16, ms", "ms", "ratio")), "target (first shape)"]
+    header = [
+        "id",
+        *(text for title in titles for text in (f"{title}: bf16, ms", "ms", "ratio")),
+        "target (first shape)",
+    ]
     return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
 
 
