@@ -265,9 +265,7 @@ def _rebuild_quantized_tensor(
     """What a file or a pickle says in place of a QuantizedTensor; checks the parts, since a file may be damaged."""
     cast = _cast_from_data(description["cast"])
     if cast is None:
-        raise invalid_value(
-            "cast", "None in a saved tensor", "a description of a Cast", "The file is damaged."
-        )
+        raise invalid_value("cast", "None in a saved tensor", "a description of a Cast", "The file is damaged.")
     axis, shape = description["axis"], tuple(description["shape"])
     codes = codes.view(codes_dtype(cast.format.element))
     _check_parts(codes, scale, tensor_scale, cast, axis, shape)
