@@ -1,9 +1,10 @@
 """How Flax modules of this package hold delayed-scaling state, and hand it from one use to the next within a trace."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core.scope import Scope
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
@@ -40,14 +41,17 @@ class StateModule(nn.Module):
     def setup(self) -> None:
         self.variables_of = {name: self._pair(name) for name in STATE_NAMES}
 
-    def _pair(self, name: str) -> tuple[nn.module.Variable, nn.module.Variable]:
+    def _pair(self, name: str) -> tuple[nn.Variable, nn.Variable]:
         collection, length = OVERWRITE_WITH_GRADIENT, self.amax_history_length
         scale = self.variable(collection, f"{name}_scale", lambda: jnp.ones((1,), jnp.float32))
         history = self.variable(collection, f"{name}_amax_history", lambda: jnp.zeros((length,), jnp.float32))
         return scale, history
 
+    def _bound_scope(self) -> Scope:
+        return cast(Scope, self.scope)  # None only outside of init and apply
+
     def _memo(self) -> dict:
-        root = self.scope.root
+        root: Any = self._bound_scope().root
         if not hasattr(root, "_microfloat_threaded"):
             root._microfloat_threaded = {}
         return root._microfloat_threaded
@@ -55,7 +59,7 @@ class StateModule(nn.Module):
     def current_state(self, name: str) -> tuple[Array, Array]:
         """(scale, history) for this use: handed through by an earlier one, or the variables."""
         scale, history = (variable.value for variable in self.variables_of[name])
-        threaded = self._memo().get((self.scope.path, name))
+        threaded = self._memo().get((self._bound_scope().path, name))
         if threaded is not None and threaded.variable is history and threaded.trace == _trace():
             return threaded.pair
         return scale, history
@@ -63,4 +67,4 @@ class StateModule(nn.Module):
     def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
         """Remember the state that this use handed through, for a later use in the same trace."""
         variable = self.variables_of[name][1].value
-        self._memo()[(self.scope.path, name)] = _Threaded(variable, _trace(), pair)
+        self._memo()[(self._bound_scope().path, name)] = _Threaded(variable, _trace(), pair)
