@@ -6,8 +6,8 @@ that output)``; a second use that takes the handed-through state therefore contr
 (docs/jax.md, "Accumulation").
 """
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import Array, custom_vjp, lax
@@ -25,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 State = tuple[Array, Array]
+_Result = TypeVar("_Result")
 
 
 class Rule(NamedTuple):
@@ -33,6 +34,11 @@ class Rule(NamedTuple):
     compute_dtype: DTypeLike
     q_dtype: DTypeLike
     axis_names: tuple[str, ...] = ()
+
+
+def _static_rule(primal: Callable[..., _Result]) -> custom_vjp[_Result]:
+    """`primal` with a differentiation rule of its own; its first argument is static."""
+    return cast(custom_vjp[_Result], custom_vjp(primal, nondiff_argnums=(0,)))
 
 
 def accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
@@ -44,10 +50,10 @@ def accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -
         value = jnp.maximum(like_in_variance(value, leaf), from_max_grad(later))
         value = on_first_device(value, told) if told else value
         result.append(lax.convert_element_type(value, leaf.dtype))
-    return tuple(result)  # type: ignore[return-value]
+    return result[0], result[1]
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
+@_static_rule
 def in_qdq_threaded(rule: Rule, x: Array, scale: Array, history: Array) -> tuple[Array, Array, Array]:
     """(x through FP8 and back with the updated scale, scale, history)."""
     new_scale, _ = meta.updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
@@ -68,7 +74,7 @@ def _in_qdq_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
 in_qdq_threaded.defvjp(_in_qdq_forward, _in_qdq_backward)
 
 
-@partial(custom_vjp, nondiff_argnums=(0,))
+@_static_rule
 def out_qdq_threaded(rule: Rule, y: Array, scale: Array, history: Array) -> tuple[Array, Array, Array]:
     """(y unchanged, scale, history); its cotangent goes through FP8 and back."""
     del rule
@@ -135,7 +141,7 @@ def _empty_like(x: Array) -> Array:
 
 
 # Within scaled_dot_threaded the gradient of x flows beside the codes: their own cotangent is dropped.
-in_q_threaded = custom_vjp(_in_q_primal, nondiff_argnums=(0,))
+in_q_threaded = _static_rule(_in_q_primal)
 
 
 def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
@@ -147,7 +153,7 @@ in_q_threaded.defvjp(_in_q_kept, _in_q_backward)
 
 
 # The public operator: a cotangent that reaches its codes is refused, since FP8 cannot hold it.
-_in_q_checked = custom_vjp(_in_q_primal, nondiff_argnums=(0,))
+_in_q_checked = _static_rule(_in_q_primal)
 
 
 def _checked_forward(rule: Rule, *primals: object) -> tuple:
@@ -162,8 +168,8 @@ def _checked_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
             "in_q", f"a cotangent of type {g_codes.dtype} for its codes", "codes that go into quantized_dot",
             "FP8 cannot carry a gradient: use fp8_scaled_dot_general, or quantized_dot with the unquantized operands.",
         )  # fmt: skip
-    incoming = (_materialized(g, leaf) for g, leaf in zip(later, old, strict=True))
-    return None, *accumulated(rule, like, new, old, tuple(incoming))
+    incoming = cast(State, tuple(_materialized(g, leaf) for g, leaf in zip(later, old, strict=True)))
+    return None, *accumulated(rule, like, new, old, incoming)
 
 
 def _materialized(cotangent: Array | SymbolicZero, leaf: Array) -> Array:
@@ -204,7 +210,7 @@ def _out_dq_backward(dq_type: DTypeLike, kept: tuple, g: Array) -> tuple:
     return None, None, meta.dequantize(g, wide, factor).astype(like.dtype)
 
 
-_out_dq = custom_vjp(_out_dq_primal, nondiff_argnums=(0,))
+_out_dq = _static_rule(_out_dq_primal)
 _out_dq.defvjp(_out_dq_forward, _out_dq_backward)
 
 
