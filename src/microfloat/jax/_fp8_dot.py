@@ -28,7 +28,7 @@ def dot_general_transpose_lhs(
     y: Array,
     *,
     dimension_numbers: DimensionNumbers,
-    precision: object,
+    precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None,
     swap_ans: bool = False,
 ) -> Array:
@@ -58,7 +58,7 @@ def dot_general_transpose_rhs(
     y: Array,
     *,
     dimension_numbers: DimensionNumbers,
-    precision: object,
+    precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None,
 ) -> Array:
     """The cotangent of y in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`."""
@@ -98,7 +98,7 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     lhs_scale, rhs_scale = (from_max_grad(scale).reshape(()) for scale in scales)
     # The dot's own cotangent holds the product of both scales; what is quantized is the gradient of the scaled output.
     g = (g_scaled / jnp.maximum(lhs_scale * rhs_scale, _SMALLEST)).astype(rule.gradient.compute_dtype)
-    new = meta.updated_state(g, rule.gradient.q_dtype, *state, rule.gradient.axis_names)
+    new = meta.updated_state(g, rule.gradient.q_dtype, state[0], state[1], rule.gradient.axis_names)
     q_g = meta.quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     options = {
         "dimension_numbers": rule.dimension_numbers,
