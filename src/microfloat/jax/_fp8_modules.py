@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
-from microfloat.jax._flax_state import StateModule
+from microfloat.jax._flax_state import STATE_NAMES, StateModule
 from microfloat.jax._fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
 from microfloat.jax._fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
 
@@ -35,9 +35,9 @@ class Fp8DotGeneralBase(StateModule):
         options = DotOptions(
             dimension_numbers, rhs.dtype, out, self.e4m3_dtype, self.e5m2_dtype, tuple(self.axis_names)
         )
-        names = ("input", "kernel", "output_grad")
-        y, states = scaled_dot_threaded(options, lhs, rhs, tuple(self.current_state(name) for name in names))
-        for name, pair in zip(names, states, strict=True):
+        states = (self.current_state("input"), self.current_state("kernel"), self.current_state("output_grad"))
+        y, states = scaled_dot_threaded(options, lhs, rhs, states)
+        for name, pair in zip(STATE_NAMES, states, strict=True):
             self.hand_on(name, pair)
         return y
 
@@ -60,12 +60,14 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
         operands = {"input": jnp.asarray(lhs, rhs.dtype), "kernel": rhs}
         faked = []
         for name, operand in operands.items():
-            value, *state = in_qdq_threaded(self._rule(rhs.dtype, self.e4m3_dtype), operand, *self.current_state(name))
-            self.hand_on(name, tuple(state))
+            rule = self._rule(rhs.dtype, self.e4m3_dtype)
+            value, scale, history = in_qdq_threaded(rule, operand, *self.current_state(name))
+            self.hand_on(name, (scale, history))
             faked.append(value)
         y = dot_general_with_precision(*faked, dimension_numbers)
-        y, *state = out_qdq_threaded(self._rule(rhs.dtype, self.e5m2_dtype), y, *self.current_state("output_grad"))
-        self.hand_on("output_grad", tuple(state))
+        rule = self._rule(rhs.dtype, self.e5m2_dtype)
+        y, scale, history = out_qdq_threaded(rule, y, *self.current_state("output_grad"))
+        self.hand_on("output_grad", (scale, history))
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
     def _rule(self, compute_dtype: DTypeLike, q_dtype: DTypeLike) -> Rule:
