@@ -6,7 +6,7 @@ everything in a new state but one amax follows from the old state, so only ``gra
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def next_state(old: Any, gradient: Any) -> Any:
             result[name], result[history] = pair
         else:
             result.setdefault(name, gradient[name])
-    return type(old)(result) if not isinstance(old, dict) else {name: result[name] for name in old}
+    return cast(Any, type(old))(result) if not isinstance(old, dict) else {name: result[name] for name in old}
 
 
 def _next_pair(old: tuple[Array, Array], gradient: tuple[Array, Array]) -> tuple[Array, Array]:
