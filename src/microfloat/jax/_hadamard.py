@@ -16,7 +16,7 @@ def stored_length(length: int, hadamard: Hadamard | None) -> int:
 
 
 def _signs(hadamard: Hadamard) -> np.ndarray:
-    return np.float32([-1.0 if hadamard.sign_mask >> i & 1 else 1.0 for i in range(hadamard.size)])
+    return np.array([-1.0 if hadamard.sign_mask >> i & 1 else 1.0 for i in range(hadamard.size)], np.float32)
 
 
 def _butterfly(groups: Array) -> Array:
