@@ -6,11 +6,14 @@ where plain float32 would hand back the sum. It rests on parts of JAX that are n
 damage). Semantics: spec of `flax.linen.fp8_ops`, docs/jax.md.
 """
 
+import builtins
 from dataclasses import dataclass
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, dtypes, lax
+from jax.typing import ArrayLike
 
 __all__ = [
     "CAN_USE_EARRAY",
@@ -28,10 +31,10 @@ try:  # private modules that have moved between JAX versions
     from jax._src import earray as _earray
     from jax._src.interpreters import pxla as _pxla
 
-    _ExtendedDType = _private_dtypes.ExtendedDType
+    _ExtendedDType: Any = _private_dtypes.ExtendedDType
     CAN_USE_EARRAY = hasattr(_pxla, "global_result_handlers") and hasattr(_earray, "EArray")
 except (ImportError, AttributeError):  # pragma: no cover - depends on the installed JAX
-    _core = _earray = _pxla = None
+    _core = _earray = _pxla = cast(Any, None)
     _ExtendedDType = object
     CAN_USE_EARRAY = False
 
@@ -71,13 +74,13 @@ class Fp8MetaTyRules:
         return dtype
 
     @staticmethod
-    def full(shape: tuple[int, ...], fill_value: object, dtype: "_MaxGradDType") -> Array:
+    def full(shape: tuple[int, ...], fill_value: ArrayLike, dtype: "_MaxGradDType") -> Array:
         """An array of one value."""
         fill = lax.convert_element_type(fill_value, dtype.float_dtype)
         return lax.convert_element_type(lax.full(shape, fill, dtype.float_dtype), dtype)
 
     @staticmethod
-    def global_sharded_result_handler(aval: object, out_sharding: object, committed: bool) -> object:
+    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: bool) -> object:
         """How an array of this dtype leaves jit."""
         physical = _core.physical_aval(aval)
         handler = _pxla.global_result_handlers[_core.ShapedArray](physical, out_sharding, committed)
@@ -90,9 +93,9 @@ class fp8_meta_dtype(dtypes.extended):
 
 @dataclass(frozen=True)
 class _MaxGradDType(_ExtendedDType):
-    float_dtype: object
-    _rules: type = Fp8MetaTyRules
-    type: type = fp8_meta_dtype
+    float_dtype: np.dtype
+    _rules: builtins.type = Fp8MetaTyRules
+    type: builtins.type = fp8_meta_dtype
 
     @property
     def name(self) -> str:
