@@ -8,10 +8,11 @@ its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax import core as flax_core
 from flax.training import train_state
 from jax import Array
@@ -53,19 +54,20 @@ class _DelayedOp(StateModule):
         rules = slot_rules(op.recipe)
         pairs = {tensor: self.current_state(name) for tensor, name in zip(TENSORS, STATE_NAMES, strict=True)}
         slots = [None if rule is None else Slot(*pairs[tensor]) for tensor, rule in zip(TENSORS, rules, strict=True)]
-        state = DelayedState(*slots, rules)
+        state = DelayedState(*slots, rules=rules)
         y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), state)
         for tensor, name in zip(TENSORS, STATE_NAMES, strict=True):
-            if handed.slot(tensor) is not None:
-                self.hand_on(name, tuple(handed.slot(tensor)))
+            slot = cast(DelayedState, handed).slot(tensor)  # a state went in
+            if slot is not None:
+                self.hand_on(name, (slot.scale_enc, slot.amax_history))
         return y
 
 
-def _words(module: nn.Module, recipe: Recipe) -> Array | None:
+def _words(module: nn.Module, recipe: Recipe) -> Array | np.ndarray | None:
     """The call seed from the module's stream; without the stream only what needs none runs."""
     if not recipe.is_stochastic or not module.has_rng(SR_STREAM):
         return None
-    return call_seed(None, module.make_rng(SR_STREAM), repr(recipe))  # type: ignore[return-value]
+    return call_seed(None, module.make_rng(SR_STREAM), repr(recipe))
 
 
 def dot_general_cls(recipe: Recipe, **options: Any) -> type[nn.Module]:
@@ -114,7 +116,7 @@ def _op_class(op: dots.DotGeneral, kind: str) -> type[nn.Module]:
     length = {slot.delayed.amax_history_len for slot in slot_rules(recipe) if slot is not None}
     if length:
         members |= {"amax_history_length": max(length), "__annotations__": {"amax_history_length": int}}
-    return type(name, (base,), members)
+    return cast(type[nn.Module], type(name, (base,), members))
 
 
 class Dense(nn.Dense):
