@@ -87,7 +87,7 @@ def init(recipe: Recipe) -> DelayedState:
         None if rule is None else Slot(jnp.ones((), jnp.float32), jnp.zeros(rule.delayed.amax_history_len, jnp.float32))
         for rule in rules
     ]
-    return DelayedState(*slots, rules)
+    return DelayedState(*slots, rules=rules)
 
 
 def advance(slot: Slot, rule: SlotRule) -> Slot:
