@@ -195,6 +195,40 @@ def dequantized(device, name):
                     check_values(triton.dequantize(moved, dtype), want, f"{name} {shape} {dtype}")
 
 
+def odd_alignments(device):
+    """Matrices that begin anywhere, with rows of any length, and operands whose codes do."""
+    storage = matrix((1, 6000), "bfloat16").reshape(-1)
+    for offset, shape, stride in ((0, (40, 66), 66), (2, (40, 64), 68), (4, (33, 48), 70), (1, (40, 72), 72)):
+        x = storage[offset:].as_strided(shape, (stride, 1))
+        given = storage.to(device)[offset:].as_strided(shape, (stride, 1))
+        for name in ("mxfp8", "nvfp4", "fp8_tensor"):
+            both = triton.quantize_both(given, Cast(name), Cast(name))
+            for got, transposed in zip(both, (False, True), strict=True):
+                want = reference.quantize(x, Cast(name), transposed=transposed)
+                check_operand(got, want, f"{name} at {offset}")
+        operand = reference.quantize(x, Cast("mxfp8"))
+        shifted = torch.empty(operand.codes.numel() + 1, dtype=torch.uint8, device=device)[1:].view(shape)
+        shifted.copy_(operand.codes.view(torch.uint8).to(device))
+        moved = replace(operand, codes=shifted.view(operand.codes.dtype), scale=operand.scale.to(device))
+        check_values(triton.dequantize(moved, torch.bfloat16), reference.dequantize(operand, torch.bfloat16), "shifted")
+
+
+def wide_offsets(device):
+    """What matrices beyond 2^31 elements run: offsets of 64 bits, here forced on small ones."""
+    narrow = _launch._INT32_MAX
+    try:
+        _launch._INT32_MAX = 100
+        for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
+            operands(device, name, (37, 75), "float32", **{"special": True})
+            operands(device, name, (64, 128), "bfloat16")
+        folded(device, "mxfp8", False)
+        x = matrix((37, 75), "bfloat16")
+        assert _launch.Matrix(x).index64
+        assert float(triton.amax(x.to(device))) == float(x.float().abs().max())
+    finally:
+        _launch._INT32_MAX = narrow
+
+
 def swizzled(device):
     """Scales in 128 x 4 tiles, read as words and byte by byte."""
     for shape in ((128, 4), (200, 36), (130, 7), (1, 1), (40, 200)):
@@ -300,6 +334,34 @@ def fused_casts(device, name):
         check((normed.row, normed.column), again)
         for got in (values, again):
             assert float((got.float() - plain).abs().max()) <= 2.0**-8 * float(plain.abs().max())
+
+
+def traced(device):
+    """Under torch.compile, without a graph break, fused functions are operators and give the same operands."""
+    casts = [Cast("mxfp8"), Cast("fp8_1x128"), Cast("fp8_tensor", scaling=Delayed())]
+    gate, up, grad = (matrix(shape, "bfloat16", spread=2).to(device) for shape in ((40, 72), (40, 72), (40, 72)))
+    weight, scale_enc = torch.ones(72, dtype=torch.bfloat16, device=device), torch.tensor(2.0, device=device)
+    for cast in casts:
+        delayed_cast = isinstance(cast.scaling, Delayed)
+
+        def step(live, cast=cast, delayed_cast=delayed_cast):
+            options = {"scale_enc": scale_enc, "record": live} if delayed_cast else {}
+            both_options = {"scale_enc": (scale_enc, scale_enc), "record": (live, live)} if delayed_cast else {}
+            product = triton.activation_quantize(gate, up, cast, cast, **options)
+            first, second = triton.activation_backward_quantize(grad, gate, up, cast, None, **both_options)
+            normed = triton.norm_quantize(gate, weight, weight, cast, cast, eps=1e-5, kind="layer", **options)
+            return [*product, first[0], second[0], normed.row, normed.column], normed.mean, normed.inverse
+
+        live, live_traced = torch.zeros(2, device=device), torch.zeros(2, device=device)
+        want = step(live)
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(live_traced)
+        for a, b in zip(got[0], want[0], strict=True):
+            check_operand(a, b, f"traced {cast.format.name}")
+            assert a.scale.stride() == b.scale.stride()
+            assert (a.rows, a.length, a.format) == (b.rows, b.length, b.format)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[2], want[2])
+        assert torch.equal(live, live_traced)
 
 
 def refusals(device):

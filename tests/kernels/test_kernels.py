@@ -2,8 +2,8 @@
 
 import pytest
 
-FAST = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_row_e5m2", "fp8_128x128", "fp8_128x128_e5m2"]
-BLOCKS = ["fp8_1x128", "fp8_1x128_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+FAST = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_128x128"]
+BLOCKS = ["fp8_1x128", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 ODD, EVEN, SPECIAL = (37, 75), (128, 128), {"special": True}
 STOCHASTIC = (("rounding", "stochastic"),)
 RHT = (("rht", True),)
@@ -22,10 +22,12 @@ def case(function, *arguments, **options):
 CASES = [
     # Odd sizes and every special value; whole tiles read as words; rounding by random bytes; column-major; float16.
     *[case("operands", name, ODD, "float32", **SPECIAL) for name in FAST + BLOCKS],
-    *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", *BLOCKS)],
+    *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128",
+    "mxfp8", "mxfp4")],
     *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8",
     "mxfp4")],
-    *[case("operands", name, ODD, "float32", STOCHASTIC) for name in ("fp8_tensor", "fp8_row", *BLOCKS)],
+    *[case("operands", name, ODD, "float32", STOCHASTIC) for name in ("fp8_tensor", "fp8_1x128_e5m2", "mxfp8",
+    "mxfp6_e3m2", "mxfp4")],
     *[case("operands", name, (40, 72), "bfloat16", transposed=True) for name in ("fp8_row", "fp8_1x128", "mxfp8")],
     *[case("operands", name, (32, 64), "float16") for name in ("fp8_tensor", "mxfp8", "nvfp4")],
     *[case("operands", name, (1, 1), "bfloat16") for name in ("fp8_tensor", "fp8_row", "mxfp4", "nvfp4")],
@@ -64,12 +66,15 @@ CASES = [
     case("folded", "mxfp8", False, STOCHASTIC),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
+    case("odd_alignments"),
+    case("wide_offsets"),
     case("swizzled"),
     case("empty"),
     case("refusals"),
     # Fused producers.
     *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu")],
     case("activations", "silu", "float32"),
+    case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
 ]  # fmt: skip
 

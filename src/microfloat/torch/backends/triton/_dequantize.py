@@ -25,6 +25,8 @@ def dequantize_operand(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
 def _dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     rows, columns, fmt = operand.rows, operand.stored_length, operand.format
     codes, scale = operand.codes.contiguous(), operand.scale
+    if codes.data_ptr() & 3:  # codes are read two or four bytes at once
+        codes = codes.clone()
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     if out.numel() == 0:
         return out

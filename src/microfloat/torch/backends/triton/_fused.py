@@ -64,7 +64,7 @@ class _Inputs:
         if any(t is not None and t.stride() != x.stride() for t in others):
             x = x.contiguous()
         matrix = Matrix(x)
-        aligned = all(t is None or t.data_ptr() & 3 == 0 for t in others)
+        aligned = all(t is None or t.data_ptr() & 7 == 0 for t in others)
         produced = _convert.WORDS_BF16.value if x.dtype == torch.bfloat16 else _convert.ELEMENTWISE.value
         return _Inputs(matrix, (others[0], others[1]), matrix.kind if aligned else 0, produced)
 
@@ -286,7 +286,7 @@ def _norm_work(
     producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
     parameters = (mean, inverse, weight_K, bias_K if layer else None)
     inputs = _Inputs.of(x_MK)
-    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 3) for t in parameters[2:]):
+    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 7) for t in parameters[2:]):
         inputs = replace(inputs, kind=_convert.ELEMENTWISE.value)
     return _Work(inputs, producer, parameters=parameters), mean, inverse
 

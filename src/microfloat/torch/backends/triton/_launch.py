@@ -74,7 +74,8 @@ class Matrix:
             stride_r = self.stride_r = columns
         address = x.data_ptr()
         kind = _KINDS.get(x.dtype, 0)
-        if kind and (stride_c != 1 or columns & 1 or stride_r & 1 or address & 3):
+        # Column operands read two words at once, so rows must begin at multiples of 8 bytes; else element by element.
+        if kind and (stride_c != 1 or columns & 1 or stride_r & 3 or address & 7):
             kind = 0
         self.kind = kind
         self.even_pairs, self.even_quads = columns & 1 == 0, rows & 3 == 0
