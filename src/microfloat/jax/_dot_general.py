@@ -10,6 +10,7 @@ order given; every entry of the batch dimensions is a matrix of its own. Source:
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ class DotGeneral:
         rhs: Array,
         dimension_numbers: DimensionNumbers,
         preferred_element_type: DTypeLike | None,
-        words: Array | None,
+        words: Array | np.ndarray | None,
         state: DelayedState | None,
         out_sharding: object = None,
     ) -> tuple[Array, DelayedState | None]:
@@ -130,7 +131,7 @@ class DotGeneral:
 
         The gradient with respect to `gradient_slot`, a float32 zero, is the amax of dy.
         """
-        state = self._check_state(state)
+        self._check_state(state)
         frozen = lax.stop_gradient(state)
         dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, gradient_slot))
         y = self(
@@ -221,7 +222,7 @@ def _apply(
 ) -> tuple[Array, DelayedState | None]:
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
-        y, state = linear(config, x, w, Seed(words, None), state)
+        y, state = cast(tuple[Array, DelayedState | None], linear(config, x, w, Seed(words, None), state))
         return dimensions.result(y), state
     # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
     index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
