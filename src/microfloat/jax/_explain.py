@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -140,7 +140,7 @@ def _checked_shape(shape: object) -> tuple[int, int, int] | None:
 def _target(device: object) -> tuple[str, tuple[int, int] | None, Support | None]:
     """(name, compute capability or None, why nothing can be said or None)."""
     if isinstance(device, jax.Device):
-        device = device.platform
+        device = cast(Any, device).platform
     if device is not None and not isinstance(device, str):
         raise invalid_type("device", type(device), "a JAX device, 'cpu', 'cuda' or None")
     chip = native.capability()
@@ -163,14 +163,15 @@ def _row(
     shape: tuple[int, int, int] | None, backend: str,
 ) -> GemmRow:  # fmt: skip
     gemm = getattr(recipe, name)
-    operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
+    operands = " x ".join("high precision" if operand is None else operand.format.name for operand in gemm.casts)
     if missing is not None:
         return GemmRow(name, operands, "-", "-", missing)
     if gemm.is_high_precision:
         return GemmRow(name, operands, "-", "lax.dot_general", _IN_HIGH_PRECISION)
     cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
-    kinds = [reference.kind_of(cast, cols) for cast in gemm.casts]
-    choice = choice_of(GemmPlan(*kinds, gemm.accumulate, gemm.path, backend, np.dtype(np.float32)), chip)
+    kinds = [reference.kind_of(operand, cols) for operand in gemm.casts]
+    plan = GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, backend, np.dtype(np.float32))
+    choice = choice_of(plan, chip)
     support = choice.support
     if not support.accelerated:
         support = Support(True, False, f"emulated: {support.reason}")
@@ -190,7 +191,7 @@ def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, in
 def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
     compiled = jax.jit(function).lower(*arguments).compile()
     rows = []
-    for line in compiled.as_text().splitlines():
+    for line in cast(str, compiled.as_text()).splitlines():
         head, _, body = line.strip().partition(" = ")
         is_dot = " dot(" in body
         is_call = " custom-call(" in body and ("matmul" in body or "gemm" in body)
@@ -205,8 +206,7 @@ def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
 
 
 def _availability(recipe: Recipe, device: object) -> Support:
-    explanation = explain(recipe, device=device)
-    rows = explanation.rows  # type: ignore[union-attr]
+    rows = cast(Explanation, explain(recipe, device=device)).rows  # of a recipe, not of a function
     available = all(row.support.available for row in rows)
     return Support(available, all(row.support.accelerated for row in rows), rows[0].support.reason)
 
