@@ -4,6 +4,7 @@ Shapes: x_MK activations, w_NK weights, y_MN = x @ w.T, dy_MN its cotangent. A m
 contraction axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source: docs/numerics.md 6.
 """
 
+import typing
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from microfloat.jax._max_grad import from_max_grad
 from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import reference, select
 from microfloat.jax.scaling import DelayedState, Slot
-from microfloat.recipes import Delayed, Recipe
+from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes.core import GEMMS
 
 __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
@@ -58,7 +59,7 @@ class Seed(NamedTuple):
     """The call seed's two words (None: nothing is stochastic), and the index of the matrix within a batch."""
 
     words: Array | None
-    batch: Array | None
+    batch: Array | int | None
 
 
 class Kept(NamedTuple):
@@ -115,11 +116,10 @@ class _Call(NamedTuple):
         if self.config.recipe.cast(*second) is None or self.config.residuals == "high":
             return x_RC
         matrix = first if self.is_shared(tensor) else self.cast(x_RC.T, tensor, second)
-        names = (CODES_NAME, SCALES_NAME, SCALES_NAME)
-        named = (
-            part if part is None else checkpoint_name(part, name) for part, name in zip(matrix, names, strict=True)
-        )
-        return reference.Matrix(*named)
+        codes, scale, tensor_scale = typing.cast(reference.Matrix, matrix)  # a Cast made it
+        if tensor_scale is not None:
+            tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
+        return reference.Matrix(checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME), tensor_scale)
 
     def second_form(self, kept: reference.Operand, tensor: str, first_cols: int) -> reference.Operand:
         """The operand of the second use, from what `keep` saved; `first_cols`: contraction length of the first."""
@@ -127,13 +127,15 @@ class _Call(NamedTuple):
             return self.cast(kept.T, tensor, _SECOND_USE[tensor])
         if not self.is_shared(tensor):
             return kept
-        return reference.transposed(kept, self.config.recipe.cast(*_SECOND_USE[tensor]).format, first_cols)
+        second = typing.cast(Cast, self.config.recipe.cast(*_SECOND_USE[tensor]))  # shared, so not None
+        return reference.transposed(kept, second.format, first_cols)
 
     def gemm(self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype) -> Array:
         """One GEMM of the recipe, float32; `dtype` is the compute dtype."""
         gemm = getattr(self.config.recipe, name)
         kinds = [reference.kind_of(cast, cols) for cast in gemm.casts]
-        return select.run_gemm(a, b, select.GemmPlan(*kinds, gemm.accumulate, gemm.path, self.config.backend, dtype))
+        plan = select.GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, self.config.backend, dtype)
+        return select.run_gemm(a, b, plan)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -174,7 +176,8 @@ def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Arr
     dy = call.cast(dy_MN, "dy", _FIRST_USE["dy"])
     dx_MK = call.gemm("dgrad", dy, call.second_form(kept.w, "w", inputs), outputs, dtype)
     if call.is_shared("dy"):
-        dy_NM = reference.transposed(dy, config.recipe.wgrad.lhs.format, outputs)
+        second = typing.cast(Cast, config.recipe.wgrad.lhs)
+        dy_NM = reference.transposed(typing.cast(reference.Matrix, dy), second.format, outputs)
     else:
         dy_NM = call.cast(dy_MN.T, "dy", _SECOND_USE["dy"])
     dw_NK = call.gemm("wgrad", dy_NM, call.second_form(kept.x, "x", inputs), rows, dtype)
@@ -210,7 +213,8 @@ def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedSta
     for tensor, slot, rule in scaling.slots_of(state):
         recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
         leaves = []
-        for value, leaf, incoming in zip(recorded, slot, later.slot(tensor), strict=True):
+        handed = typing.cast(Slot, typing.cast(DelayedState, later).slot(tensor))  # of the structure of `state`
+        for value, leaf, incoming in zip(recorded, slot, handed, strict=True):
             value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
             value = jnp.maximum(value, from_max_grad(incoming))
             # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes.
@@ -235,8 +239,10 @@ def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, gemms: tuple[str, ...
     for name in gemms:
         letter, axes, size = contracted[name]
         for cast in getattr(recipe, name).casts:
-            block = 1 if cast is None or cast.format.block[1] is None else cast.format.block[1]
-            block = max(block, cast.hadamard.size) if cast is not None and cast.hadamard is not None else block
+            if cast is None:
+                continue
+            block = 1 if cast.format.block[1] is None else cast.format.block[1]
+            block = block if cast.hadamard is None else max(block, cast.hadamard.size)
             if axes and size % block:
                 raise invalid_value(
                     f"the contraction {letter} of {name}", f"shards of {size} over mesh axes {sorted(axes)}",
