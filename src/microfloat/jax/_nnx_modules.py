@@ -18,7 +18,7 @@ from microfloat.recipes import Recipe
 
 __all__ = ["DotGeneral", "Einsum", "EinsumOp", "Linear", "LinearGeneral", "ScaleState"]
 
-SLOT_NAMES = dict(zip(TENSORS, ("input", "kernel", "output_grad"), strict=True))
+SLOT_NAMES: dict[str, str] = dict(zip(TENSORS, ("input", "kernel", "output_grad"), strict=True))
 
 
 class ScaleState(nnx.Variable):
@@ -48,7 +48,7 @@ class DotGeneral(nnx.Module):
 
     def __init__(self, recipe: Recipe, *, rngs: nnx.Rngs | None = None, **options: Any) -> None:
         self.op = dots.dot_general(recipe, **options)
-        self.sr_rng = nnx.data(None)
+        self.sr_rng: Any = nnx.data(None)
         if recipe.is_stochastic and rngs is not None:
             self.sr_rng = rngs["sr_rng"].fork()
         if recipe.is_delayed:
@@ -111,8 +111,9 @@ class DotGeneral(nnx.Module):
         slots = {}
         for tensor, slot, _ in scaling.slots_of(state):
             entry = threaded.get(tensor)
-            same = entry is not None and entry.value is slot.amax_history and entry.trace == trace
-            slots[tensor] = entry.slot if same else slot
+            if entry is not None and entry.value is slot.amax_history and entry.trace == trace:
+                slot = entry.slot
+            slots[tensor] = slot
         return DelayedState(**{name: slots.get(name) for name in TENSORS}, rules=state.rules)
 
     def _hand_on(self, handed: DelayedState | None) -> None:
