@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -119,7 +119,7 @@ def _advance(op: DotGeneral, grads: Any, path: tuple) -> bool:
             return False
         values = (node[leaf] for leaf in leaves)
         gradients[tensor] = Slot(*(value_of(value) if isinstance(value, nnx.Variable) else value for value in values))
-    old = op.state()
+    old = cast(DelayedState, op.state())  # the recipe is delayed
     new = DelayedState(**{name: gradients.get(name) for name in TENSORS}, rules=old.rules)
     step = scaling.apply
     for _ in range(next(iter(gradients.values())).amax_history.ndim - 1):  # stacked layers have leading axes
