@@ -5,6 +5,7 @@ Source: Salmon et al. 2011; docs/numerics.md 5.3. JAX without x64 has no 64-bit 
 """
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array])
     return c0, c1, c2, c3
 
 
-def random_bytes(rows: int, cols: int, words: Array, stream: ArrayLike, batch: ArrayLike) -> Array:
+def random_bytes(rows: int, cols: int, words: Array | np.ndarray, stream: ArrayLike, batch: ArrayLike) -> Array:
     """One byte per element of an operand form: uint8 [rows, cols].
 
     ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=words)``, little-endian.
@@ -54,9 +55,9 @@ def random_bytes(rows: int, cols: int, words: Array, stream: ArrayLike, batch: A
     shape = (rows, groups)
     group = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
-    full = [jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch)]
+    stream_word, batch_word = (jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch))
     key = (jnp.asarray(words[0], jnp.uint32), jnp.asarray(words[1], jnp.uint32))
-    drawn = jnp.stack(philox((group, row, *full), key), axis=-1)  # [rows, groups, 4]
+    drawn = jnp.stack(philox((group, row, stream_word, batch_word), key), axis=-1)  # [rows, groups, 4]
     shifts = np.arange(0, 32, 8, dtype=np.uint32)[None, None, None, :]
     parts = (drawn[..., None] >> shifts) & np.uint32(255)
     return parts.astype(jnp.uint8).reshape(rows, 16 * groups)[:, :cols]
@@ -79,7 +80,7 @@ def call_seed(seed: object, key: object, needed_by: str) -> Array | np.ndarray:
     return jax.random.bits(check_key(key), (2,), "uint32")
 
 
-def check_key(key: object) -> Array:
+def check_key(key: Any) -> Array:
     """A single typed key, or the raw uint32 array of one."""
     dtype = getattr(key, "dtype", None)
     if dtype is None:
@@ -89,7 +90,7 @@ def check_key(key: object) -> Array:
             raise invalid_value("key", f"shape {np.shape(key)}", "a single key", "Split it, and pass one.")
     elif dtype != jnp.uint32:
         raise invalid_type("key", dtype, "a key made by jax.random.key (or the uint32 words of one)")
-    return key  # type: ignore[return-value]
+    return key
 
 
 def seed_words(seed: object) -> Array | np.ndarray:
