@@ -1,7 +1,7 @@
 """Which backend runs a GEMM: decided from static facts and the platform it is lowered for, never by trying."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +53,9 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
     if choice.way == "reference":
         product = emulate(a, b)
     else:
-        on_gpu = partial(
-            native.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, way=choice.way, accumulate=plan.accumulate
-        )
+        # `choose` names another way than the reference only for two quantized operands.
+        kind_a, kind_b = cast(reference.Kind, plan.kind_a), cast(reference.Kind, plan.kind_b)
+        on_gpu = partial(native.gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate)
         # A program may still be lowered for another platform than the default one.
         product = lax.platform_dependent(a, b, cuda=on_gpu, default=emulate)
     return product if bias is None else product + bias.astype(jnp.float32)[None, :]
