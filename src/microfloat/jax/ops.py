@@ -2,6 +2,7 @@
 
 import numbers
 import operator
+import typing
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -197,13 +199,13 @@ def _check_pair(
 ) -> None:
     """Equal contraction lengths, and equal Hadamard transforms where both operands are quantized."""
     both = kind_a is not None and kind_b is not None
-    if both and kind_a.hadamard != kind_b.hadamard:
+    if kind_a is not None and kind_b is not None and kind_a.hadamard != kind_b.hadamard:
         raise invalid_value(
             "b_NK", f"hadamard {kind_b.hadamard} against {kind_a.hadamard} of a_MK",
             "the same Hadamard on both operands, or on neither", "Quantize both with one Cast.hadamard.",
         )  # fmt: skip
     lengths = [
-        operand.shape[1] if kind is None else (kind.length if both else kind.cols)
+        typing.cast(Array, operand).shape[1] if kind is None else (kind.length if both else kind.cols)
         for operand, kind in ((a, kind_a), (b, kind_b))
     ]
     if lengths[0] != lengths[1]:
@@ -227,7 +229,7 @@ def check_array(argument: str, x: object) -> Array:
     if isinstance(x, float) and not isinstance(x, np.generic):
         return jnp.asarray(x, jnp.float32)
     if not isinstance(x, jax.Array | np.ndarray) and callable(getattr(x, "__jax_array__", None)):
-        x = x.__jax_array__()
+        x = typing.cast(typing.Any, x).__jax_array__()
     dtype = getattr(x, "dtype", None)
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise invalid_type(
@@ -270,7 +272,7 @@ def check_backend(backend: object) -> str:
     return str(backend)
 
 
-def _check_word(argument: str, value: object) -> Array | np.ndarray:
+def _check_word(argument: str, value: object) -> Array | np.uint32:
     if isinstance(value, jax.Array):
         return value.astype(jnp.uint32)
     try:
@@ -299,7 +301,7 @@ def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
     needed = (rows, 1) if fmt.tensor_scale == "row" else ()
     if array.shape != needed:
         raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {fmt.name}")
-    if not isinstance(array, jax.core.Tracer) and not bool((np.asarray(array) >= 0).all()):
+    if not isinstance(array, Tracer) and not bool((np.asarray(array) >= 0).all()):
         raise invalid_value(
             "amax", np.asarray(array).tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes."
         )
@@ -318,7 +320,7 @@ def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
     array = _real_array("scale_enc", scale_enc)
     if array.size != 1:
         raise invalid_value("scale_enc", f"shape {array.shape}", "one float32")
-    if not isinstance(array, jax.core.Tracer):
+    if not isinstance(array, Tracer):
         value = float(array.reshape(()))
         if not (np.isfinite(value) and value > 0):
             raise invalid_value("scale_enc", value, "one positive finite float32")
