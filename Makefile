@@ -18,7 +18,7 @@ VENV := .venv
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 # JOBS=0 runs in one process and does without pytest-xdist.
-PYTEST_ARGS := $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup) $(TESTS)
+PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup) $(TESTS)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
 .PHONY: help demo test test-installed lint format api setup-demo setup-test clean

@@ -1,6 +1,8 @@
 """The native backend as far as a CPU can hold it: which form each operand takes on which chip, what is passed to the
 block-scaled GEMM byte for byte, exact products of decoded values, and what folding counts lead to."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -163,6 +165,13 @@ def test_lossy_counts_narrow_the_tile_then_give_up_folding() -> None:
     assert _lossy.gemm_forms(auto, HOPPER, counts)["wgrad"] == ("values", "values")
     counts.shares = {("wgrad", "lhs", "folded"): 5e-4}
     assert _lossy.gemm_forms(auto, HOPPER, counts)["wgrad"] == ("folded", "tiles")
+
+
+@pytest.mark.parametrize("name", ["reference", "triton", "native"])
+def test_every_backend_has_the_whole_interface(name: str) -> None:
+    module = importlib.import_module(f"microfloat.torch.backends.{name}")
+    for function in ("amax", "dequantize", "quantize", "quantize_both", "scaled_matmul"):
+        assert callable(getattr(module, function)), function
 
 
 def test_exact_accumulation_is_refused_by_name() -> None:

@@ -83,7 +83,9 @@ def _quantize(
 ) -> list[torch.Tensor]:
     from microfloat.torch.ops import quantize_values
 
-    return quantize_values(x, cast_of(token), axis, seed, stream, amax, scale_enc, backend).part_list()
+    parts = quantize_values(x, cast_of(token), axis, seed, stream, amax, scale_enc, backend).part_list()
+    # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
+    return [part.contiguous() for part in parts]
 
 
 def _fake_quantize(

@@ -35,6 +35,7 @@ __all__ = [
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
 COLUMN_VALUES_ARE_VIEWS = True
+COLUMN_MAJOR_BLOCK_SCALES = True
 
 
 def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
@@ -64,7 +65,7 @@ def dequantize(operand: Operand | Values, dtype: torch.dtype) -> torch.Tensor:
     """See `backends.reference.dequantize`."""
     if isinstance(operand, Values):
         raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
-    return reference.dequantize(operand, dtype)
+    return casts.dequantize(operand, dtype) if operand.codes.is_cuda else reference.dequantize(operand, dtype)
 
 
 def prepare_both(
@@ -188,7 +189,7 @@ def _decoded(operand: Operand) -> Values:
     if operand.format.scale.name == "FP32":
         scale, tensor_scale = torch.ones_like(scale), scale
     bare = Operand(operand.codes, scale, None, operand.format, operand.rows, operand.stored_length, None)
-    values = reference.dequantize(bare, torch.bfloat16)
+    values = dequantize(bare, torch.bfloat16)
     return Values(values, tensor_scale, operand.format, operand.rows, operand.length, operand.hadamard)
 
 

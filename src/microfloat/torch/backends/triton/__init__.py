@@ -32,9 +32,12 @@ from microfloat.torch.backends.triton._swizzle import swizzle_scales
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
     "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
-    "refusal",
-    "swizzle_scales",
+    "refusal", "scaled_matmul", "swizzle_scales",
 ]  # fmt: skip
+
+# The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
+scaled_matmul = reference.scaled_matmul
+COLUMN_MAJOR_BLOCK_SCALES = True
 
 
 def refusal(cast: Cast) -> str:
