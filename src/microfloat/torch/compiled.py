@@ -242,7 +242,9 @@ def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layo
     code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
     codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)
     scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
-    column_major = getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and fmt.block == (1, 128) and fmt.scale.name == "FP32"
+    column_major = (
+        getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and fmt.block == (1, 128) and fmt.scale.name == "FP32"
+    )
     scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
     return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard))
 
