@@ -38,6 +38,14 @@ def _count(count_ptr, bad):
 
 
 @triton.jit
+def _pattern(bits, BIAS: tl.constexpr):
+    """The float32 of a bit pattern; for formats without NaN a NaN has no sign."""
+    if BIAS < 7:
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits & 0x7FFFFFFF, bits)
+    return float_of(bits)
+
+
+@triton.jit
 def count_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     """Add to int32 ``counts[0..3]``: differences in pairs, quads, values and (E4M3, nearest) block scales and bf16.
 
@@ -45,23 +53,24 @@ def count_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAST
     the hardware form requires a NaN without sign, a negative NaN is replaced by a positive one.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if BIAS < 7:
-        at = tl.where((at & 0x7FFFFFFF) > 0x7F800000, at & 0x7FFFFFFF, at)
-    x = float_of(at)
+    x = _pattern(at, BIAS)
+    # Neighbours from far away, so that no two operands are one value: there Triton 3.6 hands inline assembly the wrong
+    # registers (seen on an H200), which casts, whose operands are different elements, never ask of it.
+    y, z, w = _pattern(at ^ (1 << 24), BIAS), _pattern(at ^ (1 << 25), BIAS), _pattern(at ^ (3 << 24), BIAS)
     random = (at * 668265263) ^ (at >> 7)
     a = encode_integer(x, random & 0xFF, MB, BIAS, STOCHASTIC)
-    b = encode_integer(x, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC)
-    c = encode_integer(x, (random >> 16) & 0xFF, MB, BIAS, STOCHASTIC)
-    d = encode_integer(x, (random >> 24) & 0xFF, MB, BIAS, STOCHASTIC)
-    pair = encode_pair(x, x, random, MB, BIAS, STOCHASTIC, True)
-    quad = encode_quad(x, x, x, x, random, MB, BIAS, STOCHASTIC, True)
+    b = encode_integer(y, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC)
+    c = encode_integer(z, (random >> 16) & 0xFF, MB, BIAS, STOCHASTIC)
+    d = encode_integer(w, (random >> 24) & 0xFF, MB, BIAS, STOCHASTIC)
+    pair = encode_pair(x, y, random, MB, BIAS, STOCHASTIC, True)
+    quad = encode_quad(x, y, z, w, random, MB, BIAS, STOCHASTIC, True)
     if MB + BIAS == 2:
         bad_pair = pair != (a | (b << 4)).to(tl.int8)
         bad_quad = quad != (a | (b << 4) | (c << 8) | (d << 12)).to(tl.int16)
     else:
         bad_pair = pair != (a | (b << 8)).to(tl.int16)
         bad_quad = quad != (a | (b << 8) | (c << 16) | (d << 24))
-    p, q = quantized_pair(x, x, random, random >> 8, MB, BIAS, STOCHASTIC, True)
+    p, q = quantized_pair(x, y, random, random >> 8, MB, BIAS, STOCHASTIC, True)
     bad_value = (_same(p, decode(a, MB, BIAS)) & _same(q, decode(b, MB, BIAS))) == 0
     _count(counts_ptr, bad_pair)
     _count(counts_ptr + 1, bad_quad)
@@ -72,6 +81,19 @@ def count_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAST
         low, high = bf16_bits(x, True), bf16_bits(x, False)
         bad |= (low != high) & (x == x)
         _count(counts_ptr + 3, bad)
+
+
+@triton.jit
+def _quad_of(a, b, c, d, MB: tl.constexpr, BIAS: tl.constexpr):
+    """Four codes by the integer form, packed as `encode_quad` packs them."""
+    p = encode_integer(a, 0, MB, BIAS, False)
+    q = encode_integer(b, 0, MB, BIAS, False)
+    r = encode_integer(c, 0, MB, BIAS, False)
+    s = encode_integer(d, 0, MB, BIAS, False)
+    if MB + BIAS == 2:
+        return (p | (q << 4) | (r << 8) | (s << 12)).to(tl.int16)
+    else:
+        return p | (q << 8) | (r << 16) | (s << 24)
 
 
 @triton.jit
@@ -88,13 +110,23 @@ def count_packed_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, B
     a = encode_integer(low_half(y, WORDS_BF16), 0, MB, BIAS, False)
     b = encode_integer(high_half(y, WORDS_BF16), 0, MB, BIAS, False)
     pair = packed_pairs(y, MB, BIAS)
-    low, high = packed_quads(y, y, y, y, MB, BIAS)
+    # Three more words whose patterns are not in this program: see `count_differences`.
+    y1 = scale_word(word ^ 0x20002000, 0x3F803F80)
+    y2 = scale_word(word ^ 0x40004000, 0x3F803F80)
+    y3 = scale_word(word ^ 0x60006000, 0x3F803F80)
+    low, high = packed_quads(y, y1, y2, y3, MB, BIAS)
+    want_low = _quad_of(
+        low_half(y, WORDS_BF16), low_half(y1, WORDS_BF16), low_half(y2, WORDS_BF16), low_half(y3, WORDS_BF16), MB, BIAS
+    )
+    want_high = _quad_of(
+        high_half(y, WORDS_BF16), high_half(y1, WORDS_BF16), high_half(y2, WORDS_BF16), high_half(y3, WORDS_BF16),
+        MB, BIAS,
+    )  # fmt: skip
+    bad_quad = (low != want_low) | (high != want_high)
     if MB + BIAS == 2:
         bad_pair = pair != (a | (b << 4)).to(tl.int8)
-        bad_quad = (low != (a * 0x1111).to(tl.int16)) | (high != (b * 0x1111).to(tl.int16))
     else:
         bad_pair = pair != (a | (b << 8)).to(tl.int16)
-        bad_quad = (low != a * 0x1010101) | (high != b * 0x1010101)
     _count(counts_ptr, tl.reshape(bad_pair, [BLOCK]))
     _count(counts_ptr + 1, tl.reshape(bad_quad, [BLOCK]))
     if BIAS == 7:
