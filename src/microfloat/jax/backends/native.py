@@ -11,7 +11,7 @@ Four ways, chosen by `choose` from the formats and the chip alone:
 Casts are those of the reference backend on every platform. Source: docs/numerics.md 8.2, docs/jax.md.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,11 +149,11 @@ def _mx(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b
 
 def _mx_operand(matrix: reference.Matrix, kind: reference.Kind) -> tuple[Array, Array]:
     """(data [1, R, K], scales [1, R, K / block]) with K padded to whole blocks (codes 0, scale 1) and rows to 128."""
-    fmt, block = kind.format, kind.format.block[1]
+    fmt, block = kind.format, cast(int, kind.format.block[1])  # 32 or 16: see `_is_mx_pair`
     codes = reference.code_bytes(matrix.codes, fmt.element, kind.length)
     scale = matrix.scale
     if fmt.is_tile:
-        scale = jnp.repeat(scale, fmt.block[0], axis=0)[: codes.shape[0]]
+        scale = jnp.repeat(scale, cast(int, fmt.block[0]), axis=0)[: codes.shape[0]]
     extra_rows, extra_cols = -codes.shape[0] % 128, -codes.shape[1] % (4 * block)
     codes = lax.pad(codes, np.uint8(0), ((0, extra_rows, 0), (0, extra_cols, 0)))
     one = np.uint8(127 if fmt.scale.name == "E8M0" else 0x38)

@@ -3,6 +3,7 @@
 Everything here works on operand forms: matrices [R, C] whose last axis is contracted (docs/numerics.md, Notation).
 """
 
+import typing
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ __all__ = [
 class Noise(NamedTuple):
     """What stochastic rounding reads: the call seed's words uint32[2], and two words of the counter."""
 
-    words: Array
+    words: Array | np.ndarray
     stream: Array | int
     batch: Array | int = 0
 
@@ -63,15 +64,15 @@ def cast_matrix(
     x_RC = x_RC.astype(jnp.float32)
     if cast.hadamard is not None:
         x_RC = hadamard_transform(x_RC, cast.hadamard)
-    element = cast.format.element
+    element, shape_RC = cast.format.element, (x_RC.shape[0], x_RC.shape[1])
     tiles = to_tiles(x_RC, cast.format.block)
     if axes and amax is None and scale_enc is None and measures_tensor(cast):
         amax = max_over(tensor_amax(x_RC), axes)
     scales = block_scales(tiles, cast, amax, scale_enc)
-    codes = encode(multiply(tiles, spread(scales.encode)), element, _noise_tiles(x_RC.shape, cast, noise))
+    codes = encode(multiply(tiles, spread(scales.encode)), element, _noise_tiles(shape_RC, cast, noise))
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
-    return Matrix(as_code_dtype(from_tiles(codes, x_RC.shape), element), scales.stored, scales.tensor_scale)
+    return Matrix(as_code_dtype(from_tiles(codes, shape_RC), element), scales.stored, scales.tensor_scale)
 
 
 def measures_tensor(cast: Cast) -> bool:
@@ -194,16 +195,16 @@ def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype
     transformed domain; beside an operand in high precision the other is dequantized to `dtype`, the compute dtype.
     """
     if kind_a is not None and kind_b is not None:
-        values_a, outer_a = factored_values(a, kind_a.format, kind_a.length)
-        values_b, outer_b = factored_values(b, kind_b.format, kind_b.length)
+        values_a, outer_a = factored_values(typing.cast(Matrix, a), kind_a.format, kind_a.length)
+        values_b, outer_b = factored_values(typing.cast(Matrix, b), kind_b.format, kind_b.length)
         return matmul(values_a, values_b, outer_a, outer_b)
     return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
 
 
 def _in_high_precision(operand: Operand, kind: Kind | None, dtype: np.dtype) -> Array:
     if kind is None:
-        return operand
-    return dequantize_matrix(operand, kind.format, kind.hadamard, kind.cols).astype(dtype)
+        return typing.cast(Array, operand)
+    return dequantize_matrix(typing.cast(Matrix, operand), kind.format, kind.hadamard, kind.cols).astype(dtype)
 
 
 def exact_gemm(
@@ -242,7 +243,8 @@ def _exact_on_host(kind_a: Kind | None, kind_b: Kind | None, a: Operand, b: Oper
 def _for_oracle(operand: Operand, kind: Kind | None) -> "oracle.Quantized | np.ndarray":
     if kind is None:
         return np.asarray(operand)
-    codes, scale, tensor_scale = (None if part is None else np.asarray(part) for part in operand)
-    codes = np.ascontiguousarray(codes).view(np.uint8)
+    matrix = typing.cast(Matrix, operand)
+    codes = np.ascontiguousarray(np.asarray(matrix.codes)).view(np.uint8)
+    tensor_scale = None if matrix.tensor_scale is None else np.asarray(matrix.tensor_scale)
     shape = (codes.shape[0], kind.cols)
-    return oracle.Quantized(codes, scale, tensor_scale, kind.format, 1, shape, kind.hadamard)
+    return oracle.Quantized(codes, np.asarray(matrix.scale), tensor_scale, kind.format, 1, shape, kind.hadamard)
