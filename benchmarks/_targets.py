@@ -1,0 +1,106 @@
+"""What each row is held to, by id: target, stretch and physical limit (all measured or derived for an NVIDIA H200).
+
+`of`: what the ratio is taken of. `at_most`: smaller is better (counts, memory, host time). A figure beyond the limit is
+a fault of the measurement, or of what the limit was derived from, and is shown as such.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["TARGETS", "Target", "target_of"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the list of targets."""
+
+    of: str
+    target: float
+    stretch: float | None = None
+    limit: float | None = None
+    at_most: bool = False
+    peer: str = ""
+
+
+def _copy(target: float, stretch: float, peer: str = "") -> Target:
+    return Target("copy", target, stretch, 1.0, peer=peer)
+
+
+def _bf16(target: float, stretch: float, limit: float | None, peer: str = "") -> Target:
+    return Target("bf16", target, stretch, limit, peer=peer)
+
+
+TARGETS: dict[str, Target] = {
+    # Casts: share of a device copy, by bytes that must move.
+    "q.amax": _copy(0.90, 0.98, "eager torch 0.30"),
+    "q.fp8.delayed": _copy(0.88, 0.94, "TransformerEngine 0.86"),
+    "q.fp8.current": _copy(0.90, 0.94, "TransformerEngine 0.88"),
+    "q.fp8.row": _copy(0.75, 0.88),
+    "q.fp8.1x128": _copy(0.85, 0.94, "TransformerEngine 0.66"),
+    "q.fp8.128x128": _copy(0.91, 0.94, "TransformerEngine 0.90"),
+    "q.mxfp8.row": _copy(0.85, 0.92, "torchao compiled 0.71, eager 0.035"),
+    "q.mxfp8.rowcol": _copy(0.85, 0.92),
+    "q.mxfp8.qdq": _copy(0.85, 0.92),
+    "q.mxfp8.fold": _copy(0.80, 0.90),
+    "q.mxfp4.row": _copy(0.70, 0.85, "torchao compiled 0.29"),
+    "q.mxfp6.row": _copy(0.60, 0.80),
+    "q.nvfp4.row": _copy(0.70, 0.85, "torchao compiled 0.16 (one level)"),
+    "q.nvfp4.train": _copy(0.60, 0.75),
+    "q.nvfp4.2d": _copy(0.60, 0.80),
+    "q.nvfp4.qdq": _copy(0.60, 0.80),
+    "dq.mxfp8": _copy(0.85, 0.95),
+    "dq.nvfp4": _copy(0.85, 0.95),
+    "sw.scales": _copy(0.50, 0.80),
+    # Fused producers: share of a copy, and the time of the same work unfused over ours.
+    "f.rmsnorm.fp8": _copy(0.80, 0.90),
+    "f.rmsnorm.mxfp8": _copy(0.75, 0.88),
+    "f.swiglu.fp8": _copy(0.80, 0.90),
+    "f.swiglu.mxfp8": _copy(0.75, 0.88),
+    "f.swiglu_bwd.fp8": _copy(0.75, 0.88),
+    "f.rmsnorm.fp8.unfused": Target("unfused", 1.6),
+    "f.rmsnorm.mxfp8.unfused": Target("unfused", 1.5),
+    "f.swiglu.fp8.unfused": Target("unfused", 1.4),
+    "f.swiglu.mxfp8.unfused": Target("unfused", 1.3),
+    "f.swiglu_bwd.fp8.unfused": Target("unfused", 1.3),
+    # One Linear, forward and backward; limits with the vendor's GEMMs.
+    "l.delayed": _bf16(1.70, 1.75, 1.72, "TransformerEngine 1.70"),
+    "l.current": _bf16(1.63, 1.68, 1.66, "TransformerEngine 1.62"),
+    "l.row": _bf16(1.40, 1.52, 1.62),
+    "l.block": _bf16(1.40, 1.55, 1.42, "TransformerEngine 1.37"),
+    "l.square.delayed": _bf16(1.82, 1.88, None, "TransformerEngine 1.82"),
+    "l.square.current": _bf16(1.77, 1.83, None, "TransformerEngine 1.76"),
+    "l.square.block": _bf16(1.52, 1.70, None, "TransformerEngine 1.49"),
+    "l.mxfp8.folded": _bf16(1.30, 1.50, 1.42),
+    "l.mxfp8.exact": _bf16(0.90, 0.93, 0.94),
+    "l.mxfp4.folded": _bf16(1.20, 1.40, 1.42),
+    "l.nvfp4": _bf16(0.80, 0.90, 0.93),
+    "l.fwd.fp8": _bf16(1.55, 1.65, 1.73),
+    "l.small.eager": _bf16(0.40, 0.6, 1.27, "TransformerEngine 0.12"),
+    "l.small.graph": _bf16(1.00, 1.15, 1.27),
+    "l.grouped": _bf16(1.25, 1.40, 1.6),
+    # The block.
+    "b.eager": _bf16(1.57, 1.63, 1.62, "TransformerEngine 1.57, torchao 0.58"),
+    "b.eager.fused": _bf16(1.67, 1.77, 1.77, "TransformerEngine 1.67"),
+    "b.compile": _bf16(1.60, 1.66, 1.63, "torchao 1.50"),
+    "b.delayed": _bf16(1.65, 1.72, 1.72),
+    "b.row": _bf16(1.30, 1.45, 1.5, "torchao 1.16"),
+    "b.mxfp8.folded": _bf16(1.30, 1.42, 1.5),
+    "b.nvfp4": _bf16(0.80, 0.88, 0.93),
+    "b.mem.eager": Target("bf16", 1.00, 0.92, 0.91, True, "TransformerEngine 1.22 / 1.42, torchao 1.36"),
+    "b.mem.compile": Target("bf16", 1.05, 1.00, None, True, "torchao 1.07"),
+    # Host.
+    "h.fwd": Target("nn.Linear", 4.0, 2.5, 1.0, True),
+    "h.fwdbwd": Target("nn.Linear", 2.5, 1.8, 1.0, True, "TransformerEngine 5.0 to 5.6"),
+    "h.launches.delayed.forward": Target("", 3, 2, 1, True),
+    "h.launches.delayed.cached": Target("", 2, 1, 1, True),
+    "h.launches.delayed.backward": Target("", 3, 2, 2, True),
+    "h.launches.current.forward": Target("", 5, 4, 1, True),
+    "h.launches.current.cached": Target("", 3, 2, 1, True),
+    "h.launches.current.backward": Target("", 4, 3, 2, True),
+    "h.autocast": Target("", 10, 4, None, True),
+    "g.compile": Target("", 0, 0, 0, True),
+}  # fmt: skip
+
+
+def target_of(label: str) -> Target | None:
+    """The line for a row's label (id and qualifiers), or None where it has none."""
+    return TARGETS.get(label)

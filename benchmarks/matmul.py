@@ -1,0 +1,127 @@
+"""GEMMs of quantized operands against bfloat16: the rates that everything above is bounded by (m.*).
+
+Operands are cast before the clock runs. Shapes M x K x N: y [M, N] = x [M, K] @ w [N, K].T. Buffers rotate.
+"""
+
+import argparse
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks._recipes import LARGEST_DIFFERENCE, difference, sqnr_db
+from benchmarks._report import Report, Row
+from benchmarks._timing import in_turn, rotations
+from microfloat.recipes import Cast, Gemm
+from microfloat.torch import backends
+from microfloat.torch.backends import reference
+
+SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 4096, 4096))
+SMALL = (256, 512, 384)
+
+GEMMS = {
+    "m.tensor.fast": Gemm(Cast("fp8_tensor"), Cast("fp8_tensor"), accumulate="fast"),
+    "m.tensor.split": Gemm(Cast("fp8_tensor"), Cast("fp8_tensor")),
+    "m.tensor.e5m2": Gemm(Cast("fp8_tensor_e5m2"), Cast("fp8_tensor")),
+    "m.row.fast": Gemm(Cast("fp8_row"), Cast("fp8_row"), accumulate="fast"),
+    "m.row.split": Gemm(Cast("fp8_row"), Cast("fp8_row")),
+    "m.1x128.128x128": Gemm(Cast("fp8_1x128"), Cast("fp8_128x128")),
+    "m.1x128.1x128": Gemm(Cast("fp8_1x128"), Cast("fp8_1x128")),
+    "m.mxfp8.folded": Gemm(Cast("mxfp8"), Cast("mxfp8"), path="folded"),
+    "m.mxfp8.exact": Gemm(Cast("mxfp8"), Cast("mxfp8"), path="exact"),
+    "m.mxfp4.folded": Gemm(Cast("mxfp4"), Cast("mxfp4"), path="folded"),
+    "m.nvfp4": Gemm(Cast("nvfp4"), Cast("nvfp4_2d")),
+}
+
+
+@dataclass(frozen=True)
+class Maker:
+    """How operands of one GEMM are made on a device, and multiplied."""
+
+    gemm: Gemm
+    device: str
+
+    @property
+    def backend(self) -> str:
+        return "native" if self.device == "cuda" else "reference"
+
+    @functools.cached_property
+    def module(self) -> Any:
+        return backends.choose(self.backend, torch.device(self.device))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
+        """x and w as this GEMM reads them."""
+        if self.backend == "reference":
+            return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
+        from microfloat.torch.backends.native._forms import chip_of, route_of
+
+        route = route_of(self.gemm, chip_of(torch.device("cuda", torch.cuda.current_device())))
+        made = []
+        for matrix, cast, form in ((x, self.gemm.lhs, route.lhs), (w, self.gemm.rhs, route.rhs)):
+            operand, _ = self.module.prepare_both(
+                matrix, cast, None, row_form=form, column_form=form, seed=None, row_stream=0, column_stream=0
+            )
+            made.append(operand)
+        return tuple(made)
+
+    def multiply(self, a: object, b: object) -> torch.Tensor:
+        return self.module.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
+
+
+def matrices(shape: tuple[int, int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal x [M, K], and w [N, K] scaled by 1 / sqrt(K)."""
+    m, k, n = shape
+    x = torch.randn(m, k, device=device).bfloat16()
+    return x, (torch.randn(n, k, device=device) / k**0.5).bfloat16()
+
+
+def check(maker: Maker) -> float:
+    """Relative difference to the exact product of the reference's operands."""
+    x, w = matrices(SMALL, maker.device)
+    a, b = reference.quantize(x, maker.gemm.lhs), reference.quantize(w, maker.gemm.rhs)  # type: ignore[arg-type]
+    want = reference.scaled_matmul(a, b, out_dtype=torch.float32, accumulate="exact")
+    return difference(maker.multiply(*maker.operands(x, w)), want)
+
+
+def measure(report: Report, name: str, maker: Maker, shape: tuple[int, int, int], decibel: float) -> Row:
+    """One GEMM against bfloat16's."""
+    m, k, n = shape
+    sets = 2 if report.options.quick else rotations(m * k + n * k)
+    plain = [matrices(shape, maker.device) for _ in range(sets)]
+    made = [maker.operands(x, w) for x, w in plain]
+    calls = {
+        "bf16": lambda i: torch.mm(plain[i % sets][0], plain[i % sets][1].t()),
+        "ours": lambda i: maker.multiply(*made[i % sets]),
+    }
+    times = in_turn(calls, maker.device)
+    row = Row(name, shape, backend=maker.backend, ratio_of="bf16", sqnr_db=decibel).timed(times["ours"], times["bf16"])
+    flop = 2 * m * k * n
+    row.tflops = flop / times["ours"].median / 1e9
+    row.extra = {"bf16_tflops": round(flop / times["bf16"].median / 1e9, 1)}
+    return report.add(row)
+
+
+def main(options: argparse.Namespace, arguments: list[str]) -> int:
+    report = Report(options, arguments)
+    shapes = ((64, 128, 96),) if options.quick else SHAPES
+    for name, gemm in GEMMS.items():
+        if not report.wants(name):
+            continue
+        if options.device == "cpu" and gemm.path != "auto":
+            gemm = replace(gemm, path="auto")
+        maker = Maker(gemm, options.device)
+        differing = report.attempt(name, functools.partial(check, maker))
+        if differing is None:
+            continue
+        if differing > LARGEST_DIFFERENCE:
+            report.skip(name, f"differs from the reference by {differing:.1e}, at most {LARGEST_DIFFERENCE} expected")
+            continue
+        for shape in shapes:
+            run = functools.partial(measure, report, name, maker, shape, sqnr_db(differing))
+            report.attempt(name, run, shape=shape)
+        report.summarize(name)
+    return report.finish()
