@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
+import microfloat.jax as mj
 from microfloat.jax import fp8_ops
 
 E4M3, E5M2, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
@@ -22,8 +23,7 @@ def operands():
 
 def calls_fp8(function, *arguments):
     """Whether the compiled program holds a call with two FP8 operands."""
-    text = jax.jit(function).lower(*arguments).compile().as_text()
-    return any(line.count("f8e4m3fn") >= 2 and "custom-call" in line for line in text.splitlines())
+    return mj.explain(function, *arguments).calls_fp8
 
 
 def fp8_dot(a, b):

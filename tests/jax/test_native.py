@@ -9,6 +9,7 @@ import pytest
 
 import microfloat.jax as mj
 from microfloat import Support, reference
+from microfloat.jax._explain import dots_of
 from microfloat.jax.backends import native
 from microfloat.jax.backends import reference as emulation
 from microfloat.recipes import RECIPES, Cast, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name
@@ -146,6 +147,32 @@ def test_explain_a_program():
     else:
         assert explained.calls_fp8
     assert explained.rows
+
+
+_PROGRAM = """HloModule jit_f
+%fused (p.1: f8e4m3fn[16,32], p.2: f8e5m2[64,32]) -> f32[16,64] {
+  %p.1 = f8e4m3fn[16,32]{1,0} parameter(0)
+  %p.2 = f8e5m2[64,32]{1,0} parameter(1)
+  ROOT %dot.5 = f32[16,64]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+ENTRY %main (a: bf16[16,32]) -> bf16[16,64] {
+  %codes = f8e4m3fn[16,32]{1,0} fusion(%a), kind=kLoop, calls=%cast
+  %other.1 = f8e4m3fn[64,32]{1,0} fusion(%b), kind=kLoop, calls=%cast
+  %one = f32[] constant(1)
+  %wide = bf16[64,32]{1,0} parameter(1)
+  %call.1 = (bf16[16,64]{1,0}, s8[4]{0}) custom-call(%codes, %other.1, %one), custom_call_target="__cublas$lt$matmul$f8"
+  %call.2 = (bf16[16,64]{1,0}, s8[4]{0}) custom-call(%a, %wide), custom_call_target="__cublas$gemm"
+  ROOT %call.3 = f32[16,64]{1,0} custom-call(f8e4m3fn[16,32] %codes, f8e5m2[64,32] %x), custom_call_target="__cublas$lt$matmul$f8"
+}"""  # noqa: E501
+
+
+def test_dots_of_a_gpu_program():
+    assert dots_of(_PROGRAM) == (
+        ("dot.5", "f8e4m3fn x f8e5m2", True),
+        ("call.1", "f8e4m3fn x f8e4m3fn", True),
+        ("call.2", "? x bf16", False),
+        ("call.3", "f8e4m3fn x f8e5m2", True),
+    )
 
 
 def test_explain_covers_every_recipe():

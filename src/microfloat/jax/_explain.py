@@ -1,5 +1,6 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -190,19 +191,36 @@ def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, in
 
 def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
     compiled = jax.jit(function).lower(*arguments).compile()
+    return ProgramDots(jax.default_backend(), dots_of(cast(str, compiled.as_text())))
+
+
+_SHAPE = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+def dots_of(text: str) -> tuple[tuple[str, str, bool], ...]:
+    """The rows of `ProgramDots` from the text of an optimised HLO module.
+
+    Operands may be printed by name alone: their dtypes are those of the instructions of that name. A dot of two FP8
+    operands that is left inside a fusion is a GEMM that XLA generates itself.
+    """
+    dtypes: dict[str, str] = {}
     rows = []
-    for line in cast(str, compiled.as_text()).splitlines():
-        head, _, body = line.strip().partition(" = ")
+    for line in text.splitlines():
+        head, equals, body = line.strip().partition(" = ")
+        name = head.removeprefix("ROOT ").lstrip("%")
+        match = _SHAPE.search(body)
+        if not equals or match is None:
+            continue
+        dtypes[name] = match[1]
         is_dot = " dot(" in body
         is_call = " custom-call(" in body and ("matmul" in body or "gemm" in body)
         if is_dot or is_call:
-            inside = body.split("(", 1)[1]
-            kinds = [
-                word.split("[")[0] for word in inside.replace(",", " ").split() if "[" in word and word[0] in "fbus"
-            ]
-            fp8 = is_call and sum(kind.startswith("f8e") for kind in kinds) >= 2
-            rows.append((head.removeprefix("ROOT ").lstrip("%"), " x ".join(kinds[:2]) or "-", fp8))
-    return ProgramDots(jax.default_backend(), tuple(rows))
+            inside = body.split(" dot(" if is_dot else " custom-call(", 1)[1].split(")", 1)[0]
+            kinds = _SHAPE.findall(inside) or [dtypes.get(operand, "?") for operand in _OPERAND.findall(inside)]
+            fp8 = len(kinds) >= 2 and all(kind.startswith("f8e") for kind in kinds[:2])
+            rows.append((name, " x ".join(kinds[:2]) or "-", fp8))
+    return tuple(rows)
 
 
 def _availability(recipe: Recipe, device: object) -> Support:
