@@ -44,6 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--device", default="", help="cuda or cpu; default: cuda where there is one")
         if name == "quantize":
             command.add_argument("--sweep", action="store_true", help="time tile shapes of the kernels instead")
+        if name == "profile":
+            command.add_argument("--host", action="store_true", help="Python functions of a small step instead")
     commands.add_parser("cpu", add_help=False)
     merge = commands.add_parser("merge")
     merge.add_argument("source", type=Path)

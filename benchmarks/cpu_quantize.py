@@ -1,6 +1,6 @@
 """Quantize and dequantize on a CPU: microfloat's reference backend beside torchao eager, in one process.
 
-    python benchmarks/cpu_quantize.py [--json benchmarks/results/cpu_quantize.json] [--threads 2] [--clock wall]
+    python -m benchmarks cpu [--json benchmarks/results/cpu_quantize.json] [--threads 2] [--clock wall]
 
 One row per format and direction: Melem/s of a bfloat16 matrix, median of the repetitions. Where torchao is importable
 its eager path for the same format is timed beside it, A B A B, and its codes are compared first: the share of equal
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks._report import printable_command
 from microfloat._version import __version__
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
@@ -213,14 +214,18 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(given: list[str] | None = None) -> int:
+    given = sys.argv[1:] if given is None else given
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=7)
-    arguments = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a tiny matrix, once: tries the plumbing")
+    arguments = parser.parse_args(given)
+    if arguments.quick:
+        arguments.size, arguments.repetitions = 64, 1
     global clock
     clock = CLOCKS[arguments.clock]
     torch.set_num_threads(arguments.threads)
@@ -240,7 +245,7 @@ def main() -> int:
         print(f"torchao: {why_not}")
     if arguments.json:
         document = {
-            "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
+            "command": printable_command(["cpu", *given]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": arguments.threads,
                         "clock": arguments.clock, "system": platform.system(), "load_before": before,
@@ -254,7 +259,3 @@ def main() -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,76 +1,66 @@
-"""Where the time of one Linear forward + backward goes: host functions at a small shape, GPU kernels at a large one.
+"""Which kernels one Linear step spends its time in, at 16384 x 4096 -> 14336; with --host, which Python functions.
 
-python benchmarks/gpu_profile.py [--json FILE] RECIPE [RECIPE ...]
+The kernels of one forward and backward, alone and cool, in the order in which they ran.
 """
 
 import argparse
 import cProfile
-import datetime
-import json
-import platform
 import pstats
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-import microfloat.torch as mf
-from microfloat import recipes
-
-
-def step(layer, x, dy) -> None:
-    x.grad = layer.weight.grad = None
-    layer(x).backward(dy)
+from benchmarks._recipes import RECIPES
+from benchmarks._report import Report, Row
+from benchmarks.host import FWDBWD
+from benchmarks.linear import JUDGED, QUICK, backend_of, data, make_layer, step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json")
-    parser.add_argument("recipes", nargs="+")
-    arguments = parser.parse_args()
-    result = {
-        "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "shape": [16384, 4096, 14336], "kernels": {},
-    }  # fmt: skip
-    for name in arguments.recipes:
-        recipe = recipes.from_name(name)
-        layer = mf.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
-        x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-        with torch.autograd.set_multithreading_enabled(False):
-            for _ in range(20):
-                step(layer, x, dy)
-            torch.cuda.synchronize()
-            profiler = cProfile.Profile()
-            profiler.enable()
-            for _ in range(200):
-                step(layer, x, dy)
-            profiler.disable()
+def kernels(report: Report, name: str) -> None:
+    """The GPU kernels of one step."""
+    layer = make_layer(RECIPES[name], JUDGED, report.options)
+    x, dy = data(JUDGED, report.options)
+    for _ in range(3):
+        step(layer, x, dy)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step(layer, x, dy)
         torch.cuda.synchronize()
-        print(f"==== {name}: host time of 200 steps")
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
-        m, k, n = 16384, 4096, 14336
-        layer = mf.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-        for _ in range(3):
-            step(layer, x, dy)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            step(layer, x, dy)
-            torch.cuda.synchronize()
-        print(f"==== {name}: kernels of one step, T=16384 4096 -> 14336")
-        kernels = result["kernels"][name] = []
-        for event in sorted(trace.events(), key=lambda event: event.time_range.start):
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                kernels.append({"us": round(event.time_range.elapsed_us(), 1), "kernel": event.name[:110]})
-                print(f"{kernels[-1]['us']:9.1f} us  {kernels[-1]['kernel']}")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+    found = []
+    for event in sorted(trace.events(), key=lambda event: event.time_range.start):
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.append({"us": round(event.time_range.elapsed_us(), 1), "kernel": event.name[:110]})
+            print(f"{found[-1]['us']:9.1f} us  {found[-1]['kernel']}")
+    row = Row("profile", JUDGED, name, value=sum(kernel["us"] for kernel in found), unit="us")
+    row.extra = {"kernels": found}
+    report.add(row)
 
 
-if __name__ == "__main__":
-    main()
+def host(report: Report, name: str, count: int) -> None:
+    """The Python functions of a small step, by their own time."""
+    shape = QUICK if report.options.quick else FWDBWD
+    layer = make_layer(RECIPES[name], shape, report.options)
+    x, dy = data(shape, report.options)
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(min(count, 20)):
+            step(layer, x, dy)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(count):
+            step(layer, x, dy)
+        profiler.disable()
+    print(f"==== {name}: host time of {count} steps {shape}, {backend_of(report.options)} backend")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+
+
+def main(options: argparse.Namespace, arguments: list[str]) -> int:
+    report = Report(options, arguments)
+    for name in RECIPES:
+        if not report.wants(name):
+            continue
+        if options.host:
+            host(report, name, 2 if options.quick else 200)
+        elif options.device != "cuda":
+            report.skip("profile", "kernels are traced on a CUDA device", recipe=name)
+        else:
+            report.attempt("profile", lambda name=name: kernels(report, name), recipe=name)
+    return report.finish()

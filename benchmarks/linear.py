@@ -160,6 +160,7 @@ def _peer(report: Report, torchao: Any, fields: dict[str, Any]) -> None:
     plain = make_layer(None, shape, options)
     layer = torchao.float8_training(make_layer(None, shape, options), fields["recipe"])
     if fields["mode"] == "compiled":
+        torch._dynamo.reset()
         plain, layer = torch.compile(plain), torch.compile(layer)
     times = in_turn({"bf16": lambda i: step(plain, x, dy), "ao": lambda i: step(layer, x, dy)}, options.device, 150, 12)
     report.add(Row("l.torchao", **fields, ratio_of="bf16").timed(times["ao"], times["bf16"]))

@@ -1,0 +1,58 @@
+"""Times of kernels under other tile shapes: how `TILES` of the triton backend was chosen."""
+
+import argparse
+
+import torch
+
+from benchmarks._timing import copy_gbs, in_turn
+from benchmarks.quantize_rows import Case
+from microfloat.torch.backends.triton import _launch
+
+SHAPE = (16384, 8192)
+# Name in TILES -> ids that run it, and tiles to try: rows, columns, warps.
+SWEEPS = {
+    "cast": (("q.fp8.delayed", "q.fp8.current"), ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4))),
+    "axes": (("q.fp8.row",), ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4))),
+    "blocks": (
+        ("q.mxfp8.row", "q.mxfp8.rowcol", "q.mxfp8.qdq", "q.fp8.1x128"),
+        ((128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (32, 128, 2), (32, 256, 4), (64, 64, 2)),
+    ),
+    "fold": (("q.mxfp8.fold",), ((128, 128, 4), (128, 128, 8), (128, 128, 16))),
+    "nvfp4": (
+        ("q.nvfp4.row", "q.nvfp4.train", "q.nvfp4.2d", "q.nvfp4.qdq"),
+        ((64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 64, 2), (32, 256, 4)),
+    ),
+    "dequantize": (("dq.mxfp8", "dq.nvfp4"), ((64, 128, 4), (32, 128, 4), (32, 256, 4), (16, 256, 4))),
+    "fused_scaled": (
+        ("f.swiglu.fp8", "f.swiglu_bwd.fp8"), ((64, 128, 8), (64, 128, 4), (32, 128, 4), (128, 64, 8), (128, 128, 8)),
+    ),
+    "fused_blocks": (("f.swiglu.mxfp8",), ((128, 128, 8), (128, 128, 4), (64, 128, 4), (32, 256, 4))),
+    "norm": (
+        ("f.rmsnorm.fp8", "f.rmsnorm.mxfp8"),
+        ((32, 512, 16), (32, 256, 8), (32, 512, 8), (32, 256, 4), (32, 1024, 16)),
+    ),
+}  # fmt: skip
+
+
+def sweep(cases: list[Case], options: argparse.Namespace) -> int:
+    """Print the share of a copy of the chosen ids under every tile; a tile that does not compile says so."""
+    chosen = {case.id: case for case in cases}
+    copy = copy_gbs(1 << 10 if options.quick else 1 << 30, options.device)
+    shape = (32, 64) if options.quick else SHAPE
+    matrices = [torch.randn(shape, device=options.device).bfloat16() for _ in range(3)]
+    for name, (ids, tiles) in SWEEPS.items():
+        usual = _launch.TILES[name]
+        for case in (chosen[row_id] for row_id in ids if row_id in chosen):
+            for tile in tiles:
+                _launch.TILES[name] = tile
+                state = case.state(matrices[0])
+                try:
+                    calls = {"ours": lambda i, case=case, state=state: case.run(matrices[i % 3], state)}
+                    median = in_turn(calls, options.device, 40)["ours"].median
+                except Exception as error:
+                    print(f"{case.id:16} {tile!s:16} {type(error).__name__}: {str(error)[:120]}", flush=True)
+                    continue
+                ratio = case.bytes_per_element * shape[0] * shape[1] / median / 1e6 / copy
+                print(f"{case.id:16} {tile!s:16} {median:8.4f} ms  {ratio:5.3f} of copy", flush=True)
+        _launch.TILES[name] = usual
+    return 0

@@ -1,0 +1,76 @@
+"""`python -m benchmarks COMMAND --quick` runs without a GPU, compares with the reference, and writes its rows."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+RESULT = {"id", "mode", "backend", "dtype", "device", "driver", "versions", "date", "command"}
+
+
+def run(repository, tmp_path, command, *arguments, python=()):
+    """The rows that a command wrote, and what it printed."""
+    path = tmp_path / "rows.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    line = [sys.executable, *python, "-m", "benchmarks", command, "--quick", "--json", str(path), *arguments]
+    done = subprocess.run(line, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(path.read_text()), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "ids", "measured"),
+    [
+        ("quantize", ["q.amax", "q.mxfp8.row", "q.fp8.delayed", "dq.nvfp4", "sw.scales", "f.swiglu"],
+         {"q.amax", "q.mxfp8.row", "q.fp8.delayed", "dq.nvfp4", "sw.scales", "f.swiglu.fp8", "f.swiglu.mxfp8"}),
+        ("matmul", ["m.tensor", "m.nvfp4"], {"m.tensor.fast", "m.tensor.split", "m.tensor.e5m2", "m.nvfp4"}),
+        ("linear", ["l.current", "l.small", "l.fwd", "l.grouped"], {"l.current", "l.small", "l.fwd.fp8"}),
+        ("host", ["h.fwdbwd.current", "h.fwd", "h.autocast", "h.launches.delayed", "g.compile.current"],
+         {"h.fwdbwd", "h.fwd", "h.autocast", "g.compile"}),
+        ("block", ["b.eager.current", "b.compile"], {"b.eager", "b.compile"}),
+        ("profile", ["current"], set()),
+    ],
+)  # fmt: skip
+def test_a_quick_run(repository, tmp_path, command, ids, measured):
+    if command == "quantize":
+        pytest.importorskip("triton", reason="triton is not installed")
+    document, text = run(repository, tmp_path, command, "--only", *ids)
+    rows = document["rows"]
+    assert {row["id"] for row in rows if "skipped" not in row} == measured
+    for row in rows:
+        assert set(row) >= RESULT
+        # Every figure was compared with the reference first, unless there is none for it (times of nothing but a host).
+        compared = row.get("bytes_equal") or "sqnr_db" in row or row.get("variant") == "unfused"
+        assert "skipped" in row or compared or command in ("host", "train"), row
+        assert "passed" not in row, "a quick run measures nothing"
+        assert "not run" in text or "skipped" not in row
+    assert document["command"] == f"python -m benchmarks {command} --quick --json benchmarks/results/rows.json " + (
+        " ".join(["--only", *ids])
+    )
+    assert str(tmp_path) not in json.dumps(document)
+
+
+def test_the_cpu_command(repository, tmp_path):
+    document, _ = run(repository, tmp_path, "cpu")
+    assert document["command"].startswith("python -m benchmarks cpu --quick --json benchmarks/results/rows.json")
+    assert {"c.mm", "c.q.mxfp8", "c.dq.nvfp4"} <= {row["id"] for row in document["rows"]}
+
+
+@pytest.mark.slow
+def test_every_cast_and_producer_runs(repository, tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    document, _ = run(repository, tmp_path, "quantize")
+    assert not [row for row in document["rows"] if "skipped" in row]
+
+
+def test_without_a_gpu_only_a_quick_run_is_offered(repository):
+    line = [sys.executable, "-m", "benchmarks", "matmul"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(line, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--quick" in done.stdout
