@@ -1,9 +1,9 @@
 """Launching a Triton kernel with little host time, and what every launch needs to know about a matrix.
 
 Triton's own call path examines every argument on every call. Here a kernel compiled once for a *key* is started
-directly with raw addresses. The key holds everything that Triton specializes on: the constants, the dtype, whether
-addresses and sizes are multiples of 16, whether a size is 1 or needs 64 bits. In the interpreter the ordinary path
-runs.
+directly with raw addresses (`_direct`). The key holds everything that Triton specializes on: the constants, the dtype,
+whether addresses and sizes are multiples of 16, whether a size is 1 or needs 64 bits. In the interpreter the ordinary
+path runs.
 """
 
 import threading
@@ -14,8 +14,9 @@ import torch
 import triton
 
 from microfloat.kernels import _convert
+from microfloat.torch.backends.triton._direct import Start, starter
 
-__all__ = ["INTERPRETED", "TILES", "Kernel", "Matrix", "ceil_div", "compiled_conversions", "scratch"]
+__all__ = ["INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "ceil_div", "compiled_conversions", "scratch"]
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
@@ -101,7 +102,7 @@ class Kernel:
 
     def __init__(self, function: Callable) -> None:
         self.function: Any = function
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple, Start] = {}
 
     def __call__(
         self, key: tuple, programs: int, device: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple,
@@ -120,18 +121,61 @@ class Kernel:
             low_bits |= address or 0
         if low_bits & 15:  # rare: which of them are not multiples of 16 belongs to the key
             key = (key, *[address is None or address & 15 == 0 for address in addresses])
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            arguments = [as_bytes(t) for t in tensors]
-            # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-            options = {"num_warps": warps, "enable_fp_fusion": False}
-            self._compiled[key] = self.function[(programs,)](*arguments, *scalars, *constants, **options)
+        start = self._compiled.get(key)
+        if start is None:
+            self.compile(key, programs, tensors, scalars, constants, warps)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *addresses, *scalars, *constants,
-        )  # fmt: skip
+        start(programs, torch._C._cuda_getCurrentRawStream(device), addresses, (*scalars, *constants))
+
+    def compile(
+        self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
+        warps: int,
+    ) -> Start | None:  # fmt: skip
+        """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
+        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        compiled = self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants, **options)
+        start = starter(compiled)
+        if start is not None:
+            self._compiled[key] = start
+        return start
+
+    def prepared(self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: int = 4) -> "Prepared":
+        """A launch with everything decided but the addresses, all of which will be multiples of 16."""
+        return Prepared(self, key, programs, scalars, constants, warps)
+
+
+class Prepared:
+    """A launch of a kernel that lacks only its stream and its tensors, for callers that make it again and again."""
+
+    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_rest", "_scalars", "_start", "_warps")
+
+    def __init__(self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: int) -> None:
+        self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
+        self._scalars, self._constants, self._rest = scalars, constants, (*scalars, *constants)
+        self._start: Start | None = None
+
+    def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
+        """Start it on a stream of the current device. The tensors begin at multiples of 16 bytes."""
+        start = self._start
+        if start is None:
+            self._first(stream, tensors)
+            return
+        start(self._programs, stream, [None if t is None else t.data_ptr() for t in tensors], self._rest)
+
+    def _first(self, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        kernel = self._kernel
+        if INTERPRETED:
+            kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *self._rest)
+            return
+        start = kernel._compiled.get(self._key)
+        if start is None:
+            self._start = kernel.compile(
+                self._key, self._programs, tensors, self._scalars, self._constants, self._warps
+            )
+            return
+        self._start = start
+        self(stream, *tensors)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

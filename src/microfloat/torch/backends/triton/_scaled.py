@@ -1,24 +1,70 @@
 """FP8 per tensor, per row and over 128 x 128 tiles: amax, and the cast into one or both layouts."""
 
+from dataclasses import dataclass
+
 import torch
 
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._launch import (
+    TILES,
+    Kernel,
+    Matrix,
+    Prepared,
+    ceil_div,
+    compiled_conversions,
+    scratch,
+)
 from microfloat.torch.backends.triton._plans import CastPlan, operand
 
-__all__ = ["measure_amax", "measure_axes", "quantize_scaled"]
+__all__ = [
+    "AMAX", "GIVEN", "Launch", "amax_launch", "cast_launch", "measure_amax", "measure_axes", "quantize_scaled",
+]  # fmt: skip
 
 _AMAX_CONTIGUOUS = Kernel(amax_kernels.amax_contiguous)
 _AMAX_STRIDED = Kernel(amax_kernels.amax_strided)
 _AMAX_AXES = Kernel(amax_kernels.amax_rows_columns)
 _CAST = Kernel(scaled_kernels.cast_scaled)
-_GIVEN, _AMAX, _AXES, _TILE = (
+GIVEN, AMAX, AXES, TILE = (
     mode.value for mode in (scaled_kernels.GIVEN, scaled_kernels.AMAX, scaled_kernels.AXES, scaled_kernels.TILE)
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a kernel is started with besides its tensors: the key of its compiled version, its grid, its arguments."""
+
+    kernel: Kernel
+    key: tuple
+    programs: int
+    scalars: tuple
+    constants: tuple
+    warps: int = 4
+
+    def __call__(self, device: int, *tensors: torch.Tensor | None) -> None:
+        """Start it on the current stream of a device."""
+        self.kernel(self.key, self.programs, device, tensors, self.scalars, self.constants, self.warps)
+
+    def prepared(self) -> Prepared:
+        """The same, to be started many times."""
+        return self.kernel.prepared(self.key, self.programs, self.scalars, self.constants, self.warps)
+
+
+def amax_launch(matrix: Matrix) -> Launch:
+    """The launch that measures a matrix; its tensors: the matrix, float32 () for the result, scratch words."""
+    x = matrix.tensor
+    if not x.is_contiguous():
+        programs = ceil_div(matrix.rows, 32) * ceil_div(matrix.columns, 128)
+        return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128))
+    count = x.numel()
+    kind = matrix.kind if count & 1 == 0 else 0
+    unroll = 16 if count >= 1 << 22 else 2
+    constants = (kind, compiled_conversions(x.get_device()), _AMAX_BLOCK, unroll)
+    key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
+    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, _AMAX_BLOCK * unroll), (count,), constants)
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
@@ -26,20 +72,31 @@ def measure_amax(matrix: Matrix) -> torch.Tensor:
     x = matrix.tensor
     device = x.get_device()
     out = torch.empty((), dtype=torch.float32, device=x.device)
-    hardware = compiled_conversions(device)
-    if x.is_contiguous():
-        count = x.numel()
-        kind = matrix.kind if count & 1 == 0 else 0
-        unroll = 16 if count >= 1 << 22 else 2
-        constants = (kind, hardware, _AMAX_BLOCK, unroll)
-        key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
-        programs = ceil_div(count, _AMAX_BLOCK * unroll)
-        _AMAX_CONTIGUOUS(key, programs, device, (x, out, scratch(device)), (count,), constants)
-    else:
-        constants = (matrix.index64, 32, 128)
-        programs = ceil_div(matrix.rows, 32) * ceil_div(matrix.columns, 128)
-        _AMAX_STRIDED(matrix.key, programs, device, (x, out, scratch(device)), matrix.sizes, constants)
+    amax_launch(matrix)(device, x, out, scratch(device))
     return out
+
+
+def cast_launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, mode: int, *, records: bool,
+    row_stream: int = 0, column_stream: int = 0,
+) -> Launch:  # fmt: skip
+    """The launch that casts a matrix into one or both operands (`quantize_scaled`), by one of GIVEN, AMAX, AXES, TILE.
+
+    Its tensors: the matrix; codes of the row and of the column operand; their scales; the encode scale or the amaxes of
+    rows, the amaxes of columns; the live amax to record into, scratch words; the call seed. None what is not there.
+    """
+    plan = row or column
+    assert plan is not None
+    tile_rows, tile_columns, warps = TILES["cast"] if plan.block[0] != _SIDE else (_SIDE, _SIDE, TILES["cast"][2])
+    constants = (
+        row.scaled_cast if row else None, column.scaled_cast if column else None, mode, records,
+        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
+        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
+    )  # fmt: skip
+    key = (matrix.key, constants, warps, row_stream, column_stream)
+    scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    return Launch(_CAST, key, programs, scalars, constants, warps)
 
 
 def quantize_scaled(
@@ -56,19 +113,15 @@ def quantize_scaled(
     assert plan is not None
     x, device = matrix.tensor, matrix.tensor.get_device()
     rows, columns = matrix.rows, matrix.columns
-    hardware = compiled_conversions(device)
-    tile_rows, tile_columns, warps = TILES["cast"] if plan.block[0] != _SIDE else (_SIDE, _SIDE, TILES["cast"][2])
-    even = matrix.fills(tile_rows, tile_columns)
-    programs = ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns)
-    row_scale, column_scale, source, source2, mode = None, None, None, None, _TILE
+    row_scale, column_scale, source, source2, mode = None, None, None, None, TILE
     if plan.block == (None, None):
         row_scale = column_scale = torch.empty((), dtype=torch.float32, device=x.device)
         if scale_enc is not None:
-            mode, source = _GIVEN, scale_enc
+            mode, source = GIVEN, scale_enc
         else:
-            mode, source = _AMAX, (measure_amax(matrix) if amax is None else amax)
+            mode, source = AMAX, (measure_amax(matrix) if amax is None else amax)
     elif plan.block == (1, None):
-        mode = _AXES
+        mode = AXES
         source, source2 = measure_axes(matrix, row is not None, column is not None)
         row_scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device) if row else None
         column_scale = torch.empty((columns, 1), dtype=torch.float32, device=x.device) if column else None
@@ -78,17 +131,13 @@ def quantize_scaled(
         column_scale = torch.empty(tiles[::-1], dtype=torch.float32, device=x.device) if column else None
     row_codes = torch.empty((rows, columns), dtype=row.codes_dtype, device=x.device) if row else None
     column_codes = torch.empty((columns, rows), dtype=column.codes_dtype, device=x.device) if column else None
-    constants = (
-        row.scaled_cast if row else None, column.scaled_cast if column else None, mode, record is not None,
-        matrix.kind, even, matrix.even_pairs, matrix.even_quads, matrix.index64, hardware, tile_rows, tile_columns,
-    )  # fmt: skip
-    tensors = (
-        x, row_codes, column_codes, row_scale, column_scale, source, source2, record,
+    launch = cast_launch(
+        matrix, row, column, mode, records=record is not None, row_stream=row_stream, column_stream=column_stream
+    )
+    launch(
+        device, x, row_codes, column_codes, row_scale, column_scale, source, source2, record,
         scratch(device) if record is not None else None, seed,
     )  # fmt: skip
-    key = (matrix.key, constants, warps, row_stream, column_stream)
-    scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
-    _CAST(key, programs, device, tensors, scalars, constants, warps)
     return (
         operand(row, row_codes, row_scale, rows, columns),
         operand(column, column_codes, column_scale, columns, rows),
