@@ -23,66 +23,44 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import contextlib
-import dataclasses
-import math
-import shlex
-import shutil
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
+import numpy as np
 import torch
+from gpt import options as gpt_options
 from gpt import report
 from gpt.checkpointing import generator_states, load_checkpoint, restore_generators, save_checkpoint
-from gpt.data import Corpus, CorpusError, load_corpus
+from gpt.data import Corpus, load_corpus
+from gpt.exchange import load_weights, save_record, save_weights
 from gpt.model import GPT
-from gpt.options import Options, Run, parse_options
+from gpt.options import Options, Run, device_error
+from gpt.recording import record_operands
+from gpt.training import Training, run_command
 from gpt.underflow import measure_underflow
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 import microfloat.torch as mf
-from microfloat.errors import CheckpointError, MicrofloatError
-from microfloat.recipes import Placement, Recipe
+from microfloat.recipes import Placement
+
+__all__ = ["Trainer", "load_corpus", "main", "parse_options"]
 
 
-class StopRequest:
-    """Turns the first Ctrl-C (or SIGTERM) into a wish that is granted between two steps; the second one is final."""
+class Trainer(Training):
+    """One run in torch: what gpt/training.py leaves to the framework."""
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-
-
-class Trainer:
-    """One run: model, optimizer, step number and result; all of it goes into a checkpoint and comes back."""
+    suffix = ".pt"
 
     def __init__(self, run: Run, options: Options, corpus: Corpus) -> None:
-        self.run, self.options, self.corpus = run, options, corpus
-        self.step = 0
-        self.result = report.Result()
+        super().__init__(run, options, corpus)
         torch.manual_seed(options.seed)
         self.model = GPT(options.shape)
+        if options.initial_weights is not None:
+            self._start_from(options.initial_weights)
+        if options.export_weights is not None and run is options.runs[0]:
+            save_weights(options.export_weights, {name: p.numpy() for name, p in self.model.state_dict().items()})
         if run.disturbed:
             with torch.no_grad():
                 for parameter in self.model.parameters():
@@ -108,52 +86,39 @@ class Trainer:
         else:
             mf.convert(self.model, self.run.recipe)
 
-    def loss(self, tokens_BT: Tensor) -> Tensor:
+    def loss(self, tokens_BT: np.ndarray) -> Tensor:
         """The mean loss of a batch. x and w are bfloat16 before they are quantized; parameters stay float32.
 
         The converted layers have their recipe pinned; entering `mf.autocast` marks the steps of delayed scaling.
         """
         recipe = self.run.recipe
         with torch.autocast(self.options.device.type, torch.bfloat16), mf.autocast(recipe is not None, recipe):
-            return self.model.loss(tokens_BT.to(self.options.device))
+            return self.model.loss(torch.from_numpy(tokens_BT).to(self.options.device))
 
-    def quantized_layers(self) -> dict[nn.Module, Recipe | None]:
+    def quantized_layers(self) -> dict[str, nn.Module]:
         """The layers whose operands the report is about; the same ones in the baseline, where they round to bf16."""
         skipped = self.options.bf16_blocks
-        blocks = (block for index, block in enumerate(self.model.blocks) if index not in skipped)
-        return {layer: self.run.recipe for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
+        return {
+            f"blocks.{index}.{name}": layer
+            for index, block in enumerate(self.model.blocks)
+            if index not in skipped
+            for name, layer in block.named_modules()
+            if isinstance(layer, nn.Linear)
+        }
 
     # ----------------------------------------------------------------------------------- ordinary training
 
-    def train(self, stop: StopRequest, checkpoint: Path, on_step: Callable[["Trainer"], None]) -> bool:
-        """Train to the last step and evaluate. False when `stop` came first; the checkpoint is written either way."""
-        options = self.options
-        while self.step < options.steps:
-            if stop.signal is not None:
-                save_checkpoint(checkpoint, self.state())
-                return False
-            if self.step == options.bf16_from_step:
-                self.place_recipe()
-            started = time.perf_counter()
-            self.result.train_loss.append(self._train_step())
-            self.step += 1
-            self.result.seconds += time.perf_counter() - started
-            on_step(self)
-            if self.step % options.checkpoint_every == 0 or self.step == options.steps:
-                save_checkpoint(checkpoint, self.state())
-        self.result.finish(self.evaluate())
-        save_checkpoint(checkpoint, self.state())
-        return True
-
     def _train_step(self) -> float:
-        options = self.options
-        tokens_BT = self.corpus.batch(options.seed, self.step, options.batch, options.shape.context)
+        tokens_BT = self.batch()
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        # The last step that still runs the recipe is the one the report is about.
-        measuring = self.step == options.bf16_from_step - 1
+            group["lr"] = self.learning_rate(self.step)
+        layers, recipe = self.quantized_layers(), self.run.recipe
+        underflow = record = None
         with contextlib.ExitStack() as stack:
-            underflow = stack.enter_context(measure_underflow(self.quantized_layers())) if measuring else None
+            if self.measuring:
+                underflow = stack.enter_context(measure_underflow(dict.fromkeys(layers.values(), recipe)))
+            if self.recording:
+                record = stack.enter_context(record_operands(layers, recipe))
             loss = self.loss(tokens_BT)
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -161,17 +126,19 @@ class Trainer:
         self.optimizer.zero_grad()
         if underflow is not None:
             self.result.underflow = underflow.fractions()
+        if record is not None and self.options.record is not None:
+            save_record(self.options.record, record)
         return loss.item()
 
     def evaluate(self) -> float:
-        """Mean loss over the held-out windows, computed the way the model was trained to the end."""
-        options = self.options
-        batches = self.corpus.held_out_batches(options.eval_windows, options.batch, options.shape.context)
         self.model.eval()
-        with torch.no_grad():
-            total = sum(self.loss(tokens_BT).item() * len(tokens_BT) for tokens_BT in batches)
+        heldout = super().evaluate()
         self.model.train()
-        return total / sum(len(tokens_BT) for tokens_BT in batches)
+        return heldout
+
+    def held_out_loss(self, tokens_BT: np.ndarray) -> float:
+        with torch.no_grad():
+            return self.loss(tokens_BT).item()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW; weight decay on matrices only."""
@@ -182,30 +149,28 @@ class Trainer:
         ]
         return torch.optim.AdamW(groups, self.options.lr, betas=(0.9, 0.95), weight_decay=self.options.weight_decay)
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to a tenth of the peak."""
-        options, warmup = self.options, self.options.warmup_steps
-        if self.step < warmup:
-            return options.lr * (self.step + 1) / warmup
-        progress = (self.step - warmup) / max(1, options.steps - warmup)
-        return options.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+    def _start_from(self, path: Path) -> None:
+        own = self.model.state_dict()
+        weights = load_weights(path, {name: tuple(parameter.shape) for name, parameter in own.items()})
+        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict:
-        """Everything that the rest of the run depends on; the data position is the step (gpt/data.py)."""
+        """Everything that the rest of the run depends on."""
         return {
-            "settings": settings_of(self.run, self.options, self.corpus),
-            "environment": environment(),
-            "step": self.step,
-            "result": dataclasses.asdict(self.result),
+            **self.facts(),
             "model": self.model.state_dict(),  # delayed scaling keeps its scales and histories here
             "optimizer": None if self.result.finished else self.optimizer.state_dict(),
             "generators": generator_states(self.options.device),
         }
 
+    def save(self, path: Path) -> None:
+        save_checkpoint(path, self.state())
+
+    load = staticmethod(load_checkpoint)
+
     def restore(self, state: dict) -> None:
-        """Continue where `state` was taken."""
         self.step, self.result = state["step"], report.Result(**state["result"])
         if self.result.finished:
             return
@@ -215,149 +180,57 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         restore_generators(state["generators"], self.options.device)
 
+    # ------------------------------------------------------------------------------- torch on this machine
 
-# ----------------------------------------------------------------------------- all runs and the report
+    @staticmethod
+    def prepare(options: Options, console: Console) -> int:
+        """On CUDA, switch on torch's deterministic algorithms, which --resume needs."""
+        if options.device_type == "cuda":
+            # cuBLAS reads this when its first handle is made.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs bandwidth
+            console.print(
+                "torch's deterministic algorithms are on, so that --resume gives the same losses bit for bit."
+            )
+        return GPT(options.shape).parameter_count()
 
+    @staticmethod
+    def environment() -> dict[str, Any]:
+        return {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
 
-def compare(options: Options, console: Console) -> int:
-    """Train every run in turn and report. Returns the exit status: 0, or 128 + signal when it was stopped."""
-    corpus = load_corpus(options.corpus_bytes)
-    introduce(options, corpus, console)
-    results: dict[str, report.Result] = {}
-    files = {run.name: options.folder / "checkpoints" / f"{run.name}.pt" for run in options.runs}
-    if not options.resume:
-        set_aside(options.folder / "checkpoints", console)
-    for run in options.runs:
-        if files[run.name].exists():  # all of them now: an unusable one must not show up after hours of training
-            check_settings(load_checkpoint(files[run.name]), files[run.name], settings_of(run, options, corpus))
-    with StopRequest() as stop:
-        with report.make_progress(console) as progress:
-            blank = {"total": options.steps, "start": False, "loss": "", "speed": ""}
-            bars = [progress.add_task(run.name, **blank) for run in options.runs]
-            for run, bar in zip(options.runs, bars, strict=True):
-                trainer = Trainer(run, options, corpus)
-                if files[run.name].exists():
-                    state = load_checkpoint(files[run.name])
-                    trainer.restore(state)
-                    remark_on_environment(state["environment"], run, console)
-                results[run.name] = trainer.result
-                show = show_in(progress, bar, trainer)
-                if not trainer.result.finished and not trainer.train(stop, files[run.name], show):
-                    break
-        write_report(options, corpus, results, console)
-    if stop.signal is None or trainer.result.finished:
-        return 0
-    again = shlex.join([*sys.argv, *([] if options.resume else ["--resume"])])
-    console.print(f"Stopped. To continue with the same losses: python {again}", markup=False, soft_wrap=True)
-    return 128 + stop.signal
+    @staticmethod
+    def machine(options: Options) -> dict[str, Any]:
+        facts = {"device": str(options.device), "torch_threads": torch.get_num_threads()}
+        if options.device_type == "cuda":
+            facts["gpu"] = torch.cuda.get_device_name(options.device)
+        return report.machine(**facts)
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        return {**report.versions("numpy", "triton"), "torch": str(torch.__version__)}
 
 
-def set_aside(checkpoints: Path, console: Console) -> None:
-    """Move the checkpoints of an earlier run out of the way of a new one; only one generation is kept."""
-    if checkpoints.exists():
-        kept = checkpoints.with_name("checkpoints.previous")
-        shutil.rmtree(kept, ignore_errors=True)
-        checkpoints.rename(kept)
-        console.print(f"Starting over (no --resume); the checkpoints of the earlier run are now in {kept}.")
+def find_device(name: str) -> tuple[torch.device, str]:
+    """The device of that name and its type; "auto" is CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise device_error(name, str(error).splitlines()[0]) from None
+    return device, device.type
 
 
-def settings_of(run: Run, options: Options, corpus: Corpus) -> dict:
-    """What must be equal for a resumed run to end with the same losses."""
-    return {**options.settings(), "recipe": run.recipe and run.recipe.to_dict(), "corpus": corpus.digest}
-
-
-def check_settings(state: dict, file: Path, ours: dict) -> None:
-    """Raise CheckpointError when a checkpoint belongs to a run with other settings."""
-    theirs = state["settings"]
-    differing = [f"{key} {theirs.get(key)!r} (now {ours[key]!r})" for key in ours if ours[key] != theirs.get(key)]
-    if differing:
-        raise CheckpointError(
-            f"--resume: {file} was made with other settings: {', '.join(differing)}. Give the flags of that run, or "
-            f"choose a new --name."
-        )
-
-
-def environment() -> dict:
-    """What the last bits of a sum may depend on, besides the settings."""
-    return {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
-
-
-def remark_on_environment(theirs: dict, run: Run, console: Console) -> None:
-    """Say so when a checkpoint comes from an environment in which the losses may differ in their last bits."""
-    if theirs != environment():
-        console.print(
-            f"{run.name}: the checkpoint was made under {theirs}, this is {environment()}: last bits may differ."
-        )
-
-
-def introduce(options: Options, corpus: Corpus, console: Console) -> None:
-    """Say what will happen; on CUDA also switch on torch's deterministic algorithms, which --resume needs."""
-    parameters = GPT(options.shape).parameter_count()
-    console.print(
-        f"{parameters / 1e6:.2f} million parameters on {options.device}, {options.steps} steps of "
-        f"{options.batch} x {options.shape.context} bytes; text: {corpus.files} files of Python's standard library, "
-        f"{len(corpus.train) / 1e6:.1f} MB to train on, {len(corpus.held_out) / 1e6:.1f} MB held out."
-    )
-    if options.last_fraction_bf16:
-        part = (
-            f"steps {options.bf16_from_step + 1} to {options.steps}"
-            if options.last_in == "steps"
-            else f"blocks {', '.join(map(str, options.bf16_blocks))}"
-        )
-        console.print(f"In bf16 under every recipe: {part}.")
-    if options.device.type == "cuda":
-        # cuBLAS reads this when its first handle is made.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs bandwidth
-        console.print("torch's deterministic algorithms are on, so that --resume gives the same losses bit for bit.")
-
-
-def show_in(progress: Progress, bar: int, trainer: Trainer) -> Callable[[Trainer], None]:
-    """A callback that keeps one bar of the progress display up to date."""
-    progress.start_task(bar)
-    progress.update(bar, completed=trainer.step)
-    started, first = time.perf_counter(), trainer.step
-    tokens = trainer.options.batch * trainer.options.shape.context
-
-    def show(trainer: Trainer) -> None:
-        speed = (trainer.step - first) * tokens / (time.perf_counter() - started)
-        loss = trainer.result.train_loss[-1]
-        progress.update(bar, completed=trainer.step, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
-
-    return show
-
-
-def write_report(options: Options, corpus: Corpus, results: dict[str, report.Result], console: Console) -> None:
-    """The table, the picture and results.json, of whatever there is so far."""
-    complete = len(results) == len(options.runs) and all(result.finished for result in results.values())
-    title = f"{options.preset}, {options.steps} steps" + ("" if complete else " (not finished)")
-    report.write_results(
-        options.folder / "results.json",
-        results,
-        complete=complete,
-        config={**options.settings(), "runs": {run.name: repr(run.recipe) for run in options.runs}},
-        corpus={"files": corpus.files, "train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out),
-                "sha256": corpus.digest},
-        machine=report.machine(options.device),
-        versions=report.versions(),
-    )  # fmt: skip
-    report.draw_curves(options.folder / "loss_curves.png", results, title)
-    console.print(report.make_table(results, title))
-    console.print(f"Written: {options.folder / 'loss_curves.png'}, {options.folder / 'results.json'}")
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """The command line, with a torch device."""
+    return gpt_options.parse_options(arguments, "train_gpt.py", find_device)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; errors of the user's own become one message and exit status 2."""
-    console = Console()
-    try:
-        return compare(parse_options(arguments), console)
-    except KeyboardInterrupt:
-        console.print("Aborted. The last checkpoint that was written is whole.")
-        return 128 + signal.SIGINT
-    except (MicrofloatError, CorpusError) as error:
-        Console(stderr=True).print(f"train_gpt.py: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
+    """Run the command line; returns the exit status."""
+    return run_command("train_gpt.py", parse_options, Trainer, arguments)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,17 @@
 """Checkpoints that are whole or not there: written beside the target and renamed, checked before they are read."""
 
-import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpt.files import unusable, write_atomically
 from microfloat.errors import CheckpointError
 
-__all__ = ["generator_states", "load_checkpoint", "restore_generators", "save_checkpoint", "write_atomically"]
+__all__ = ["generator_states", "load_checkpoint", "restore_generators", "save_checkpoint"]
 
 _FORMAT = "microfloat examples/train_gpt.py, version 1"
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, then rename it to `path`: readers see the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -43,24 +29,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             # torch.save writes a zip file with a checksum per tensor, which torch.load does not compare.
             damaged = archive.testzip()
         if damaged is not None:
-            raise _unusable(path, f"the checksum of its part {damaged!r} is wrong")
+            raise unusable(path, f"the checksum of its part {damaged!r} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:
         # A damaged file can fail anywhere below (zipfile, zlib, pickle, torch), with many types of exception.
         reason = (str(error).splitlines() or [""])[0]
-        raise _unusable(path, f"{type(error).__name__}: {reason}") from error
+        raise unusable(path, f"{type(error).__name__}: {reason}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise _unusable(path, "it was not written by this program")
+        raise unusable(path, "it was not written by this program")
     return state
-
-
-def _unusable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"--resume: cannot read the checkpoint {path} ({reason}). Delete that file to train this recipe from the start "
-        f"(the other recipes keep theirs), or put a good copy in its place."
-    )
 
 
 def generator_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 __all__ = ["HELD_OUT_EVERY", "Corpus", "CorpusError", "load_corpus", "standard_library_files"]
 
@@ -41,13 +40,13 @@ class Corpus:
         digest.update(self.held_out.tobytes())
         return digest.hexdigest()
 
-    def batch(self, seed: int, step: int, batch: int, context: int) -> torch.Tensor:
+    def batch(self, seed: int, step: int, batch: int, context: int) -> np.ndarray:
         """Training windows of step `step`, uniformly drawn: int64 [batch, context + 1]."""
         self._require(self.train, context)
         starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - context, size=batch)
         return _windows(self.train, starts, context)
 
-    def held_out_batches(self, windows: int, batch: int, context: int) -> list[torch.Tensor]:
+    def held_out_batches(self, windows: int, batch: int, context: int) -> list[np.ndarray]:
         """`windows` evenly spaced held-out windows (fewer where the stream is short), always the same ones."""
         self._require(self.held_out, context)
         windows = min(windows, (len(self.held_out) - 1) // context)
@@ -62,8 +61,8 @@ class Corpus:
             )
 
 
-def _windows(stream: np.ndarray, starts: np.ndarray, context: int) -> torch.Tensor:
-    return torch.from_numpy(stream[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+def _windows(stream: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return stream[starts[:, None] + np.arange(context + 1)].astype(np.int64)
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:

@@ -7,36 +7,13 @@ is an nn.Linear, which `microfloat.torch.convert` swaps for its quantized form; 
 Legend: B = batch, T = positions, D = width, H = heads, E = width of one head, V = 256 byte values.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "VOCABULARY", "Shape"]
+from gpt.shape import VOCABULARY, Shape
 
-VOCABULARY = 256  # bytes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of the model. `hidden` is the inner width of the SwiGLU; `context` the number of positions."""
-
-    dim: int
-    layers: int
-    heads: int
-    hidden: int
-    context: int
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if size < 1:
-                raise ValueError(f"--{name}: got {size}, needed a positive number.")
-        if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"--dim, --heads: got {self.dim} and {self.heads}, needed a --dim that splits into --heads parts of "
-                f"even size (rotary positions turn pairs)."
-            )
+__all__ = ["GPT"]
 
 
 class Attention(nn.Module):

@@ -1,18 +1,19 @@
 """Command line -> Options (what a run is) and a list of Runs (one per recipe)."""
 
 import argparse
+import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from gpt.model import Shape
+from gpt.shape import Shape
 from microfloat import recipes
 from microfloat.errors import InvalidValueError, invalid_value, unknown_name
 from microfloat.recipes import NVFP4BlockScaling, Recipe
 
-__all__ = ["Options", "Run", "parse_options", "plan_runs"]
+__all__ = ["Options", "Run", "device_error", "parse_options", "plan_runs"]
 
 BASELINE = "bf16"
 # The baseline once more, from parameters that differ by a bfloat16 rounding: how far chance alone moves a run.
@@ -72,10 +73,14 @@ class Options:
     eval_windows: int
     corpus_bytes: int
     checkpoint_every: int
-    device: torch.device
+    device: Any  # the framework's own
+    device_type: str  # "cpu" or "cuda"
     folder: Path
     resume: bool
     runs: tuple[Run, ...]
+    initial_weights: Path | None = None
+    export_weights: Path | None = None
+    record: Path | None = None
 
     @property
     def warmup_steps(self) -> int:
@@ -96,21 +101,32 @@ class Options:
 
     def settings(self) -> dict:
         """What the losses depend on, for results.json and to compare a checkpoint with."""
-        left_out = ("shape", "device", "folder", "resume", "checkpoint_every", "runs")
+        left_out = (
+            "shape", "device", "device_type", "folder", "resume", "checkpoint_every", "runs", "initial_weights",
+            "export_weights", "record",
+        )  # fmt: skip
         plain = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**plain, **vars(self.shape), "device": self.device.type}
+        weights = {}
+        if self.initial_weights is not None:
+            weights["initial_weights"] = hashlib.sha256(self.initial_weights.read_bytes()).hexdigest()
+        return {**plain, **vars(self.shape), "device": self.device_type, **weights}
 
 
-def parse_options(arguments: list[str] | None = None) -> Options:
-    """Parse and check the command line. Raises InvalidValueError (or ValueError) whose message names the flag."""
-    given = _parser().parse_args(arguments)
+def parse_options(arguments: list[str] | None, program: str, find_device: Callable[[str], tuple[Any, str]]) -> Options:
+    """Parse and check the command line. Raises InvalidValueError (or ValueError) whose message names the flag.
+
+    ``find_device(name)`` is the framework's: its device and "cpu" or "cuda"; for one that is not there it raises
+    `device_error`.
+    """
+    given = _parser(program).parse_args(arguments)
     preset = PRESETS[given.preset]
+    _check_ranges(given)
+    device, device_type = find_device(given.device)
 
     def choose(name: str, default: object):
         value = getattr(given, name)
         return getattr(default, name) if value is None else value
 
-    _check_ranges(given)
     shape = Shape(**{name: choose(name, preset.shape) for name in vars(preset.shape)})
     return Options(
         preset=given.preset,
@@ -125,10 +141,14 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         eval_windows=choose("eval_windows", preset),
         corpus_bytes=given.corpus_bytes,
         checkpoint_every=choose("checkpoint_every", preset),
-        device=_device(given.device),
+        device=device,
+        device_type=device_type,
         folder=Path(given.out) / (given.name or given.preset),
         resume=given.resume,
         runs=tuple(plan_runs(_split(given.recipe) or DEFAULT_RECIPES, _split(given.ablate))),
+        initial_weights=_existing("--initial-weights", given.initial_weights),
+        export_weights=given.export_weights and Path(given.export_weights),
+        record=given.record and Path(given.record),
     )
 
 
@@ -160,16 +180,17 @@ def _split(values: list[str] | None) -> list[str]:
     return [name.strip() for value in values or [] for name in value.split(",") if name.strip()]
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise invalid_value("--device", f"{name!r} ({reason})", "'auto', 'cpu', or a device of this machine") from None
-    return device
+def device_error(name: str, reason: str) -> InvalidValueError:
+    """The error for a device that is not there."""
+    return invalid_value("--device", f"{name!r} ({reason})", "'auto', 'cpu', or a device of this machine")
+
+
+def _existing(flag: str, name: str | None) -> Path | None:
+    if name is None:
+        return None
+    if not Path(name).is_file():
+        raise invalid_value(flag, repr(name), "a file that --export-weights wrote")
+    return Path(name)
 
 
 def _check_ranges(given: argparse.Namespace) -> None:
@@ -193,9 +214,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train_gpt.py",
+        prog=program,
         description="Train one small transformer in bf16 and under low-precision recipes, and compare the losses.",
         epilog="Sizes and settings not given come from the preset.",
     )
@@ -228,4 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", default="runs", help="the folder that holds NAME (default: runs)")
     add("--resume", action="store_true", help="continue what was interrupted, with the same losses bit for bit")
     add("--checkpoint-every", type=int, metavar="STEPS", help="save this often, besides at the end and on Ctrl-C")
+    add("--initial-weights", metavar="FILE", help="start every run from these weights, of either framework's example")
+    add("--export-weights", metavar="FILE", help="write the weights that the runs start from (safetensors)")
+    add("--record", metavar="FILE",
+        help="write x, w, dy and y of every quantized layer at the last run's first step (safetensors)")  # fmt: skip
     return parser

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import microfloat
-from gpt.checkpointing import write_atomically
+from gpt.files import write_atomically
 
 __all__ = ["Result", "draw_curves", "machine", "make_progress", "make_table", "versions", "write_results"]
 
@@ -157,12 +156,12 @@ def _smooth(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(means)) + (window + 1) / 2, means
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the run ran on, as far as it bears on speed and bits."""
-    facts = {"processor": _processor_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
-    return {"device": str(device), **facts, "system": f"{platform.system()} {platform.machine()}"}
+def machine(**facts: Any) -> dict[str, Any]:
+    """What the run ran on, as far as it bears on speed and bits; `facts` are the framework's own."""
+    return {
+        "processor": _processor_name(), "cores": os.cpu_count(), **facts,
+        "system": f"{platform.system()} {platform.machine()}",
+    }  # fmt: skip
 
 
 def _processor_name() -> str:
@@ -175,10 +174,10 @@ def _processor_name() -> str:
     return next(names, platform.processor())
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {"python": platform.python_version(), "microfloat": microfloat.__version__, "torch": str(torch.__version__)}
-    for package in ("numpy", "triton"):
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of what computes: Python, microfloat, and those of `packages` that are installed."""
+    found = {"python": platform.python_version(), "microfloat": microfloat.__version__}
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -3,7 +3,8 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-from gpt.checkpointing import load_checkpoint, save_checkpoint, write_atomically  # noqa: E402
+from gpt.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
+from gpt.files import write_atomically  # noqa: E402
 
 from microfloat.errors import CheckpointError  # noqa: E402
 

@@ -3,7 +3,9 @@
 import pytest
 
 pytest.importorskip("torch")
-from gpt.options import DEFAULT_RECIPES, PRESETS, parse_options, plan_runs
+pytest.importorskip("rich")
+from gpt.options import DEFAULT_RECIPES, PRESETS, plan_runs
+from train_gpt import parse_options
 
 from microfloat import recipes
 from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling
@@ -89,6 +91,7 @@ def test_124m_has_124_million_parameters():
         ("--device cuda:99", "--device: got 'cuda:99'"),
         ("--name ../up", "--name: got '../up', needed a plain folder name"),
         ("--seed -1", "--seed: got -1"),
+        ("--initial-weights no.safetensors", "--initial-weights: got 'no.safetensors', needed a file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

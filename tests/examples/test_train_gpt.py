@@ -13,7 +13,6 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import train_gpt  # noqa: E402
 from gpt.checkpointing import load_checkpoint  # noqa: E402
-from gpt.options import parse_options  # noqa: E402
 
 from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
 
@@ -234,7 +233,7 @@ def test_ctrl_c_in_a_real_process(tmp_path, repository):
     assert "--resume" in output
     assert results(tmp_path)["complete"] is False
 
-    options = parse_options(arguments(tmp_path, "--recipe mxfp8 --steps 100000"))
+    options = train_gpt.parse_options(arguments(tmp_path, "--recipe mxfp8 --steps 100000"))
     trainer = train_gpt.Trainer(options.runs[0], options, train_gpt.load_corpus(options.corpus_bytes))
     trainer.restore(load_checkpoint(checkpoint))
     assert trainer.step == len(results(tmp_path)["recipes"]["bf16"]["train_loss"]) > 0

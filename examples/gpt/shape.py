@@ -1,0 +1,28 @@
+"""The sizes of the model; both frameworks' examples read them."""
+
+from dataclasses import dataclass
+
+__all__ = ["VOCABULARY", "Shape"]
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the model. `hidden` is the inner width of the SwiGLU; `context` the number of positions."""
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ValueError(f"--{name}: got {size}, needed a positive number.")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"--dim, --heads: got {self.dim} and {self.heads}, needed a --dim that splits into --heads parts of "
+                f"even size (rotary positions turn pairs)."
+            )
