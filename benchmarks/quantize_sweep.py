@@ -9,27 +9,40 @@ from benchmarks.quantize_rows import Case
 from microfloat.torch.backends.triton import _launch
 
 SHAPE = (16384, 8192)
-# Name in TILES -> ids that run it, and tiles to try: rows, columns, warps.
+# Name in TILES -> ids that run it, and tiles to try: rows, columns, warps, registers of a thread (0: any).
 SWEEPS = {
-    "cast": (("q.fp8.delayed", "q.fp8.current"), ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4))),
-    "axes": (("q.fp8.row",), ((128, 128, 4), (128, 128, 8), (64, 128, 4), (128, 64, 4))),
+    "cast": (
+        ("q.fp8.delayed", "q.fp8.current", "q.fp8.128x128"),
+        ((128, 128, 4, 0), (128, 128, 8, 0), (128, 128, 8, 64), (64, 256, 4, 0), (64, 128, 4, 0), (128, 64, 4, 0)),
+    ),
+    "axes": (("q.fp8.row",), ((128, 128, 4, 0), (128, 128, 8, 0), (64, 128, 4, 0), (128, 64, 4, 0))),
     "blocks": (
-        ("q.mxfp8.row", "q.mxfp8.rowcol", "q.mxfp8.qdq", "q.fp8.1x128"),
-        ((128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (32, 128, 2), (32, 256, 4), (64, 64, 2)),
+        ("q.mxfp8.rowcol",),
+        ((64, 128, 8, 64), (64, 128, 8, 0), (128, 64, 8, 64), (64, 256, 8, 64), (128, 128, 8, 64), (128, 128, 16, 64)),
     ),
-    "fold": (("q.mxfp8.fold",), ((128, 128, 4), (128, 128, 8), (128, 128, 16))),
+    "blocks_long": (("q.fp8.1x128",), ((128, 128, 8, 64), (128, 128, 8, 0), (128, 128, 16, 64), (128, 256, 8, 0))),
+    "block_rows": (
+        ("q.mxfp8.row", "q.mxfp4.row", "q.mxfp6.row"),
+        ((32, 256, 8, 64), (16, 512, 8, 64), (8, 1024, 8, 64), (32, 256, 4, 64), (128, 128, 4, 0)),
+    ),
+    "block_values": (("q.mxfp8.qdq",), ((32, 128, 8, 64), (64, 64, 8, 64), (64, 128, 8, 64), (128, 128, 4, 0))),
+    "fold": (("q.mxfp8.fold",), ((128, 128, 8, 64), (128, 128, 4, 0), (128, 128, 16, 64))),
     "nvfp4": (
-        ("q.nvfp4.row", "q.nvfp4.train", "q.nvfp4.2d", "q.nvfp4.qdq"),
-        ((64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 64, 2), (32, 256, 4)),
+        ("q.nvfp4.train", "q.nvfp4.2d"),
+        ((64, 128, 4, 0), (128, 64, 4, 0), (64, 128, 8, 64), (32, 256, 4, 0), (64, 64, 4, 64)),
     ),
-    "dequantize": (("dq.mxfp8", "dq.nvfp4"), ((64, 128, 4), (32, 128, 4), (32, 256, 4), (16, 256, 4))),
+    "nvfp4_rows": (("q.nvfp4.row",), ((32, 256, 4, 0), (16, 512, 4, 0), (64, 128, 4, 0))),
+    "nvfp4_values": (("q.nvfp4.qdq",), ((32, 256, 8, 0), (16, 256, 8, 64), (32, 128, 4, 0), (64, 128, 4, 0))),
+    "nvfp4_amax": (("q.nvfp4.train", "q.nvfp4.qdq"), ((64, 128, 4, 0), (32, 256, 4, 0), (128, 128, 8, 64))),
+    "dequantize": (("dq.mxfp8", "dq.nvfp4"), ((64, 128, 4, 0), (32, 128, 4, 0), (32, 256, 4, 0), (16, 256, 4, 0))),
     "fused_scaled": (
-        ("f.swiglu.fp8", "f.swiglu_bwd.fp8"), ((64, 128, 8), (64, 128, 4), (32, 128, 4), (128, 64, 8), (128, 128, 8)),
+        ("f.swiglu.fp8", "f.swiglu_bwd.fp8"),
+        ((64, 128, 8, 0), (64, 128, 4, 0), (32, 128, 4, 0), (128, 64, 8, 0), (128, 128, 8, 0)),
     ),
-    "fused_blocks": (("f.swiglu.mxfp8",), ((128, 128, 8), (128, 128, 4), (64, 128, 4), (32, 256, 4))),
+    "fused_blocks": (("f.swiglu.mxfp8",), ((128, 128, 8, 0), (128, 128, 4, 0), (64, 128, 4, 0), (64, 128, 8, 64))),
     "norm": (
         ("f.rmsnorm.fp8", "f.rmsnorm.mxfp8"),
-        ((32, 512, 16), (32, 256, 8), (32, 512, 8), (32, 256, 4), (32, 1024, 16)),
+        ((32, 512, 16, 0), (32, 256, 8, 0), (32, 512, 8, 0), (32, 256, 4, 0), (32, 1024, 16, 0)),
     ),
 }  # fmt: skip
 
@@ -44,7 +57,8 @@ def sweep(cases: list[Case], options: argparse.Namespace) -> int:
         usual = _launch.TILES[name]
         for case in (chosen[row_id] for row_id in ids if row_id in chosen):
             for tile in tiles:
-                _launch.TILES[name] = tile
+                rows, columns, warps, registers = tile
+                _launch.TILES[name] = (rows, columns, _launch.Warps(warps, registers or None))
                 state = case.state(matrices[0])
                 try:
                     calls = {"ours": lambda i, case=case, state=state: case.run(matrices[i % 3], state)}

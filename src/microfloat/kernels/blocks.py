@@ -159,10 +159,22 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(
-    source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
+def load_rows(
+    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A tile as `cast_rows` takes it, 16 neighbours of a row to a lane: (local rows, local words, raw, low, high)."""
+    t = tl.arange(0, BN // 16)[:, None, None, None]
+    r = tl.arange(0, BM)[None, :, None, None]
+    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    return r, w, raw, low, high
+
+
+@triton.jit
+def cast_rows(
+    tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
+    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The row operand of one tile: blocks along C."""
@@ -176,10 +188,7 @@ def quantize_rows(
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
     rows = R - row0
     cols = C - col0
-    t = tl.arange(0, NB * T)[:, None, None, None]
-    r = tl.arange(0, BM)[None, :, None, None]
-    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    r, w, raw, low, high = tile
     amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
     if CAST[8]:
         amax = over_rows(amax, NB, BM, BLOCK)
@@ -217,10 +226,26 @@ def quantize_rows(
 
 
 @triton.jit
-def quantize_columns(
-    source, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
+def load_columns(
+    source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
+    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A tile as `cast_columns` takes it, 16 or 32 rows of two columns to a lane: local rows and words, four phases."""
+    Q: tl.constexpr = 8 if BLOCK >= 32 else 4
+    g = tl.arange(0, BM // (4 * Q))[:, None, None]
+    w = tl.arange(0, BN // 2)[None, None, :]
+    r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
+    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    return r, w, phase0, phase1, phase2, phase3
+
+
+@triton.jit
+def cast_columns(
+    tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
+    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The column operand of one tile: blocks along R."""
@@ -237,13 +262,11 @@ def quantize_columns(
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
     rows = R - row0
     cols = C - col0
-    g = tl.arange(0, GROUPS)[:, None, None]
-    w = tl.arange(0, W)[None, None, :]
-    r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    raw0, low0, high0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    raw1, low1, high1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    raw2, low2, high2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    raw3, low3, high3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    r, w, phase0, phase1, phase2, phase3 = tile
+    raw0, low0, high0 = phase0
+    raw1, low1, high1 = phase1
+    raw2, low2, high2 = phase2
+    raw3, low3, high3 = phase3
     amax_low, amax_high = columns_amax(
         raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, IGNORE_NAN, HW, NB, G, W
     )
@@ -257,7 +280,7 @@ def quantize_columns(
     random_low, random_high = 0, 0
     if STOCHASTIC:
         seed = load_seed(seed_ptr)
-        block16 = row0 // 16 + g * (Q // 4)
+        block16 = row0 // 16 + tl.arange(0, GROUPS)[:, None, None] * (Q // 4)
         random_low = column_quads(seed, col0 + 2 * w, block16, stream, batch, Q // 4, GROUPS, W)
         random_high = column_quads(seed, col0 + 2 * w + 1, block16, stream, batch, Q // 4, GROUPS, W)
     if CAST[6] == CODES:
@@ -322,14 +345,21 @@ def quantize_blocks(
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+    rows = R - row0
+    cols = C - col0
+    # All loads first: the second reading of the tile meets the first on its way.
+    if ROW is not None:
+        row_words = load_rows(source, rows, cols, LOAD, 0, KIND, EVEN, HW, BM, BN)
+    if COLUMN is not None:
+        column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
     if ROW is not None:
         if ROW[6] == CODES and ROW[0] + ROW[1] == 2:
             row_tile = row_out + row0.to(tl.int64) * ((C + 1) // 2) + col0 // 2
         else:
             row_tile = row_out + row0.to(tl.int64) * C + col0
-        quantize_rows(
-            source, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, row0, col0,
-            ROW, LOAD, 0, KIND, KIND, EVEN, PAIRS, HW, BM, BN,
+        cast_rows(
+            row_words, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, row0, col0,
+            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
         if COLUMN[6] == VALUES:
@@ -338,7 +368,7 @@ def quantize_blocks(
             column_tile = column_out + col0.to(tl.int64) * ((R + 1) // 2) + row0 // 2
         else:
             column_tile = column_out + col0.to(tl.int64) * R + row0
-        quantize_columns(
-            source, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
-            row0, col0, COLUMN, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+        cast_columns(
+            column_words, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
+            row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs
 from microfloat.kernels._produce import LAYER_NORM, UP_GRADIENT, produce_pair
 from microfloat.kernels._tiles import load_pair, store_pairs
 from microfloat.kernels.amax import RECORD, STORE, publish_amax
-from microfloat.kernels.blocks import quantize_columns, quantize_rows
+from microfloat.kernels.blocks import cast_columns, cast_rows, load_columns, load_rows
 from microfloat.kernels.scaled import cast_tile, words_amax_bits
 
 
@@ -103,14 +103,16 @@ def blocks_tile(
     """Both block operands of one tile of produced values."""
     row_tile, column_tile = block_outputs(row_out, column_out, row0, col0, R, C, ROW, COLUMN)
     if ROW is not None:
-        quantize_rows(
-            source, row_tile, row_scale, seed_ptr, row_stream, 0, epsilon, R, C, row0, col0,
-            ROW, PRODUCER, F, LOADS, KIND, EVEN, PAIRS, HW, BM, BN,
+        tile = load_rows(source, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+        cast_rows(
+            tile, row_tile, row_scale, seed_ptr, row_stream, 0, epsilon, R, C, row0, col0,
+            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
-        quantize_columns(
-            source, column_tile, column_scale, seed_ptr, column_stream, 0, epsilon, R, C, row0, col0,
-            COLUMN, PRODUCER, F, LOADS, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+        tile = load_columns(source, R - row0, C - col0, COLUMN[4], PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+        cast_columns(
+            tile, column_tile, column_scale, seed_ptr, column_stream, 0, epsilon, R, C, row0, col0,
+            COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
 
 

@@ -25,13 +25,22 @@ def empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) ->
     return torch.empty(shape, dtype=plan.scale_dtype, device=device)
 
 
+def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> str:
+    """Which entry of TILES a pass over a matrix uses."""
+    if max(plan.block[1] or 0 for plan in (row, column) if plan) > 32:
+        return "blocks_long"
+    if output == _VALUES:
+        return "block_values"
+    return "blocks" if column else "block_rows"
+
+
 def _launch(
     matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
     output: int,
     seed: torch.Tensor | None, row_stream: int, column_stream: int, batch: int,
 ) -> None:  # fmt: skip
     device = matrix.tensor.get_device()
-    tile_rows, tile_columns, warps = TILES["blocks"]
+    tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
     constants = (
         row.constant(output) if row else None,
         column.constant(output) if column else None,

@@ -8,7 +8,7 @@ path runs.
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,26 +16,46 @@ import triton
 from microfloat.kernels import _convert
 from microfloat.torch.backends.triton._direct import Start, starter
 
-__all__ = ["INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "ceil_div", "compiled_conversions", "scratch"]
+__all__ = [
+    "INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div", "compiled_conversions", "scratch",
+]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
 
-# Rows, columns and warps of one program, by kernel: chosen by measurement (benchmarks/gpu_kernels.py --sweep).
+
+class Warps(NamedTuple):
+    """How many warps run a program, and the most registers a thread may use (None: the compiler's choice).
+
+    Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
+    """
+
+    count: int
+    registers: int | None = None
+
+
+# Rows, columns and warps of one program, by kernel: chosen by measurement (`python -m benchmarks quantize --sweep`).
 TILES = {
-    "cast": (128, 128, 4),
-    "axes": (128, 128, 4),
-    "blocks": (128, 128, 4),
-    "fold": (128, 128, 4),
-    "nvfp4": (64, 128, 4),
-    "dequantize": (64, 128, 4),
-    "fused_scaled": (64, 128, 8),
-    "fused_blocks": (128, 128, 8),
-    "fused_values": (32, 256, 4),
-    "statistics": (4, 1024, 4),
-    "norm": (32, 512, 16),  # one program per SM: its 32 rows are read again from the L2 cache
+    "cast": (128, 128, Warps(4)),
+    "axes": (128, 128, Warps(4)),
+    "blocks": (64, 128, Warps(8, 64)),
+    "blocks_long": (128, 128, Warps(8, 64)),  # blocks of 128
+    "block_rows": (32, 256, Warps(8, 64)),
+    "block_values": (32, 128, Warps(8, 64)),
+    "fold": (128, 128, Warps(8, 64)),
+    "nvfp4": (64, 128, Warps(4)),
+    "nvfp4_rows": (32, 256, Warps(4)),
+    "nvfp4_values": (32, 256, Warps(8)),
+    "nvfp4_amax": (64, 128, Warps(4)),
+    "dequantize": (64, 128, Warps(4)),
+    "fused_scaled": (64, 128, Warps(8)),
+    "fused_blocks": (128, 128, Warps(8)),
+    "fused_values": (32, 256, Warps(4)),
+    "statistics": (4, 1024, Warps(4)),
+    "norm": (32, 512, Warps(16)),  # one program per SM: its 32 rows are read again from the L2 cache
 }
 
+_FOUR = Warps(4)
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
 _INT32_MAX = 2**31 - 1
 
@@ -106,7 +126,7 @@ class Kernel:
 
     def __call__(
         self, key: tuple, programs: int, device: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple,
-        constants: tuple, warps: int = 4,
+        constants: tuple, warps: Warps = _FOUR,
     ) -> None:  # fmt: skip
         """Start `programs` programs on the current stream of CUDA device number `device`."""
         if INTERPRETED:
@@ -129,53 +149,55 @@ class Kernel:
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
-        warps: int,
+        warps: Warps,
     ) -> Start | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        options = {"num_warps": warps, "enable_fp_fusion": False}
+        options = {"num_warps": warps.count, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants, **options)
         start = starter(compiled)
         if start is not None:
             self._compiled[key] = start
         return start
 
-    def prepared(self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: int = 4) -> "Prepared":
+    def prepared(self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR) -> "Prepared":
         """A launch with everything decided but the addresses, all of which will be multiples of 16."""
         return Prepared(self, key, programs, scalars, constants, warps)
 
 
 class Prepared:
-    """A launch of a kernel that lacks only its stream and its tensors, for callers that make it again and again."""
+    """A launch of a kernel that lacks only its stream and addresses, for callers that make it again and again."""
 
-    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_rest", "_scalars", "_start", "_warps")
+    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_rest", "_scalars", "_warps", "start")
 
     def __init__(self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: int) -> None:
         self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
         self._scalars, self._constants, self._rest = scalars, constants, (*scalars, *constants)
-        self._start: Start | None = None
+        self.start: Start | None = None  # None until the first launch has compiled it
 
     def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
         """Start it on a stream of the current device. The tensors begin at multiples of 16 bytes."""
-        start = self._start
-        if start is None:
-            self._first(stream, tensors)
-            return
-        start(self._programs, stream, [None if t is None else t.data_ptr() for t in tensors], self._rest)
+        if self.start is None:
+            self.first(stream, tensors)
+        else:
+            self.start(self._programs, stream, [None if t is None else t.data_ptr() for t in tensors], self._rest)
 
-    def _first(self, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    def at(self, stream: int, *addresses: int | None) -> None:
+        """The same by the tensors' addresses, once `start` is there."""
+        self.start(self._programs, stream, addresses, self._rest)  # type: ignore[misc]
+
+    def first(self, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """The first start, Triton's way unless the kernel is compiled already."""
         kernel = self._kernel
         if INTERPRETED:
             kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *self._rest)
             return
-        start = kernel._compiled.get(self._key)
-        if start is None:
-            self._start = kernel.compile(
-                self._key, self._programs, tensors, self._scalars, self._constants, self._warps
-            )
-            return
-        self._start = start
-        self(stream, *tensors)
+        self.start = kernel._compiled.get(self._key)
+        if self.start is not None:
+            self(stream, *tensors)
+        else:
+            arguments = self._programs, tensors, self._scalars, self._constants, self._warps
+            self.start = kernel.compile(self._key, *arguments)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ def _transformed_amax(matrix: Matrix, signs: int, along_rows: bool) -> torch.Ten
     """float32 [2]: amax of the matrix and of its transform along the columns (or rows)."""
     x = matrix.tensor
     device = x.get_device()
-    tile_rows, tile_columns, warps = TILES["nvfp4"]
+    tile_rows, tile_columns, warps = TILES["nvfp4_amax"]
     out = torch.empty(2, dtype=torch.float32, device=x.device)
     constants = (
         signs, along_rows, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
@@ -67,7 +67,8 @@ def _launch(
     row_stream: int, column_stream: int, batch: int,
 ) -> None:  # fmt: skip
     device = matrix.tensor.get_device()
-    tile_rows, tile_columns, warps = TILES["nvfp4"]
+    name = "nvfp4_values" if output == _VALUES else ("nvfp4" if column else "nvfp4_rows")
+    tile_rows, tile_columns, warps = TILES[name]
     row_length = ceil_div(matrix.columns, 16) * 16 if row and _signs(row) != _NO_SIGNS else matrix.columns
     column_length = ceil_div(matrix.rows, 16) * 16 if column and _signs(column) != _NO_SIGNS else matrix.rows
     if output == _CODES:
