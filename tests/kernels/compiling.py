@@ -72,10 +72,10 @@ def compile_all(workloads):
 
     def compile_only(self, key, programs, device, tensors, scalars, constants, warps=usual):
         arguments = [_launch.as_bytes(tensor) for tensor in tensors]
-        options = {"num_warps": warps.count, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
         program = instructions_of(compiled.asm["cubin"])
-        launched.append((len(program), constants[-2] * constants[-1] / (32 * warps.count), unwritten_reads(program)))
+        launched.append((len(program), constants[-2] * constants[-1] / (32 * warps.number), unwritten_reads(program)))
 
     _launch.Kernel.__call__ = compile_only
     for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled):

@@ -30,7 +30,7 @@ class Warps(NamedTuple):
     Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
     """
 
-    count: int
+    number: int
     registers: int | None = None
 
 
@@ -55,7 +55,7 @@ TILES = {
     "norm": (32, 512, Warps(16)),  # one program per SM: its 32 rows are read again from the L2 cache
 }
 
-_FOUR = Warps(4)
+_FOUR_WARPS = Warps(4)
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
 _INT32_MAX = 2**31 - 1
 
@@ -126,7 +126,7 @@ class Kernel:
 
     def __call__(
         self, key: tuple, programs: int, device: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple,
-        constants: tuple, warps: Warps = _FOUR,
+        constants: tuple, warps: Warps = _FOUR_WARPS,
     ) -> None:  # fmt: skip
         """Start `programs` programs on the current stream of CUDA device number `device`."""
         if INTERPRETED:
@@ -153,14 +153,16 @@ class Kernel:
     ) -> Start | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        options = {"num_warps": warps.count, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants, **options)
         start = starter(compiled)
         if start is not None:
             self._compiled[key] = start
         return start
 
-    def prepared(self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR) -> "Prepared":
+    def prepared(
+        self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS
+    ) -> "Prepared":
         """A launch with everything decided but the addresses, all of which will be multiples of 16."""
         return Prepared(self, key, programs, scalars, constants, warps)
 
@@ -170,7 +172,9 @@ class Prepared:
 
     __slots__ = ("_constants", "_kernel", "_key", "_programs", "_rest", "_scalars", "_warps", "start")
 
-    def __init__(self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: int) -> None:
+    def __init__(
+        self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps
+    ) -> None:
         self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
         self._scalars, self._constants, self._rest = scalars, constants, (*scalars, *constants)
         self.start: Start | None = None  # None until the first launch has compiled it

@@ -12,6 +12,7 @@ from microfloat.torch.backends.triton._launch import (
     Kernel,
     Matrix,
     Prepared,
+    Warps,
     ceil_div,
     compiled_conversions,
     scratch,
@@ -31,6 +32,7 @@ GIVEN, AMAX, AXES, TILE = (
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_BLOCK = 2048
+_AMAX_WARPS = Warps(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Launch:
     programs: int
     scalars: tuple
     constants: tuple
-    warps: int = 4
+    warps: Warps
 
     def __call__(self, device: int, *tensors: torch.Tensor | None) -> None:
         """Start it on the current stream of a device."""
@@ -58,13 +60,13 @@ def amax_launch(matrix: Matrix) -> Launch:
     x = matrix.tensor
     if not x.is_contiguous():
         programs = ceil_div(matrix.rows, 32) * ceil_div(matrix.columns, 128)
-        return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128))
+        return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128), _AMAX_WARPS)
     count = x.numel()
     kind = matrix.kind if count & 1 == 0 else 0
     unroll = 16 if count >= 1 << 22 else 2
     constants = (kind, compiled_conversions(x.get_device()), _AMAX_BLOCK, unroll)
     key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
-    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, _AMAX_BLOCK * unroll), (count,), constants)
+    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, _AMAX_BLOCK * unroll), (count,), constants, _AMAX_WARPS)
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
