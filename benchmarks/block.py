@@ -115,7 +115,7 @@ class Bench:
         rows = min(CHECKED_TOKENS, self.x.shape[0])
         results = []
         for block in (
-            self.build(recipe, variant), self.build(recipe, variant, "reference"), self.build(None)
+            self.build(recipe, variant), self.build(recipe, backend="reference"), self.build(None)
         ):  # fmt: skip
             x = self.x[:rows].detach().clone().requires_grad_()
             torch.manual_seed(1)

@@ -382,6 +382,15 @@ def refusals(device):
             call()
 
 
+def fused_linears(device, name, **options):
+    """Linears fused with a norm and an activation have the bits of their parts (tests/torch/fused_cases.py)."""
+    from tests.torch import fused_cases
+
+    if device == "cpu":
+        fused_cases.allow_triton_on_cpu()
+    fused_cases.check(device, "triton", name, **options)
+
+
 def run(case, device):
     """Run ``(function name, arguments, keyword arguments)`` on a device; returns which form of the conversions ran."""
     name, arguments, options = case

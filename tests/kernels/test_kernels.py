@@ -76,6 +76,14 @@ CASES = [
     case("activations", "silu", "float32"),
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
+    *[
+        case("fused_linears", name)
+        for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "noisy", "no wgrad")
+    ],
+    *[
+        case("fused_linears", name, kind="layer", gated=False, bias=True, activation="gelu")
+        for name in ("delayed", "mxfp8")
+    ],
 ]  # fmt: skip
 
 

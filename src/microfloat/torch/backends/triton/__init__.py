@@ -17,7 +17,12 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
-from microfloat.torch.backends.triton._fused import activation_backward_values, activation_values, norm_values
+from microfloat.torch.backends.triton._fused import (
+    activation_backward_values,
+    activation_values,
+    fuses,
+    norm_values,
+)
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._operators import (
@@ -31,7 +36,7 @@ from microfloat.torch.backends.triton._swizzle import swizzle_scales
 
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
-    "dequantize", "fold_both", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
+    "dequantize", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
     "refusal", "scaled_matmul", "swizzle_scales",
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from microfloat.torch.backends.triton._plans import CastPlan, operand, plan_of
 
 __all__ = [
     "ACTIVATIONS", "Normed", "activation_backward_quantize", "activation_backward_values", "activation_quantize",
-    "activation_values", "norm_quantize", "norm_values",
+    "activation_values", "fuses", "norm_quantize", "norm_values",
 ]  # fmt: skip
 
 ACTIVATIONS = {
@@ -75,6 +75,15 @@ def _function(activation: str) -> int:
     return ACTIVATIONS[activation]
 
 
+def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
+    """Whether a producer can write codes of both casts in one launch."""
+    try:
+        _plans(row_cast, column_cast)
+    except NotSupportedError:
+        return False
+    return True
+
+
 def _plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | None, CastPlan | None, CastPlan]:
     """Plans of both casts and the one that stands for both; they must be served by one launch."""
     row = None if row_cast is None else plan_of(row_cast)
@@ -83,7 +92,9 @@ def _plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | 
     if plan is None:
         raise NotSupportedError("a fused cast needs row_cast or column_cast; use the unfused operation without them.")
     for other in (row, column):
-        per_tensor = other is not None and other.family == "scaled" and other.block == (None, None)
+        per_tensor = (
+            other is not None and other.family == "scaled" and other.block == (None, None) and other.bare is None
+        )
         blocks = other is not None and other.family == "blocks" and other.bare is None
         if other is not None and not (per_tensor or blocks):
             raise NotSupportedError(

@@ -1,0 +1,293 @@
+"""Norms and activations fused with what reads them: casts of their value, and Linears with a backward of their own.
+
+    norm_linear(x, norm, *layers)                 y_i = layer_i(norm(x))
+    activation_linear(x, layer, up=up)            y = layer(f(x) * up);  without `up`, layer(f(x))
+    norm_mlp(x, norm, gate, down, up=up)          y = down(f(gate(h)) * up(h)) of h = norm(x)
+    rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
+
+They compute what the modules would one by one, with the same casts, seeds and scaling states: the value is rounded to
+its dtype before it is cast (docs/numerics.md, section 6). What they save is memory and traffic: neither the normed
+value nor the activation's is kept for backward, only its codes, and on a GPU delayed and block casts are written by the
+kernel that computes the value. Where nothing can be fused (a layer in high precision, compiled code, which fuses by
+itself) the modules run.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.formats import ScaledFormat
+from microfloat.recipes import Cast, as_cast
+from microfloat.torch import backends, scaling
+from microfloat.torch.context import ambient
+from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
+from microfloat.torch.linear import STREAM, LinearCall
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.producers import ACTIVATIONS, Activation, Norm, fused_kernels, waits_for_amax
+from microfloat.torch.seeds import draw_seed, seed_words
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = [
+    "Produced", "activation_linear", "gelu_quantize", "layer_norm_quantize", "norm_linear", "norm_mlp",
+    "rms_norm_quantize", "swiglu_quantize",
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- Linears
+
+
+def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
+    """``y_i = layer_i(norm(x))``, differentiable once: one tensor for one layer, a tuple for several.
+
+    `norm`: nn.RMSNorm or nn.LayerNorm over the last dimension of x [..., K]; `layers`: `microfloat.torch.Linear`s of K
+    in features. Layers whose recipes agree share the codes of the normed value. Raises InvalidTypeError or
+    InvalidValueError for other modules and shapes. Source: docs/numerics.md, section 6.
+
+    >>> layer, norm = Linear(32, 8, recipe="mxfp8"), nn.RMSNorm(32)
+    >>> norm_linear(torch.ones(2, 32), norm, layer).shape
+    torch.Size([2, 8])
+    """
+    spec = _spec_of(norm, x)
+    if not layers:
+        raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
+    for layer in layers:
+        _check_layer("layers", layer)
+    prepared = _prepare(x, norm, *layers)
+    if prepared is None:
+        value = norm(x)
+        outputs = tuple(layer(value) for layer in layers)
+    else:
+        outputs = _norm_linears(x, norm, spec, layers, prepared, None)
+        prepared.close()
+    return outputs[0] if len(layers) == 1 else outputs
+
+
+def activation_linear(
+    x: torch.Tensor, layer: Linear, *, up: torch.Tensor | None = None, activation: str = "silu"
+) -> torch.Tensor:
+    """``y = layer(f(x))``, or with `up` ``layer(f(x) * up)`` (SwiGLU: f = silu), differentiable once.
+
+    x and up [..., F] of one shape and dtype; `activation`: silu, gelu, gelu_tanh or relu. Source: docs/numerics.md,
+    section 6.
+    """
+    _check_layer("layer", layer)
+    _check_activation(activation)
+    if up is not None and (up.shape != x.shape or up.dtype != x.dtype or up.device != x.device):
+        got = f"{up.dtype} {tuple(up.shape)} on {up.device}"
+        raise invalid_value("up", got, f"a tensor like x: {x.dtype} {tuple(x.shape)} on {x.device}")
+    prepared = _prepare(x, layer)
+    if prepared is None:
+        return layer(_plain_activation(x, up, activation))
+    y = ActivationLinear.apply(x, up, activation, prepared.calls[0], None, layer.weight, layer.bias)
+    prepared.close()
+    return y
+
+
+def norm_mlp(
+    x: torch.Tensor, norm: nn.Module, gate: Linear, down: Linear, *, up: Linear | None = None, activation: str = "silu"
+) -> torch.Tensor:
+    """``y = down(f(gate(h)) * up(h))`` with h = norm(x); without `up`, ``down(f(gate(h)))``. Differentiable once.
+
+    Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
+    `activation_linear`; a joint matrix for gate and up takes `norm_linear` and `activation_linear` one after the other.
+    """
+    spec = _spec_of(norm, x)
+    _check_activation(activation)
+    outer = (gate,) if up is None else (gate, up)
+    for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
+        _check_layer(name, layer)
+    prepared = _prepare(x, norm, *outer, down)
+    if prepared is None:
+        value = norm(x)
+        return down(_plain_activation(gate(value), None if up is None else up(value), activation))
+    link = GradientLink()
+    first, *second = _norm_linears(x, norm, spec, outer, prepared, link)
+    inner = second[0] if second else None
+    y = ActivationLinear.apply(first, inner, activation, prepared.calls[-1], link, down.weight, down.bias)
+    prepared.close()
+    return y
+
+
+def _norm_linears(
+    x: torch.Tensor, norm: Any, spec: NormSpec, layers: tuple[Linear, ...], prepared: "_Prepared",
+    link: GradientLink | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    calls = prepared.calls[: len(layers)]
+    return NormLinear.apply(x, norm.weight, getattr(norm, "bias", None), spec, calls, link, *tensors)
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """The calls of the Linears, and the scaling regions that end with them where no autocast gives one."""
+
+    calls: list[LinearCall]
+    regions: list[scaling.Region]
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.close()
+
+
+def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
+    """A call for every Linear, or None where the modules must run by themselves."""
+    layers = [module for module in modules if isinstance(module, Linear)]
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        return None
+    state = ambient()
+    recipes = [layer._resolve(state) for layer in layers]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    plain = (
+        any(recipe is None for recipe in recipes) or (state is not None and state.calibrating)
+        or any(isinstance(parameter, QuantizedTensor) or parameter.numel() == 0 for parameter in parameters)
+    )  # fmt: skip
+    if plain:
+        return None
+    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
+        return None
+    calls, regions = [], []
+    for layer, recipe in zip(layers, recipes, strict=True):
+        if layer is layers[0]:
+            layer._check_input(x)
+        call = layer._prepare(recipe, state, x, None)  # type: ignore[arg-type]
+        if recipe is not None and recipe.is_delayed:
+            region = layer._prepare_delayed(call, recipe, state)
+            regions += [] if region is None else [region]
+        calls.append(call)
+    return _Prepared(calls, regions)
+
+
+def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
+    if isinstance(norm, nn.RMSNorm):
+        kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
+    elif isinstance(norm, nn.LayerNorm):
+        kind, eps = "layer", norm.eps
+    else:
+        raise invalid_type("norm", type(norm), "an nn.RMSNorm or an nn.LayerNorm")
+    if tuple(norm.normalized_shape) != tuple(x.shape[-1:]):
+        raise invalid_value(
+            "norm",
+            f"normalized_shape {tuple(norm.normalized_shape)}",
+            f"the last dimension of x, {tuple(x.shape[-1:])}",
+        )
+    return NormSpec(float(eps), kind)
+
+
+def _check_layer(argument: str, layer: object) -> None:
+    if not isinstance(layer, Linear):
+        raise invalid_type(
+            argument, type(layer), "a microfloat.torch.Linear", "Convert the model first: microfloat.torch.convert."
+        )
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise unknown_name("activation", activation, ACTIVATIONS)
+
+
+def _plain_activation(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    if activation == "gelu_tanh":
+        value = F.gelu(x, approximate="tanh")
+    else:
+        value = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](x)
+    return value if up is None else value * up
+
+
+# ------------------------------------------------------------------------------------------------------------- codes
+
+
+@dataclass(frozen=True, eq=False)
+class Produced:
+    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M]."""
+
+    row: QuantizedTensor
+    column: QuantizedTensor
+    mean: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor | None, cast: Cast | ScaledFormat | str, *, eps: float = 1e-6,
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced:  # fmt: skip
+    """Codes of ``round(x * r * weight)``, r = (mean(x^2) + eps)^-1/2 per row, in both layouts. Not differentiable.
+
+    x [..., K], whose leading dimensions become the rows M of both operands; `column_cast` None is `cast`. The other
+    arguments are those of `microfloat.torch.quantize`, whose bytes the value would have. Source: docs/numerics.md, 6.
+    """
+    return _produced(Norm(_rows(x), weight, None, eps, "rms"), cast, column_cast, seed, scale_enc, backend)
+
+
+def layer_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, cast: Cast | ScaledFormat | str, *,
+    eps: float = 1e-5, column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced:  # fmt: skip
+    """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
+    return _produced(Norm(_rows(x), weight, bias, eps, "layer"), cast, column_cast, seed, scale_enc, backend)
+
+
+def swiglu_quantize(
+    gate: torch.Tensor, up: torch.Tensor, cast: Cast | ScaledFormat | str, *,
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced:  # fmt: skip
+    """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
+    producer = Activation(_rows(gate), _rows(up), "silu")
+    return _produced(producer, cast, column_cast, seed, scale_enc, backend)
+
+
+def gelu_quantize(
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, *, approximate: str = "none",
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced:  # fmt: skip
+    """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""
+    if approximate not in ("none", "tanh"):
+        raise unknown_name("approximate", approximate, ("none", "tanh"))
+    producer = Activation(_rows(x), None, "gelu" if approximate == "none" else "gelu_tanh")
+    return _produced(producer, cast, column_cast, seed, scale_enc, backend)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x)
+        raise invalid_type("x", got, "a tensor of float32, bfloat16 or float16")
+    x = x.detach()
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _produced(
+    producer: Norm | Activation, cast: Any, column_cast: Any, seed: Any, scale_enc: Any, backend: str
+) -> Produced:
+    row = as_cast(cast)
+    column = row if column_cast is None else as_cast(column_cast)
+    x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
+    module = backends.choose(backend, x.device)
+    options: dict[str, Any] = {"seed": None, "row_stream": STREAM["x"][0], "column_stream": STREAM["x"][1]}
+    if row.is_stochastic or column.is_stochastic:
+        options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+    if (row.is_delayed or column.is_delayed) != (scale_enc is not None):
+        raise invalid_value("scale_enc", scale_enc, "a float32 for casts with Delayed scaling, None otherwise")
+    if scale_enc is not None:
+        options["scale_enc"] = torch.as_tensor(scale_enc, dtype=torch.float32, device=x.device).reshape(())
+    kernels = fused_kernels(module)
+    if kernels is not None and kernels.fuses(row, column) and not waits_for_amax(row, column):
+        both, statistics = producer.codes(kernels, row, column, options)
+    else:
+        value, amax, statistics = producer.values(kernels)
+        if kernels is not None and kernels.fuses(row, column):
+            options["amax"] = amax
+        both = module.quantize_both(value, row, column, **options)
+    first, second = (
+        QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)
+        for operand, made, axis in zip(both, (row, column), (1, 0), strict=True)
+    )
+    mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
+    return Produced(first, second, mean, inverse)
