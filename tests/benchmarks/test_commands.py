@@ -33,6 +33,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
         ("host", ["h.fwdbwd.current", "h.fwd", "h.autocast", "h.launches.delayed", "g.compile.current"],
          {"h.fwdbwd", "h.fwd", "h.autocast", "g.compile"}),
         ("block", ["b.eager.current", "b.compile"], {"b.eager", "b.compile"}),
+        ("train", ["t.eager.fp8_current"], {"t.gpt"}),
         ("profile", ["current"], set()),
     ],
 )  # fmt: skip
