@@ -47,4 +47,5 @@ def _watch(layer: nn.Module, found: Arrays, recipe: Recipe | None) -> list:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().reshape(-1, tensor.shape[-1]).cpu().numpy()
+    """A float32 copy on the host: clipping changes gradients in place."""
+    return tensor.detach().to(torch.float32, copy=True).reshape(-1, tensor.shape[-1]).cpu().numpy()

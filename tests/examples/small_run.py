@@ -1,5 +1,6 @@
 """The smallest main job: one block, a few bytes per window, a few steps."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -14,11 +15,9 @@ def arguments(out: Path, more: str = "") -> list[str]:
     return [*SMALL.split(), "--out", str(out), "--name", "small", *more.split()]
 
 
-def train(out: Path, more: str = "") -> int:
-    """Run the main job in this process; returns its exit status."""
-    import train_gpt
-
-    return train_gpt.main(arguments(out, more))
+def train(out: Path, more: str = "", script: str = "train_gpt") -> int:
+    """Run the main job in this process, in torch or ("train_gpt_jax") in JAX; returns its exit status."""
+    return importlib.import_module(script).main(arguments(out, more))
 
 
 def results(out: Path) -> dict:

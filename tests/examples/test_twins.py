@@ -1,0 +1,147 @@
+"""The torch and the JAX training are twins: what is cast from the same bits gives the same bytes in both.
+
+Sums (norms, attention, GEMMs) differ in their last place between frameworks, so only operands that are equal are
+compared byte by byte: the weights both start from, and the operands that one of them recorded.
+"""
+
+import importlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+from gpt.data import load_corpus  # noqa: E402
+from gpt.exchange import load_record, load_weights  # noqa: E402
+from gpt.shape import Shape  # noqa: E402
+from gpt_jax.model import GPT, set_weights, weights_of  # noqa: E402
+
+import microfloat.jax as mj  # noqa: E402
+import microfloat.torch as mf  # noqa: E402
+from microfloat.recipes import RECIPES, from_name  # noqa: E402
+from tests.examples.small_run import arguments  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("twins")
+
+RUN = "nvfp4"  # stochastic rounding, a Hadamard transform and two-dimensional blocks
+# The six casts: operand of a GEMM -> (recorded tensor, transposed, stream of the random bits)
+CASTS = {
+    ("fprop", "lhs"): ("x", False, 0), ("fprop", "rhs"): ("w", False, 1), ("dgrad", "lhs"): ("dy", False, 2),
+    ("dgrad", "rhs"): ("w", True, 3), ("wgrad", "lhs"): ("dy", True, 4), ("wgrad", "rhs"): ("x", True, 5),
+}  # fmt: skip
+WEIGHTS = "weights.safetensors"
+SCRIPTS = {"torch": "train_gpt", "jax": "train_gpt_jax"}
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """Both trainings' first step from one set of weights: framework -> loss, bf16's loss; and the folder."""
+    folder = tmp_path_factory.mktemp("twins")
+    losses = {}
+    for name, script in SCRIPTS.items():
+        module = importlib.import_module(script)
+        flag = "--export-weights" if name == "torch" else "--initial-weights"
+        more = f"--recipe {RUN} --steps 2 --context 32 {flag} {folder / WEIGHTS} --record {folder / name}.safetensors"
+        options = module.parse_options(arguments(folder, more))
+        baseline, trainer = (module.Trainer(run, options, load_corpus(options.corpus_bytes)) for run in options.runs)
+        losses[name] = {"bf16": baseline.held_out_loss(baseline.batch()), RUN: trainer._train_step()}
+    return folder, losses
+
+
+@pytest.fixture(scope="module")
+def records(twins):
+    return {name: load_record(twins[0] / f"{name}.safetensors") for name in SCRIPTS}
+
+
+def test_losses_of_the_first_step_agree(twins):
+    _, losses = twins
+    for name in ("bf16", RUN):
+        assert abs(losses["jax"][name] - losses["torch"][name]) < 1e-3
+    assert losses["jax"]["bf16"] != losses["jax"][RUN]
+
+
+def test_both_recorded_the_same_layers_and_weights(records):
+    ours, theirs = records["jax"], records["torch"]
+    assert set(ours) == set(theirs)
+    assert len(ours) == 4
+    for layer, arrays in theirs.items():
+        assert {name: array.shape for name, array in ours[layer].items()} == {
+            name: array.shape for name, array in arrays.items()
+        }
+        assert (ours[layer]["w"] == arrays["w"]).all()
+
+
+def bytes_of(array):
+    return np.ascontiguousarray(np.asarray(array)).view(np.uint8)
+
+
+def assert_same_bytes(operand, cast, **options):
+    """torch and JAX quantize a float32 array that holds bfloat16 values."""
+    if cast.is_delayed:
+        options["scale_enc"] = 1.0
+    q = mf.quantize(torch.from_numpy(np.array(operand)).bfloat16(), cast, **options)
+    p = mj.quantize(jnp.asarray(operand, jnp.bfloat16), cast, **options)
+    assert (bytes_of(q.codes.view(torch.uint8)) == bytes_of(p.codes)).all()
+    assert (bytes_of(q.scale) == bytes_of(p.scale)).all()
+    if q.tensor_scale is not None:
+        assert (bytes_of(q.tensor_scale) == bytes_of(p.tensor_scale)).all()
+    return q, p
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_weight_quantizes_to_the_same_bytes(twins, name):
+    recipe = from_name(name)
+    model = GPT(Shape(dim=32, layers=1, heads=2, hidden=32, context=32), nnx.Rngs(0))
+    weights = load_weights(twins[0] / WEIGHTS, {key: array.shape for key, array in weights_of(model).items()})
+    set_weights(model, weights)
+    matrices = {key: array for key, array in weights_of(model).items() if key.startswith("blocks.")}
+    for key, array in matrices.items():
+        assert (array == weights[key]).all()
+        if array.ndim == 2:
+            for use, operand in ((("fprop", "rhs"), array), (("dgrad", "rhs"), array.T)):
+                assert_same_bytes(operand, recipe.cast(*use))
+
+
+@pytest.mark.parametrize("source", SCRIPTS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_six_casts_of_recorded_operands_give_the_same_bytes(records, source, name):
+    recipe = from_name(name)
+    for arrays in records[source].values():
+        for use, (tensor, transposed, stream) in CASTS.items():
+            cast = recipe.cast(*use)
+            noise = {"seed": seed_of(arrays), "stream": stream} if cast.is_stochastic else {}
+            assert_same_bytes(arrays[tensor].T if transposed else arrays[tensor], cast, **noise)
+
+
+def seed_of(arrays):
+    low, high = (int(word) for word in arrays["seed"])
+    return low | high << 32
+
+
+@pytest.mark.parametrize("source", SCRIPTS)
+def test_the_record_is_of_the_step_itself(records, source):
+    """The recorded operands and seed give the layer's recorded result and weight gradient.
+
+    Another seed would change dw by the noise of four bits, another x or w would change y. The last place may differ:
+    sums run in another order, and JAX's dw has w's bfloat16.
+    """
+    recipe = from_name(RUN)
+    library = {"torch": mf, "jax": mj}[source]
+    for arrays in records[source].values():
+        quantized = {}
+        for use, (tensor, transposed, stream) in CASTS.items():
+            q, p = assert_same_bytes(
+                arrays[tensor].T if transposed else arrays[tensor], recipe.cast(*use),
+                **({"seed": seed_of(arrays), "stream": stream} if recipe.cast(*use).is_stochastic else {}),
+            )  # fmt: skip
+            quantized[use] = q if library is mf else p
+        wide = torch.float32 if library is mf else jnp.float32
+        for gemm, name in (("fprop", "y"), ("wgrad", "dw")):
+            product = library.scaled_matmul(quantized[gemm, "lhs"], quantized[gemm, "rhs"], out_dtype=wide)
+            difference = np.linalg.norm(np.asarray(product) - arrays[name]) / np.linalg.norm(arrays[name])
+            assert difference < 4e-3, f"{gemm}: {difference}"
