@@ -16,14 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+if __name__ == "__main__":
+    _ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(_ROOT), str(_ROOT / "src")]
 
-import _jax_measure as measure
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import microfloat.jax as mj
+from benchmarks import _jax_measure as measure
 from microfloat import recipes
 
 DIMENSIONS = (((1,), (0,)), ((), ()))

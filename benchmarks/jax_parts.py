@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+if __name__ == "__main__":
+    _ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(_ROOT), str(_ROOT / "src")]
 
-import _jax_measure as measure
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 import microfloat.jax as mj
+from benchmarks import _jax_measure as measure
 from microfloat import recipes
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax._scales import tensor_amax
