@@ -28,6 +28,8 @@ __all__ = [
     "refuse_double_backward",
 ]  # fmt: skip
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 # Counter word `stream` of each operand's random bytes (docs/numerics.md 5.3).
 STREAM = {"x": (0, 5), "w": (1, 3), "dy": (2, 4)}
 # The GEMM and side (0 = lhs, 1 = rhs) that read a tensor's row form, and those that read its column form.
@@ -120,7 +122,8 @@ def linear_forward(
         x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
         w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
         y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
-    y = y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], weight.shape[0])
+    # Not a view for autograd, as nn.Linear's result is none: an activation may then work in place.
+    y = y_MN if x.dim() == 2 else _unsafe_view(y_MN, (*x.shape[:-1], weight.shape[0]))
     return y, x_column, w_column
 
 

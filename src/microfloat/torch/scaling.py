@@ -6,12 +6,13 @@ outside any is its own region. Forward slots update when a region closes; dy, wh
 updates at the next opening, at a read of the state, or by `update_scaling` (docs/numerics.md 3.3).
 """
 
+import functools
+import importlib
 import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,17 +24,18 @@ from microfloat.torch import backends
 from microfloat.torch.backends.base import record_amax_
 
 __all__ = [
-    "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers", "flush_backward",
-    "flush_layer", "has_buffers", "note_recorded", "number_layer", "previous_scale", "record_amax_",
-    "record_compiled", "reset_scaling", "scaled_layers", "update_delayed_", "update_scaling",
+    "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers",
+    "flush_backward", "flush_layer", "has_buffers", "note_forward", "note_recorded", "number_layer", "previous_scale",
+    "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone", "scaled_layers", "update_delayed_",
+    "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
+_NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in SLOTS}
 _LARGEST_SCALE = 2.0**126
 
 
-@dataclass(frozen=True, eq=False)
-class _Pending:
+class _Pending(NamedTuple):
     """Something was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
 
     delayed: Delayed
@@ -44,7 +46,8 @@ class _Pending:
 
 # Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
 _PENDING: "weakref.WeakKeyDictionary[nn.Module, dict[str, _Pending]]" = weakref.WeakKeyDictionary()
-_PREVIOUS: "weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]]" = weakref.WeakKeyDictionary()
+# Slot -> the scales that one update replaced, and which of them is this slot's.
+_PREVIOUS: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, int]]]" = weakref.WeakKeyDictionary()
 # The region and reduction group of each layer's latest compiled forward, for the amax that its backward records.
 _COMPILED: "weakref.WeakKeyDictionary[nn.Module, tuple[Region, Any]]" = weakref.WeakKeyDictionary()
 # Layers by number, so that an operator of compiled code, which takes no objects, finds the state of its layer.
@@ -63,7 +66,8 @@ class Region:
 
     def add(self, layer: nn.Module) -> None:
         """Remember a layer whose forward slots this region must roll."""
-        self._layers.append(weakref.ref(layer))
+        if not self._layers or self._layers[-1]() is not layer:
+            self._layers.append(weakref.ref(layer))
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside. After an exception nothing is rolled; amaxes stay live."""
@@ -74,6 +78,11 @@ class Region:
         self._layers.clear()
 
 
+# The region of every layer that is called outside any autocast: closed as soon as its forward is done.
+CLOSED_REGION = Region()
+CLOSED_REGION.closed = True
+
+
 def _tensor(value: Any) -> torch.Tensor:
     """What nn.Module types as Tensor | Module | None, where it can only be a tensor."""
     return value
@@ -81,7 +90,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 def buffer_names(slot: str) -> tuple[str, str]:
     """(scale, amax history) buffer names of a slot."""
-    return f"scaling_{slot}_scale", f"scaling_{slot}_amax_history"
+    return _NAMES[slot]
 
 
 def has_buffers(layer: nn.Module) -> bool:
@@ -123,7 +132,20 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The encode scale before the latest update: what the forward that is being recomputed has used."""
-    return _PREVIOUS.get(layer, {}).get(slot, encode_scale(layer, slot))
+    known = _PREVIOUS.get(layer, {}).get(slot)
+    return encode_scale(layer, slot) if known is None else known[0][known[1]]
+
+
+def recomputation(layer: nn.Module, state: Any) -> dict[str, torch.Tensor] | None:
+    """The encode scales of the forward that is being recomputed, by slot; None in an ordinary forward.
+
+    `state`: the ambient autocast or None.
+    """
+    if state is not None and state.replay is not None:
+        return next(state.replay)
+    if torch._C._current_graph_task_id() != -1:  # torch's own checkpoint recomputes inside a backward
+        return {slot: previous_scale(layer, slot) for slot in ("x", "w")}
+    return None
 
 
 def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -136,8 +158,55 @@ def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None,
     _PENDING.setdefault(layer, {})[slot] = _Pending(cast.scaling, cast.format.element, group, region)  # type: ignore[arg-type]
     if slot != "dy" and region is not None:
         region.add(layer)
-        # Noted here and not in backward, which may run on another thread of the autograd engine.
-        _LOCAL.__dict__.setdefault("waiting", weakref.WeakKeyDictionary())[layer] = True
+        _await_backward(layer)
+
+
+def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: Any, region: Region) -> None:
+    """`note_recorded` of x and of w (None: it was not) at once."""
+    entries = _PENDING.setdefault(layer, {})
+    for slot, cast in (("x", x_cast), ("w", w_cast)):
+        if cast is not None:
+            entries[slot] = _Pending(cast.scaling, cast.format.element, group, region)  # type: ignore[arg-type]
+    region.add(layer)
+    _await_backward(layer)
+
+
+def _await_backward(layer: nn.Module) -> None:
+    # Noted in forward and not in backward, which may run on another thread of the autograd engine.
+    waiting = _LOCAL.__dict__.get("waiting")
+    if waiting is None:
+        waiting = _LOCAL.waiting = weakref.WeakKeyDictionary()
+    waiting[layer] = True
+
+
+def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: bool) -> None:
+    """After a forward outside any autocast: roll x and w (None: not recorded), and the dy of an earlier backward.
+
+    As if the layer had opened a region, which rolls dy, and closed it, which rolls x and w; dy's scale is read by the
+    next backward at the earliest, so that one update serves all three.
+    """
+    entries = _PENDING.get(layer)
+    dy = None if entries is None else entries.get("dy")
+    batch = []
+    if records:
+        _await_backward(layer)
+        for slot, cast in (("x", x_cast), ("w", w_cast)):
+            if cast is not None:
+                entry = _Pending(cast.scaling, cast.format.element, None, CLOSED_REGION)  # type: ignore[arg-type]
+                batch.append((layer, slot, entry))
+    if dy is not None and _closed(dy):
+        batch.append((layer, "dy", dy))
+    if not batch:
+        return
+    first = batch[0][2]
+    if all(entry.group is first.group and entry.delayed == first.delayed for _, _, entry in batch):
+        _update(batch)
+    else:
+        for job in batch:
+            _update([job])
+    if entries:
+        for _, slot, _ in batch:  # x and w may be pending since a region that an exception has left
+            entries.pop(slot, None)
 
 
 def record_compiled(
@@ -207,36 +276,53 @@ def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any) -> No
                 del entries[slot]
                 key = (entry.delayed, entry.group, encode_scale(layer, slot).device)
                 jobs.setdefault(key, []).append((layer, slot, entry))
-    for (delayed, group, _), batch in jobs.items():
-        histories = [amax_history(layer, slot) for layer, slot, _ in batch]
-        scales = [encode_scale(layer, slot) for layer, slot, _ in batch]
+    for batch in jobs.values():
+        _update(batch)
+
+
+def _update(batch: list[tuple[nn.Module, str, _Pending]]) -> None:
+    """Roll slots that agree in recipe, group and device."""
+    delayed, group = batch[0][2].delayed, batch[0][2].group
+    histories, scales, maxima = [], [], []
+    for layer, slot, entry in batch:
+        scale_name, history_name = _NAMES[slot]
+        scales.append(_tensor(layer._buffers[scale_name]))
+        histories.append(_tensor(layer._buffers[history_name]))
+        maxima.append(entry.element.max)
+    previous = _update_fused(histories, scales, delayed, maxima, group)
+    if previous is None:
         elements = [entry.element for _, _, entry in batch]
-        previous = _update_fused(histories, scales, delayed, elements, group)
-        if previous is None:
-            previous = _update_one_by_one(histories, scales, delayed, elements, group)
-        for index, (layer, slot, _) in enumerate(batch):
-            _PREVIOUS.setdefault(layer, {})[slot] = previous[index]
+        previous = _update_one_by_one(histories, scales, delayed, elements, group)
+    layer, known = None, {}
+    for index, (owner, slot, _) in enumerate(batch):
+        if owner is not layer:
+            layer, known = owner, _PREVIOUS.setdefault(owner, {})
+        known[slot] = (previous, index)
+
+
+@functools.cache
+def _update_kernel(device: torch.device) -> Any:
+    """The module with the kernel that updates many slots at once; None where it cannot run."""
+    if not backends.support("triton", device):
+        return None
+    return importlib.import_module("microfloat.torch.backends.triton._delayed")
 
 
 def _update_fused(
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    delayed: Delayed,
-    elements: list[ElementFormat],
-    group: Any,
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
 ) -> torch.Tensor | None:
     """All slots in one launch where a kernel can; returns the scales from before, or None where none can."""
-    if callable(delayed.amax_compute_algo) or not backends.support("triton", scales[0].device):
-        return None
-    from microfloat.torch.backends.triton._delayed import slots_of, update_delayed
-
-    slots = slots_of(histories, scales, [element.max for element in elements])
-    if slots is None:
+    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
+    slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
+    if kernel is None or slots is None:
         return None
     live = _reduced(slots.gather_live(), delayed, group) if _reduces(delayed, group) else None
-    return update_delayed(slots, delayed, live)
+    previous = kernel.update_delayed(slots, delayed, live)
+    torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
+    return previous
 
 
+@torch.no_grad()
 def _update_one_by_one(
     histories: list[torch.Tensor],
     scales: list[torch.Tensor],

@@ -16,6 +16,7 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient
 from microfloat.torch.linear import LinearCall, quantized_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
+from microfloat.torch.planned import planned_linear
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.tokens import token_of
@@ -112,6 +113,9 @@ class Linear(nn.Linear):
             if state is not None and state.calibrating:
                 self._calibrate(x, state)
             return self._plain(x)
+        y = planned_linear(self, x, recipe, state, is_first_microbatch)
+        if y is not None:
+            return y
         self._check_input(x)
         if x.numel() == 0 or self.weight.numel() == 0:
             return self._plain(x)
@@ -179,9 +183,9 @@ class Linear(nn.Linear):
         scaling.ensure_buffers(self, _delayed_of(recipe))
         call.layer = weakref.ref(self)
         call.group = state.group if state is not None else None
-        replayed = _recomputation(state)
+        replayed = scaling.recomputation(self, state)
         if replayed is not None:
-            call.scales = replayed(self)
+            call.scales = replayed
             return None
         scaling.flush_layer(self)
         own_region = None
@@ -262,16 +266,6 @@ def _delayed_of(recipe: Recipe) -> Delayed:
     return next(
         cast.scaling for cast in recipe.casts.values() if cast is not None and isinstance(cast.scaling, Delayed)
     )
-
-
-def _recomputation(state: Ambient | None) -> Any:
-    """How to find the scales of the forward that is being recomputed; None in an ordinary forward."""
-    if state is not None and state.replay is not None:
-        tape = state.replay
-        return lambda layer: next(tape)
-    if torch._C._current_graph_task_id() != -1:  # torch's own checkpoint recomputes inside a backward
-        return lambda layer: {slot: scaling.previous_scale(layer, slot) for slot in ("x", "w")}
-    return None
 
 
 def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[str]) -> None:

@@ -5,6 +5,8 @@
 block-scaled ones.
 """
 
+import sys
+
 import torch
 
 from microfloat.errors import NotSupportedError, invalid_value
@@ -18,6 +20,7 @@ from microfloat.torch.backends.native._blackwell import block_scaled_matmul
 from microfloat.torch.backends.native._forms import Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
 from microfloat.torch.backends.native._lossy import FoldCounts, gemm_forms
+from microfloat.torch.backends.native._tensorwise import TensorwisePlan, tensorwise_plan
 from microfloat.torch.backends.plans import GemmPlan
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "call_forms",
     "dequantize",
     "describe",
+    "linear_plan",
     "prepare_both",
     "quantize",
     "quantize_both",
@@ -134,6 +138,16 @@ def _values_both(
 def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:
     """The forms in which the operands of each GEMM of a call enter it on `device`."""
     return gemm_forms(recipe, chip_of(device), counts)
+
+
+def linear_plan(
+    recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
+) -> TensorwisePlan | None:
+    """How an eager Linear of this kind runs with little host time; None where only the general path serves it."""
+    plan = tensorwise_plan(recipe, x, weight, bias, wants_dx, wants_dw)
+    if plan is not None:
+        plan.module = sys.modules[__name__]
+    return plan
 
 
 def scaled_matmul(

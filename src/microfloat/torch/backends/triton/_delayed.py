@@ -5,7 +5,7 @@ import triton
 
 from microfloat.kernels import delayed as kernels
 from microfloat.recipes import Delayed
-from microfloat.torch.backends.triton._launch import Kernel
+from microfloat.torch.backends.triton._launch import Kernel, Prepared
 
 __all__ = ["Slots", "slots_of", "update_delayed"]
 
@@ -22,13 +22,16 @@ class Slots:
         self.addresses = torch.tensor(pairs, dtype=torch.int64).to(device)
         self.maxima = torch.tensor(maxima, dtype=torch.float32).to(device)
         self.count, self.length, self.device = len(histories), histories[0].shape[0], device
+        self.number = histories[0].get_device()
+        self.previous = torch.empty(self.count, dtype=torch.float32, device=device)  # only what it looks like
+        self.updates: dict[tuple, Prepared] = {}
 
     def gather_live(self) -> torch.Tensor:
         """float32 [slots]: every slot's live amax, for one all-reduce."""
         live = torch.empty(self.count, dtype=torch.float32, device=self.device)
-        key = (self.count, self.device.index)
+        key = (self.count, self.number)
         programs = -(-self.count // 128)
-        _GATHER(key, programs, self.device.index or 0, (self.addresses, live), (self.count,), (128,))
+        _GATHER(key, programs, self.number, (self.addresses, live), (self.count,), (128,))
         return live
 
 
@@ -37,12 +40,12 @@ _KNOWN: dict[tuple, Slots] = {}
 
 def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: list[float]) -> Slots | None:
     """The Slots of these buffers, kept between steps; None where their histories differ in length or are too long."""
-    lengths = {history.shape[0] for history in histories}
-    if len(lengths) != 1 or lengths.pop() > _LONGEST_HISTORY:
-        return None
-    key = (*(history.data_ptr() for history in histories), *(scale.data_ptr() for scale in scales), *maxima)
+    length = histories[0].shape[0]
+    key = (length, *maxima, *[history.data_ptr() for history in histories], *[scale.data_ptr() for scale in scales])
     slots = _KNOWN.get(key)
     if slots is None:
+        if length > _LONGEST_HISTORY or any(history.shape[0] != length for history in histories):
+            return None
         if len(_KNOWN) >= 512:
             _KNOWN.clear()
         slots = _KNOWN[key] = Slots(histories, scales, maxima)
@@ -51,9 +54,18 @@ def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: 
 
 def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) -> torch.Tensor:
     """Roll every slot once; returns the scales from before, float32 [slots]. `live`: reduced amaxes, or None."""
-    previous = torch.empty(slots.count, dtype=torch.float32, device=slots.device)
-    constants = (live is not None, delayed.amax_compute_algo == "most_recent", triton.next_power_of_2(slots.length))
-    key = (constants, slots.length, delayed.margin, slots.device.index)
+    device = slots.number
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return update_delayed(slots, delayed, live)
+    previous = torch.empty_like(slots.previous)
+    most_recent = delayed.amax_compute_algo == "most_recent"
+    update = slots.updates.get((live is not None, most_recent, delayed.margin))
+    if update is None:
+        constants = (live is not None, most_recent, triton.next_power_of_2(slots.length))
+        key = (constants, slots.length, delayed.margin, device)
+        update = _UPDATE.prepared(key, slots.count, (2.0**-delayed.margin, slots.length), constants)
+        slots.updates[live is not None, most_recent, delayed.margin] = update
     tensors = (slots.addresses, previous if live is None else live, previous, slots.maxima)
-    _UPDATE(key, slots.count, slots.device.index or 0, tensors, (2.0**-delayed.margin, slots.length), constants)
+    update(0 if device < 0 else torch._C._cuda_getCurrentRawStream(device), *tensors)
     return previous

@@ -1,0 +1,234 @@
+"""Eager steps of `Linear` by plan: what a call works out before it touches data is worked out once and looked up.
+
+A plan belongs to a backend (`backend.linear_plan`) and is kept under everything it depends on: recipe, backend, shape,
+strides, dtype, device and alignment of input and weight, what needs a gradient, torch's autocast. Any change finds
+another plan, or none, and then the general path of `microfloat.torch.linear` runs, with the same bytes.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import Cast, Recipe
+from microfloat.torch import backends, scaling
+from microfloat.torch.context import Ambient
+from microfloat.torch.linear import LinearCall, bias_gradient, linear_backward, refuse_double_backward
+
+__all__ = ["planned_linear"]
+
+# Plans run on CUDA alone; tests run them in Triton's interpreter.
+_ON_CPU_TOO = False
+_MOST_PLANS = 1024
+# Key -> (recipe, plan or None). The recipe is kept, so that its id, which stands in the key, stays its own.
+_PLANS: dict[tuple, tuple[Recipe, Any]] = {}
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+class _Delayed(NamedTuple):
+    """What backward needs to know about the delayed scaling of its forward."""
+
+    layer: "weakref.ref[nn.Module]"
+    group: Any
+    region: scaling.Region
+    records: bool
+
+
+def planned_linear(
+    layer: Any, x: Any, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+) -> torch.Tensor | None:
+    """``x @ weight.T + bias`` under `recipe` by a plan; None where none applies and the general path must run."""
+    parameters = layer._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or not (x.is_cuda or _ON_CPU_TOO):
+        return None
+    name = layer.backend if layer.backend != "auto" or state is None else state.backend
+    grad = torch.is_grad_enabled()
+    kind = "cuda" if x.is_cuda else "cpu"
+    key = (
+        id(recipe), name, grad, x.requires_grad, weight.requires_grad,
+        x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15,
+        weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() & 15,
+        None if bias is None else (bias.dtype, bias.get_device(), bias.data_ptr() & 15),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+    )  # fmt: skip
+    known = _PLANS.get(key)
+    if known is None:
+        known = _make(key, recipe, x, weight, bias, name)
+    plan = known[1]
+    if plan is None:
+        return None
+    if plan.device >= 0 and plan.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(plan.device):
+            return planned_linear(layer, x, recipe, state, is_first_microbatch)
+    if plan.is_delayed:
+        return _delayed_linear(plan, layer, x, weight, bias, state, is_first_microbatch)
+    kept = None
+    if is_first_microbatch is not None:
+        kept, _ = _kept_weight(plan, layer, weight, None, is_first_microbatch)
+    if plan.wants_dx or plan.wants_dw or (grad and bias is not None and bias.requires_grad):
+        return _apply(x, weight, bias, plan, None, None, None, kept)
+    return plan.forward(x, weight, bias, None, None, kept)[0]
+
+
+def _make(key: tuple, recipe: Recipe, x: Any, weight: Any, bias: Any, name: str) -> tuple[Recipe, Any]:
+    """Ask the backend for a plan, and remember its answer."""
+    make = getattr(backends.choose(name, x.device), "linear_plan", None)
+    grad, x_grad, weight_grad, autocast = key[2], key[3], key[4], key[-1]
+    plan = None
+    if make is not None and (autocast is None or autocast == x.dtype):
+        plan = make(recipe, x.detach(), weight.detach(), bias, grad and x_grad, grad and weight_grad)
+    if len(_PLANS) >= _MOST_PLANS:  # shapes made anew for every call must not pile up
+        _PLANS.clear()
+    known = _PLANS[key] = (recipe, plan)
+    return known
+
+
+def _kept_weight(
+    plan: Any, layer: Any, weight: torch.Tensor, delayed: Any, is_first_microbatch: bool
+) -> tuple[Any, bool]:
+    """The weight's operands, the layer's kept ones if nothing they depend on has changed; and whether they are new."""
+    cache = layer.__dict__.setdefault("_weight_cache", {})
+    if is_first_microbatch:
+        cache.clear()
+    version = None if delayed is None else delayed.scale_enc._version
+    key = ("planned", id(plan.recipe), weight.data_ptr(), weight._version, version, weight.dtype)
+    operands = cache.get("operands")
+    if operands is not None and cache.get("key") == key and not (plan.wants_dx and operands.column is None):
+        return operands, False
+    operands = plan.quantize_weight(weight, delayed)
+    # The recipe is kept, so that no other gets its id.
+    cache.update(key=key, operands=operands, recipe=plan.recipe)
+    return operands, True
+
+
+def _delayed_linear(
+    plan: Any, layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: Ambient | None,
+    is_first_microbatch: bool | None,
+) -> torch.Tensor:  # fmt: skip
+    """The same with the layer's scaling state."""
+    x_cast, w_cast = plan.recipe.fprop.casts
+    buffers = layer._buffers
+    history = buffers.get("scaling_x_amax_history")
+    if history is None or history.shape[0] != x_cast.scaling.amax_history_len:
+        scaling.ensure_buffers(layer, x_cast.scaling)
+    group, region = (None, None) if state is None else (state.group, state.region)
+    replayed = scaling.recomputation(layer, state)
+    records = replayed is None and torch.is_grad_enabled()
+    alone = region is None
+    if replayed is not None:
+        given = plan.delayed(_aligned(replayed["x"]), None), plan.delayed(_aligned(replayed["w"]), None)
+    else:
+        if not alone:
+            scaling.flush_layer(layer)
+        given = _state_of(plan, layer, "x", records), _state_of(plan, layer, "w", records)
+        if state is not None and state.record_tape is not None:
+            # Clones: the live buffers change when the region closes, the recomputation wants those of now.
+            state.record_tape.scales.append({"x": given[0].scale_enc.clone(), "w": given[1].scale_enc.clone()})
+    kept = None
+    if is_first_microbatch is not None:
+        kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
+        w_cast = w_cast if is_new else None  # codes of an earlier call were recorded then
+    if records and region is not None:
+        scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
+    call = _Delayed(weakref.ref(layer), group, scaling.CLOSED_REGION if region is None else region, records)
+    if plan.wants_dx or plan.wants_dw or (torch.is_grad_enabled() and bias is not None and bias.requires_grad):
+        y = _apply(x, weight, bias, plan, call, *given, kept)
+    else:
+        y = plan.forward(x, weight, bias, *given, kept)[0]
+    if alone and replayed is None:
+        scaling.roll_alone(layer, x_cast, w_cast, records=records)
+    return y
+
+
+def _state_of(plan: Any, layer: Any, slot: str, records: bool) -> Any:
+    """A slot's encode scale, and the history to record into (None: not)."""
+    scale_name, history_name = scaling.buffer_names(slot)
+    scale, history = layer._buffers[scale_name], layer._buffers[history_name] if records else None
+    return plan.delayed(_aligned(scale), history)
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """An encode scale where a prepared launch may read it."""
+    return scale if scale.data_ptr() & 15 == 0 else scale.clone()
+
+
+def _apply(*arguments: Any) -> torch.Tensor:
+    """``_PlannedLinear.apply(*arguments)`` without its preparations for functorch, where none is at work."""
+    if torch._C._are_functorch_transforms_active():
+        return _PlannedLinear.apply(*arguments)
+    return _apply_bare(*arguments)
+
+
+class _PlannedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Any, call: _Delayed | None,
+        x_delayed: Any, w_delayed: Any, kept: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        y, saved = plan.forward(x, weight, bias, x_delayed, w_delayed, kept)
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.call = plan, call
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        refuse_double_backward()
+        (dy,) = gradients
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        dx = dw = None
+        if wants_dx or wants_dw:
+            dx, dw = _backward(ctx.plan, ctx.call, dy, ctx.saved_tensors, wants_dx, wants_dw)
+        db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
+        return dx, dw, db, None, None, None, None, None
+
+
+# What torch's own `Function.apply` ends in.
+_apply_bare: Any = super(torch.autograd.Function, _PlannedLinear).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _backward(
+    plan: Any, call: _Delayed | None, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool
+) -> tuple[Any, Any]:
+    """dx and dw by the plan where it was made for this gradient and these wishes, else by the general path."""
+    if wants_dx is not plan.wants_dx or wants_dw is not plan.wants_dw or not plan.takes(dy):
+        return _general_backward(plan, call, dy, saved, wants_dx, wants_dw)
+    delayed = None if call is None else _dy_state(plan, call)
+    if plan.device >= 0 and plan.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(plan.device):
+            return plan.backward(dy, saved, delayed)
+    return plan.backward(dy, saved, delayed)
+
+
+def _dy_state(plan: Any, call: _Delayed) -> Any:
+    """dy's encode scale, read when backward runs, and the history to record into."""
+    layer = call.layer()
+    if layer is None:
+        raise NotSupportedError(
+            "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
+            "Keep the model alive until backward is done."
+        )
+    if call.records:
+        recipe = plan.recipe
+        cast: Cast = recipe.dgrad.lhs if plan.wants_dx else recipe.wgrad.lhs
+        scaling.note_recorded(layer, "dy", cast, group=call.group, region=call.region)
+    return _state_of(plan, layer, "dy", call.records)
+
+
+def _general_backward(
+    plan: Any, call: _Delayed | None, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool
+) -> tuple[Any, Any]:
+    """A gradient that the plan was not made for, or fewer results than it gives: the loop over the GEMMs."""
+    general = LinearCall(plan.recipe, plan.module, plan.dtype)
+    general.forms = plan.module.call_forms(plan.recipe, dy.device, None)
+    if call is not None:
+        general.layer, general.group, general.region = call.layer, call.group, call.region
+        general.records = call.records
+    x_column, w_column = plan.operands(saved)
+    dx, dw = linear_backward(
+        general, dy, x_column if wants_dw else None, w_column if wants_dx else None, plan.dtype, plan.dtype
+    )
+    return dx if dx is None or plan.x_shape is None else dx.view(plan.x_shape), dw

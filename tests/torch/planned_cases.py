@@ -1,0 +1,395 @@
+"""Cases of tests/torch/test_planned.py: the plan of a Linear against the general path, on a GPU or interpreted."""
+
+import contextlib
+
+import pytest
+import torch
+
+import microfloat.torch as mf
+import microfloat.torch.nn.linear as linear_module
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from microfloat.torch import backends, planned, scaling
+from microfloat.torch.backends import native
+from microfloat.torch.backends.native import _tensorwise
+from microfloat.torch.backends.native._forms import Chip
+
+M, K, N = 32, 48, 64
+
+
+@contextlib.contextmanager
+def native_on(device: str):
+    """The native backend of a Hopper: as it is on a GPU; on the CPU in Triton's interpreter, under its own name."""
+    if device == "cuda":
+        yield
+        return
+    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of
+    backends.choose = lambda name, device: native
+    planned._ON_CPU_TOO = True
+    native.chip_of = _tensorwise.chip_of = lambda device: Chip((9, 0))
+    try:
+        yield
+    finally:
+        backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of = saved
+        planned._PLANS.clear()
+
+
+@contextlib.contextmanager
+def without_plans():
+    """The general path alone."""
+    saved = linear_module.planned_linear
+    linear_module.planned_linear = lambda *arguments: None
+    try:
+        yield
+    finally:
+        linear_module.planned_linear = saved
+
+
+class Spy:
+    """Counts the calls that ran by plan."""
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+
+    @contextlib.contextmanager
+    def watching(self):
+        plan = _tensorwise.TensorwisePlan
+        forward, backward = plan.forward, plan.backward
+
+        def counted_forward(*arguments):
+            self.forwards += 1
+            return forward(*arguments)
+
+        def counted_backward(*arguments):
+            self.backwards += 1
+            return backward(*arguments)
+
+        plan.forward, plan.backward = counted_forward, counted_backward
+        try:
+            yield self
+        finally:
+            plan.forward, plan.backward = forward, backward
+
+
+def make(recipe, device, *, bias=False, dtype=torch.bfloat16, features=(K, N)):
+    """A layer with weights from a fixed seed."""
+    torch.manual_seed(0)
+    return mf.Linear(*features, bias=bias, dtype=dtype, recipe=recipe).to(device)
+
+
+def inputs(device, shape=(M, K), out=N, dtype=torch.bfloat16, seed=1):
+    """x, which requires a gradient, and dy."""
+    torch.manual_seed(seed)
+    x = torch.randn(shape, dtype=dtype).to(device).requires_grad_()
+    return x, torch.randn((*shape[:-1], out), dtype=dtype).to(device)
+
+
+def results(layer, steps, *, run=None):
+    """Everything that a number of steps leaves behind."""
+    kept = []
+    for x, dy in steps:
+        x.grad = None
+        layer.zero_grad()
+        y = (run or layer)(x)
+        y.backward(dy)
+        kept += [y.detach(), x.grad, *[parameter.grad for parameter in layer.parameters()]]
+        kept += [buffer.clone() for buffer in layer.buffers()]
+    mf.update_scaling(layer)
+    return [None if t is None else t.clone() for t in [*kept, *layer.buffers()]]
+
+
+def assert_same(first, second, what=""):
+    """Bit for bit."""
+    assert len(first) == len(second)
+    for index, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert (a is None) == (b is None), (what, index)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype, (what, index)
+            assert a.shape == b.shape, (what, index)
+            assert torch.equal(a, b), (what, index)
+
+
+def compare(device, recipe, steps, *, planned_steps=None, run=None, **options):
+    """The same steps by plan and without, bit for bit; and by plan they did run."""
+    spy = Spy()
+    with native_on(device):
+        layer = make(recipe, device, **options)
+        with spy.watching():
+            by_plan = results(layer, steps, run=run and run(layer))
+        with without_plans():
+            layer = make(recipe, device, **options)
+            general = results(layer, steps, run=run and run(layer))
+    expected = len(steps) if planned_steps is None else planned_steps
+    assert spy.forwards == expected, f"{spy.forwards} forwards by plan, {expected} expected"
+    assert_same(by_plan, general)
+    return spy
+
+
+def same_bits(device, name, shape, bias, dtype):
+    recipe = RECIPES[name]()
+    steps = [inputs(device, shape, dtype=getattr(torch, dtype), seed=seed) for seed in range(3)]
+    spy = compare(device, recipe, steps, bias=bias, dtype=getattr(torch, dtype))
+    assert spy.backwards == spy.forwards
+
+
+def general_path_serves_the_rest(device, what):
+    """Inputs that a plan does not fit run without one, to the same bits."""
+    recipe = Float8CurrentScaling()
+    x, dy = inputs(device)
+    options, planned_steps, run = {}, 0, None
+    if what == "odd rows":
+        x, dy = inputs(device, (M - 1, K))
+    elif what == "odd features":
+        options["features"], (x, dy) = (K - 3, N), inputs(device, (M, K - 3))
+    elif what == "float32 bias":
+        options.update(bias=True, dtype=torch.float32)
+        x, dy = inputs(device, dtype=torch.float32)
+    elif what == "misaligned":
+        flat = torch.randn(M * K + 1, dtype=torch.bfloat16).to(device)
+        x = flat[1:].view(M, K).detach().requires_grad_()
+    elif what == "transposed":
+        x = torch.randn(K, M, dtype=torch.bfloat16).to(device).t().detach().requires_grad_()
+    elif what == "another recipe":
+        recipe = MXFP8BlockScaling(path="exact")
+    elif what == "expanded dy":
+        planned_steps, run = 1, lambda layer: lambda x: _Expanded.apply(layer(x))
+    elif what == "strided x":
+        planned_steps = 1
+        x = torch.randn(M, 2 * K, dtype=torch.bfloat16).to(device)[:, :K].detach().requires_grad_()
+    compare(device, recipe, [(x, dy)], planned_steps=planned_steps, run=run, **options)
+
+
+class _Expanded(torch.autograd.Function):
+    """Gives the layer a gradient without strides of its own."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy[:1].expand_as(dy)
+
+
+def only_what_is_wanted(device):
+    """Frozen inputs or weights: the gradient that remains, and one of two by torch.autograd.grad."""
+    with native_on(device):
+        for name in ("fp8_current", "delayed"):
+            x, dy = inputs(device)
+            layer = make(RECIPES[name](), device)
+            y = layer(x)
+            y.backward(dy)
+            y = layer(x)
+            want_dx, want_dw = torch.autograd.grad(y, (x, layer.weight), dy, retain_graph=True)
+            (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            (dw,) = torch.autograd.grad(y, layer.weight, dy)
+            assert torch.equal(dx, want_dx)
+            assert torch.equal(dw, want_dw)
+            if name == "delayed":
+                continue  # its scales have moved on
+            (dw,) = torch.autograd.grad(layer(x.detach()), layer.weight, dy)
+            assert torch.equal(dw, want_dw)
+            layer.weight.requires_grad_(False)
+            (dx,) = torch.autograd.grad(layer(x), x, dy)
+            assert torch.equal(dx, want_dx)
+            with torch.no_grad():
+                assert torch.equal(layer(x), y)
+
+
+def a_changed_setting_finds_another_plan(device):
+    """Each of these changes what a call does; none may run the plan made before."""
+    with native_on(device):
+        x, _ = inputs(device)
+        layer = make(Float8CurrentScaling(), device)
+
+        def check(what, *, dtype=None):
+            y = layer(x)
+            with without_plans():
+                expected = layer(x)
+            assert y.dtype == (dtype or x.dtype), what
+            assert y.requires_grad == expected.requires_grad, what
+            assert torch.equal(y, expected), what
+
+        check("first")
+        layer.pin(Float8CurrentScaling(use_power_2_scales=True))
+        check("recipe")
+        layer.pin(None)
+        check("high precision")
+        layer.pin("fp8_current")
+        layer.weight.data = torch.randn_like(layer.weight) * 3
+        check("weight.data")
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        check("weight in place")
+        layer.weight.requires_grad_(False)
+        check("frozen weight")
+        x = x.detach()
+        check("x without gradient")
+        x = x[: M // 2]
+        check("rows")
+        layer = layer.half()
+        x = x.half()
+        check("dtype", dtype=torch.float16)
+        layer.eval()
+        check("eval")
+        with torch.autocast(device, torch.bfloat16):
+            check("torch.autocast", dtype=torch.bfloat16)
+        with mf.autocast(enabled=False):
+            check("island")
+        layer.weight = torch.nn.Parameter(torch.randn(N, K, dtype=torch.float16, device=device))
+        check("another weight")
+
+
+def microbatches(device, name):
+    """The kept weight saves its cast, and no bits change; a changed weight is cast again."""
+    recipe = RECIPES[name]()
+    with native_on(device):
+        outcomes = []
+        for guard in (contextlib.nullcontext, without_plans):
+            layer, kept = make(recipe, device), []
+            layer(inputs(device)[0]).sum()
+            with guard():
+                for step in range(2):
+                    with mf.autocast(recipe=recipe):
+                        for index in range(3):
+                            x, dy = inputs(device, seed=10 * step + index)
+                            y = layer(x, is_first_microbatch=index == 0)
+                            y.backward(dy)
+                            kept += [y.detach(), x.grad]
+                    with torch.no_grad():
+                        layer.weight.add_(layer.weight.grad)
+                    kept.append(layer.weight.grad.clone())
+                    layer.zero_grad()
+                    kept.append(layer(x, is_first_microbatch=False).detach())
+            outcomes.append([*kept, *[buffer.clone() for buffer in layer.buffers()]])
+        assert_same(*outcomes)
+
+
+def regions(device):
+    """Several layers in one autocast, called twice, as one region; exceptions; calls without gradients."""
+    recipe = DelayedScaling(amax_history_len=4)
+    with native_on(device):
+        outcomes = []
+        for guard in (contextlib.nullcontext, without_plans):
+            first, second, kept = make(recipe, device), make(recipe, device, features=(N, K)), []
+            with guard():
+                for step in range(3):
+                    x, dy = inputs(device, out=K, seed=step)
+                    with mf.autocast(recipe=recipe):
+                        y = second(first(x)) + second(first(2 * x))
+                    y.backward(dy)
+                    kept += [y.detach(), x.grad.clone()]
+                    with torch.no_grad():
+                        kept.append(first(x))
+                    with contextlib.suppress(ZeroDivisionError), mf.autocast(recipe=recipe):
+                        first(8 * x)
+                        raise ZeroDivisionError
+                    alone = first(3 * x)  # a region of its own, which also rolls dy
+                    kept.append(alone.detach())
+                    alone.sum().backward()
+                for layer in (first, second):
+                    mf.update_scaling(layer)
+                    kept += [buffer.clone() for buffer in layer.buffers()]
+                    kept += [scaling.previous_scale(layer, slot).clone() for slot in scaling.SLOTS]
+            outcomes.append(kept)
+        assert_same(*outcomes)
+
+
+def saved_tensors_may_travel(device):
+    """Saved-tensor hooks get codes, and may return them in another layout; checkpointing recomputes them."""
+    with native_on(device):
+        x, dy = inputs(device)
+        layer = make(Float8CurrentScaling(), device)
+        layer(x).backward(dy)
+        expected, x.grad = (x.grad, layer.weight.grad.clone()), None
+        layer.zero_grad()
+        dtypes = []
+
+        def pack(tensor):
+            dtypes.append(tensor.dtype)
+            return tensor.clone(memory_format=torch.contiguous_format)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(x)
+        y.backward(dy)
+        assert torch.float8_e4m3fn in dtypes
+        assert torch.bfloat16 not in dtypes
+        assert_same(expected, (x.grad, layer.weight.grad))
+        for recipe in (Float8CurrentScaling(), DelayedScaling()):
+            grads = []
+            for checkpointed in (False, True):
+                layer = make(recipe, device)
+                for _ in range(3):
+                    x.grad = None
+                    layer.zero_grad()
+                    if checkpointed:
+                        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                    else:
+                        y = layer(x)
+                    y.backward(dy)
+                grads.append((x.grad, layer.weight.grad, *[buffer.clone() for buffer in layer.buffers()]))
+            assert_same(*grads, recipe)
+
+
+def in_place_after_three_dimensions(device):
+    with native_on(device):
+        for recipe in (Float8CurrentScaling(), MXFP8BlockScaling(path="exact")):
+            x, dy = inputs(device, (2, M, K))
+            layer = make(recipe, device)
+            y = torch.relu_(layer(x))
+            y.backward(dy)
+            expected, x.grad = x.grad, None
+            torch.relu(layer(x)).backward(dy)
+            assert torch.equal(x.grad, expected)
+
+
+def double_backward_is_refused(device):
+    with native_on(device):
+        x, _ = inputs(device)
+        (dx,) = torch.autograd.grad(make(Float8CurrentScaling(), device)(x).sum(), x, retain_graph=True)
+        assert dx is not None
+        with pytest.raises(NotSupportedError, match="double backward"):
+            torch.autograd.grad(make(Float8CurrentScaling(), device)(x).sum(), x, create_graph=True)
+
+
+def graphs_and_streams(device):
+    """GPU only: a captured forward + backward replays to the same bits; a side stream gives the same."""
+    for recipe in (Float8CurrentScaling(), DelayedScaling()):
+        x, dy = inputs(device)
+        layer, twin = make(recipe, device), make(recipe, device)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                x.grad = layer.weight.grad = None
+                y = layer(x)
+                y.backward(dy)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        x.grad = layer.weight.grad = None
+        with torch.cuda.graph(graph):
+            y = layer(x)
+            y.backward(dy)
+        twin_x = x.detach().clone().requires_grad_()
+        for _ in range(3):
+            twin_x.grad = twin.weight.grad = None
+            want = twin(twin_x)
+            want.backward(dy)
+        for step in range(3):
+            fresh = torch.randn_like(x)
+            with torch.no_grad():
+                x.copy_(fresh)
+                twin_x.copy_(fresh)
+            graph.replay()
+            twin_x.grad = twin.weight.grad = None
+            want = twin(twin_x)
+            want.backward(dy)
+            torch.cuda.synchronize()
+            what = (type(recipe).__name__, step)
+            assert_same((want, twin_x.grad, twin.weight.grad), (y, x.grad, layer.weight.grad), what)
+
+
+def run(case, device):
+    """Run ``(function name, arguments)`` on a device."""
+    name, arguments = case
+    globals()[name](device, *arguments)

@@ -1,0 +1,61 @@
+"""Plans of eager Linear steps give the bytes of the general path: in Triton's interpreter here, compiled on a GPU."""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+# Neither torch nor triton is imported here: a process of its own must first say that kernels are to be interpreted.
+OTHER_INPUTS = (
+    "odd rows", "odd features", "float32 bias", "misaligned", "transposed", "another recipe", "expanded dy", "strided x",
+)  # fmt: skip
+CASES = [
+    *[("same_bits", (name, (32, 48), False, "bfloat16")) for name in ("fp8_current", "delayed")],
+    *[("same_bits", (name, (2, 16, 48), True, "float16")) for name in ("fp8_current", "delayed")],
+    ("same_bits", ("fp8_current", (32, 48), False, "float32")),
+    *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
+    ("only_what_is_wanted", ()),
+    ("a_changed_setting_finds_another_plan", ()),
+    *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],
+    ("regions", ()),
+    ("saved_tensors_may_travel", ()),
+    ("in_place_after_three_dimensions", ()),
+    ("double_backward_is_refused", ()),
+]
+
+
+def _begin() -> None:
+    """First thing in the new process, before anything imports triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _run(case: tuple) -> None:
+    from tests.torch import planned_cases
+
+    planned_cases.run(case, "cpu")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    for name in ("torch", "triton"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
+        yield lambda case: pool.submit(_run, case).result()
+
+
+def _name(case: tuple) -> str:
+    return "-".join([case[0], *map(str, case[1])]).replace(" ", "")
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_interpreted(interpreted, case: tuple) -> None:
+    interpreted(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, ("graphs_and_streams", ())], ids=_name)
+def test_on_the_gpu(case: tuple) -> None:
+    from tests.torch import planned_cases
+
+    planned_cases.run(case, "cuda")
