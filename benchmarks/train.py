@@ -1,6 +1,6 @@
 """The training example on this machine: tokens per second of each recipe against bfloat16 (t.*).
 
-A step is what examples/train_gpt.py does: a batch to the device, forward, backward, clipping, AdamW, the loss read back.
+A step is what examples/train_gpt.py does: a batch to the device, forward, backward, clipping, AdamW, reading the loss.
 Everything but the blocks' Linears is the same in both, so the ratio says what a recipe is worth to a whole training.
 """
 

@@ -1,0 +1,223 @@
+"""Tables of the files that `python -m benchmarks` writes: the figures of docs/performance.md.
+
+A row of such a file says what was measured, beside which target, by which command. A figure beyond its physical limit
+is marked, and a target that was missed stays in its table.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from marked_block import ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results"
+Rows = list[dict[str, Any]]
+LEGEND = {
+    "missed": "**bold**: the target is missed.",
+    "beyond": "†: above what the limit allows, so either the measurement or the limit's own rates are off.",
+}
+
+
+def rows_of(path: Path) -> Rows:
+    """The rows of a result file."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
+def provenance(rows: Iterable[dict[str, Any]]) -> str:
+    """Command, machine, date and versions of rows, one line per run."""
+    lines = []
+    for row in rows:
+        software = ", ".join(
+            f"{name} {row['versions'][name]}"
+            for name in ("torch", "triton", "cuda", "torchao")
+            if name in row["versions"]
+        )
+        text = f"`{row['command']}` on {row['device']}, {row['date']}; {software}."
+        if text not in lines:
+            lines.append(text)
+    return "\n\n".join(lines)
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """M x K -> N, or the sizes with crosses between them."""
+    shape = row.get("shape", ())
+    return f"{shape[0]} x {shape[1]} -> {shape[2]}" if len(shape) == 3 else " x ".join(map(str, shape))
+
+
+def figure(row: dict[str, Any], value: float | None, digits: int = 2) -> str:
+    """A figure that is judged: bold where it misses its target, marked where it is beyond its limit."""
+    if value is None:
+        return ""
+    text = f"{value:.{digits}f}" + ("†" if row.get("beyond_limit") else "")
+    return f"**{text}**" if row.get("passed") is False else text
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def finished(
+    header: list[str], cells: list[list[str]], rows: Rows, text_columns: int = 1, judged: Rows | None = None
+) -> str:
+    """A table, what its marks mean, why rows are missing from it, and where it comes from."""
+    parts = [table(header, cells, right=range(text_columns, len(header)))]
+    judged = rows if judged is None else judged
+    marks = [LEGEND["missed"]] if any(row.get("passed") is False for row in judged) else []
+    marks += [LEGEND["beyond"]] if any(row.get("beyond_limit") for row in judged) else []
+    parts += [" ".join(marks)] if marks else []
+    skipped = dict.fromkeys(f"`{row['id']}` did not run: {row['skipped']}." for row in rows if row.get("skipped"))
+    return "\n\n".join([*parts, *skipped, provenance(rows)])
+
+
+def linear_table(path: Path) -> str:
+    """One Linear, forward and backward: a row per id, shape and mode."""
+    rows = rows_of(path)
+    cells = [
+        [
+            f"`{row['id']}`", shape_text(row) + ("" if row["mode"] == "eager" else f", {row['mode']}"),
+            number(row["base_ms"]), number(row["median_ms"]), figure(row, row["ratio"]),
+            number(row.get("target")), number(row.get("stretch")), number(row.get("limit")),
+        ]
+        for row in rows if "median_ms" in row
+    ]  # fmt: skip
+    return finished(["id", "shape", "bf16, ms", "ms", "ratio", "target", "stretch", "limit"], cells, rows, 2)
+
+
+def matmul_table(path: Path) -> str:
+    """GEMMs: TFLOP/s and the ratio to bf16 by shape."""
+    rows = [row for row in rows_of(path) if "median_ms" in row]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    by_id: dict[str, dict[tuple, dict[str, Any]]] = {}
+    for row in rows:
+        by_id.setdefault(row["id"], {})[tuple(row["shape"])] = row
+    first = next(iter(by_id.values()))
+    cells = [["bf16", *(number(first[shape]["extra"]["bf16_tflops"], 0) for shape in shapes if shape in first)]]
+    for name, found in by_id.items():
+        entries = [found.get(shape) for shape in shapes]
+        cells.append([f"`{name}`", *("" if e is None else f"{e['tflops']:.0f} ({e['ratio']:.2f})" for e in entries)])
+    header = ["TFLOP/s (ratio to bf16), M x K x N", *(" x ".join(map(str, shape)) for shape in shapes)]
+    return finished(header, cells, rows)
+
+
+def quantize_table(path: Path) -> str:
+    """Casts and fused producers: share of a device copy, the geometric mean of the shapes."""
+    rows = rows_of(path)
+    summary = json.loads(path.read_text(encoding="utf-8")).get("summary", {})
+    cells = []
+    for name, mean in summary.items():
+        own = [row for row in rows if row["id"] == name and "median_ms" in row and not row.get("variant")]
+        equal = [row["extra"]["equal_copy_ratio"] for row in own]
+        apart = [row["ratio"] for row in rows if row["id"] == name and row.get("variant") == "unfused"]
+        peer = [row["extra"]["torchao_ms"] / row["median_ms"] for row in own if "torchao_ms" in row["extra"]]
+        cells.append([
+            f"`{name}`", figure(mean, mean["ratio"]), number(mean["worst"]), number(_mean(equal)),
+            number(mean["target"]), number(mean["stretch"]), number(_mean(apart)), number(_mean(peer)),
+        ])  # fmt: skip
+    header = [
+        "id", "share of a 2 GiB copy", "worst shape", "of a copy of equal bytes", "target", "stretch",
+        "x unfused", "x torchao compiled",
+    ]  # fmt: skip
+    return finished(header, cells, rows, judged=list(summary.values()))
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+def block_table(path: Path) -> str:
+    """The block: time and peak memory by recipe, variant and mode."""
+    rows = rows_of(path)
+    memory = {
+        (row.get("recipe"), row.get("variant"), row["mode"]): row for row in rows if row["id"].startswith("b.mem.")
+    }
+    cells = []
+    for row in rows:
+        if "median_ms" not in row:
+            continue
+        used = memory.get((row.get("recipe"), row.get("variant"), row["mode"]))
+        who = f"{row['recipe']} (torchao)" if row["backend"] == "torchao" else row["recipe"]
+        gib = row.get("extra", {}).get("peak_gib")
+        share = "" if gib is None else figure(used or {}, row["extra"]["peak_ratio"])
+        who += f", {row['variant']}" if row.get("variant") else ""
+        cells.append([
+            f"`{row.get('label', row['id'])}`", who, row["mode"],
+            number(row["base_ms"]), number(row["median_ms"]), figure(row, row["ratio"]), number(row.get("target")),
+            number(row.get("limit")), number(row["tflops"], 0), number(gib), share,
+        ])  # fmt: skip
+    header = [
+        "id", "recipe", "mode", "bf16, ms", "ms", "ratio", "target", "limit", "TFLOP/s", "peak GiB", "of bf16's",
+    ]  # fmt: skip
+    return finished(header, cells, rows, 3)
+
+
+def host_table(path: Path) -> str:
+    """Host time, launches, recompilations of small layers."""
+    rows = rows_of(path)
+    cells = []
+    for row in rows:
+        if "value" not in row:
+            continue
+        what = ".".join(part for part in (row["id"], row.get("recipe"), row.get("variant")) if part)
+        value = f"{row['value']:.0f} {row['unit']}" if row["unit"] != "us" else f"{row['value']:.1f} us"
+        ratio = figure(row, row["ratio"], 1) if "ratio" in row else ""
+        value = value if "ratio" in row or row.get("passed") is not False else f"**{value}**"
+        target = "" if "target" not in row else f"{row['target']:g}"
+        cells.append([f"`{what}`", shape_text(row), value, ratio, target])
+    return finished(["id", "shape", "median", "x nn.Linear", "target, at most"], cells, rows, 2)
+
+
+def train_table(path: Path) -> str:
+    """The training example: tokens per second by recipe and mode."""
+    rows = rows_of(path)
+    cells = [
+        [
+            f"`{row['recipe']}`", row["mode"], number(row["extra"]["bf16_tokens_per_s"], 0), number(row["value"], 0),
+            number(row["ratio"]),
+        ]
+        for row in rows if "median_ms" in row
+    ]  # fmt: skip
+    return finished(["recipe", "mode", "bf16, tokens/s", "tokens/s", "ratio"], cells, rows, 2)
+
+
+KINDS = {
+    "amax": "amaxes",
+    "cast": "casts",
+    "quantize": "casts",
+    "fold": "casts",
+    "values": "casts",
+    "transform": "casts",
+}
+
+
+def profile_table(path: Path) -> str:
+    """GPU time of one step by kind of kernel: GEMMs, casts, amaxes, the rest."""
+    rows = [row for row in rows_of(path) if "value" in row]
+    cells = []
+    for row in rows:
+        groups: dict[str, list[float]] = {"gemms": [], "casts": [], "amaxes": [], "rest": []}
+        for kernel in row["extra"]["kernels"]:
+            name = kernel["kernel"]
+            kind = KINDS.get(name.split("_")[0], "gemms" if name.startswith("nvjet") or "gemm" in name else "rest")
+            groups[kind].append(kernel["us"] / 1e3)
+        shown = [" + ".join(f"{ms:.2f}" for ms in groups[kind]) for kind in ("gemms", "casts", "amaxes")]
+        cells.append([f"`{row['recipe']}`", *shown, number(sum(groups["rest"])), number(row["value"] / 1e3)])
+    header = ["recipe", "fprop + dgrad + wgrad, ms", "casts", "amaxes", "rest", "sum"]
+    return finished(header, cells, rows)
+
+
+# Result file (without .json) -> its table.
+TABLES: dict[str, Callable[[Path], str]] = {
+    "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "profile": profile_table,
+    "block": block_table, "host": host_table, "train": train_table,
+}  # fmt: skip
+
+
+def generated(name: str) -> str:
+    """The table of a result file, or how to make the file."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return f"Not measured yet: `python -m benchmarks {name} --json {path.relative_to(ROOT).as_posix()}`."
+    return TABLES[name](path)
