@@ -16,6 +16,7 @@ Start = Callable[[int, int, Sequence[int | None], tuple], None]
 # The arguments before the kernel's own in the launcher of Triton 3.5 and 3.6: grid (3), stream, function, cooperative
 # and dependent launch, both scratch buffers, metadata, launch metadata, both hooks.
 _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
+_LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
 def starter(compiled: Any) -> Start | None:
@@ -37,7 +38,7 @@ def starter(compiled: Any) -> Start | None:
 
     if not _is_known(launcher):
         return ordinary
-    launch, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+    launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
     entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place
 
     def start(programs: int, stream: int, addresses: Sequence[int | None], rest: tuple) -> None:
@@ -74,5 +75,5 @@ def _is_known(launcher: Any) -> bool:
         and type(launcher) is getattr(driver, "CudaLauncher", None)
         and getattr(launcher, "global_scratch_size", None) == 0
         and getattr(launcher, "profile_scratch_size", None) == 0
-        and all(hasattr(launcher, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl"))
+        and all(hasattr(launcher, name) for name in _LAUNCHER_PARTS)
     )
