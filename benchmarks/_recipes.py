@@ -9,19 +9,28 @@ from microfloat import recipes
 
 __all__ = ["LARGEST_DIFFERENCE", "RECIPES", "difference", "sqnr_db"]
 
-_MXFP4 = recipes.MXFP4BlockScaling()
-RECIPES = {
-    "delayed": recipes.DelayedScaling(),
-    "current": recipes.Float8CurrentScaling(),
-    "row": recipes.Float8RowScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8.folded": recipes.MXFP8BlockScaling(path="folded"),
-    "mxfp8.exact": recipes.MXFP8BlockScaling(path="exact"),
-    "mxfp4.folded": recipes.CustomRecipe(
-        *(replace(gemm, path="folded") for gemm in (_MXFP4.fprop, _MXFP4.dgrad, _MXFP4.wgrad))
-    ),
-    "nvfp4": recipes.NVFP4BlockScaling(),
-}
+# Exported recipe -> its short name here, or the paths it is measured by; what is not listed keeps its name.
+_SHORT = {"delayed": "delayed", "fp8_current": "current", "fp8_row": "row", "fp8_block": "block", "nvfp4": "nvfp4"}
+_BY_PATH = {"mxfp8": ("folded", "exact"), "mxfp4": ("folded",)}
+
+
+def _with_path(recipe: recipes.Recipe, path: str) -> recipes.Recipe:
+    """The recipe with this path for all its GEMMs."""
+    return recipes.CustomRecipe(*(replace(gemm, path=path) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)))
+
+
+def _all() -> dict[str, recipes.Recipe]:
+    found = {}
+    for name, make in recipes.RECIPES.items():
+        paths = _BY_PATH.get(name)
+        if paths is None:
+            found[_SHORT.get(name, name)] = make()
+        else:
+            found |= {f"{name}.{path}": _with_path(make(), path) for path in paths}
+    return found
+
+
+RECIPES = _all()
 
 # Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
 # Hopper without promotion (1.3e-3); docs/numerics.md 8.3.

@@ -9,6 +9,7 @@ step alone, everything resident included, after three warm-up steps.
 
 import argparse
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,9 @@ def measure(report: Report, bench: Bench, recipe: str, variant: str, mode: str, 
             return
     prepare: Callable[[nn.Module], Any] = torch.compile if mode == "compiled" else lambda block: block
     block = prepare(bench.build(recipe, variant))
+    begin = time.perf_counter()
+    bench.step(block)
+    first_step = time.perf_counter() - begin
     used = bench.peak_gib(block)
     plain = prepare(bench.build(None))
     calls = {"bf16": lambda i: bench.step(plain), "ours": lambda i: bench.step(block)}
@@ -169,8 +173,9 @@ def measure(report: Report, bench: Bench, recipe: str, variant: str, mode: str, 
     if variant != "plain":
         row.variant, row.label = variant, f"{row.id}.{variant}"
     row.timed(times["ours"], times["bf16"]).tflops = bench.flop / times["ours"].median / 1e9
+    row.extra = {"first_step_s": round(first_step, 2)}  # compiles, where the mode is compiled
     if used is not None and peak is not None:
-        row.extra = {"peak_gib": round(used, 3), "peak_ratio": round(used / peak, 4)}
+        row.extra |= {"peak_gib": round(used, 3), "peak_ratio": round(used / peak, 4)}
     report.add(row)
     if used is not None and peak is not None and row.backend != "torchao":
         memory = Row(f"b.mem.{'compile' if mode == 'compiled' else 'eager'}", row.shape, recipe, row.variant, mode)

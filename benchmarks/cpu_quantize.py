@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._report import printable_command
+from benchmarks.cpu_imports import import_rows
 from microfloat._version import __version__
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
@@ -241,6 +242,12 @@ def main(given: list[str] | None = None) -> int:
     for row in rows:
         beside = f"  {row.peer} {row.peer_melem_per_s:6.0f}  {row.ratio:5.2f}x" if row.ratio else ""
         print(f"{row.operation:22s} {row.cast:34s} {row.melem_per_s:7.0f} Melem/s{beside}")
+    imports = import_rows(1 if arguments.quick else 5)
+    for entry in imports:
+        verdict = "ok" if entry.passed else "MISSED"
+        print(
+            f"{entry.id:22s} {entry.ms:6.0f} ms, {entry.mb:5.1f} MB over {entry.over}; {entry.target_ms:.0f} {verdict}"
+        )
     if why_not:
         print(f"torchao: {why_not}")
     if arguments.json:
@@ -254,7 +261,7 @@ def main(given: list[str] | None = None) -> int:
                          "microfloat": __version__},
             "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
             "torchao": why_not or "eager, same process, interleaved",
-            "rows": [asdict(row) for row in rows],
+            "rows": [asdict(row) for row in rows], "imports": [asdict(entry) for entry in imports],
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -20,6 +20,7 @@ from microfloat.recipes import Recipe
 Shape = tuple[int, int, int]
 JUDGED, SQUARE, SMALL = (16384, 4096, 14336), (16384, 8192, 8192), (4096, 2048, 2048)
 QUICK = (48, 32, 64)
+WITH_OUTLIERS = ("current", "mxfp8.folded")  # measured on data with outlier channels too
 IN_A_BLOCK = 10  # steps between two events of l.small, so that a step is as long as in a loop
 
 
@@ -42,6 +43,13 @@ def data(shape: Shape, options: argparse.Namespace) -> tuple[torch.Tensor, torch
     m, k, n = shape
     x = torch.randn(m, k, device=options.device).bfloat16().requires_grad_()
     return x, torch.randn(m, n, device=options.device).bfloat16()
+
+
+def with_outliers(x: torch.Tensor) -> torch.Tensor:
+    """The same data with eight channels fifty times as large, as activations of a trained model have."""
+    scale = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
+    scale[:: max(1, x.shape[1] // 8)] = 50
+    return (x.detach() * scale).requires_grad_()
 
 
 def check(recipe: Recipe, options: argparse.Namespace) -> dict[str, float]:
@@ -67,15 +75,17 @@ def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
     layer(x).backward(dy)
 
 
-def large(report: Report, label: str, name: str, recipe: Recipe, shape: Shape, decibel: float) -> None:
-    """A row of a large shape: both sides are bound by the GPU."""
-    options = report.options
+def large(report: Report, label: str, name: str, shape: Shape, decibel: float) -> None:
+    """A row of a large shape, where both sides are bound by the GPU; `label`: "judged", "square" or "outliers"."""
+    options, recipe = report.options, RECIPES[name]
     x, dy = data(shape, options)
+    x = with_outliers(x) if label == "outliers" else x
     plain, layer = make_layer(None, shape, options), make_layer(recipe, shape, options)
     times = in_turn(
         {"bf16": lambda i: step(plain, x, dy), "ours": lambda i: step(layer, x, dy)}, options.device, 150, least=12
     )
-    row = Row(f"l.{name}" if label == "judged" else f"l.square.{name}", shape, name, backend=backend_of(options))
+    row = Row(f"l.square.{name}" if label == "square" else f"l.{name}", shape, name, backend=backend_of(options))
+    row.variant = label if label == "outliers" else None
     row.sqnr_db, row.ratio_of = decibel, "bf16"
     row.timed(times["ours"], times["bf16"]).tflops = 6 * shape[0] * shape[1] * shape[2] / times["ours"].median / 1e9
     report.add(row)
@@ -168,7 +178,8 @@ def _peer(report: Report, torchao: Any, fields: dict[str, Any]) -> None:
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
-    shapes = {"judged": QUICK} if options.quick else {"judged": JUDGED, "square": SQUARE}
+    shapes = {"judged": JUDGED, "square": SQUARE, "outliers": JUDGED}
+    shapes = {"judged": QUICK, "outliers": QUICK} if options.quick else shapes
     for name, recipe in RECIPES.items():
         extra = {"current": ("l.small", "l.fwd.fp8")}.get(name, ())
         if not report.wants(f"l.{name}", f"l.square.{name}", *extra):
@@ -181,8 +192,10 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             report.skip(f"l.{name}", f"differs from the reference: {differences}", recipe=name)
             continue
         for label, shape in shapes.items():
-            if report.wants(f"l.{name}" if label == "judged" else f"l.square.{name}"):
-                run = functools.partial(large, report, label, name, recipe, shape, decibel)
+            if label == "outliers" and name not in WITH_OUTLIERS:
+                continue
+            if report.wants(f"l.square.{name}" if label == "square" else f"l.{name}"):
+                run = functools.partial(large, report, label, name, shape, decibel)
                 report.attempt(f"l.{name}", run, recipe=name, shape=shape)
         for row_id, measure in (("l.fwd.fp8", forward_only), ("l.small", small)):
             if row_id in extra and report.wants(row_id):

@@ -72,12 +72,17 @@ def finished(
     return "\n\n".join([*parts, *skipped, provenance(rows)])
 
 
+def _remarks(row: dict[str, Any]) -> list[str]:
+    mode = [] if row["mode"] == "eager" else [row["mode"]]
+    return mode + ([row["variant"]] if row.get("variant") else [])
+
+
 def linear_table(path: Path) -> str:
     """One Linear, forward and backward: a row per id, shape and mode."""
     rows = rows_of(path)
     cells = [
         [
-            f"`{row['id']}`", shape_text(row) + ("" if row["mode"] == "eager" else f", {row['mode']}"),
+            f"`{row['id']}`", ", ".join([shape_text(row), *_remarks(row)]),
             number(row["base_ms"]), number(row["median_ms"]), figure(row, row["ratio"]),
             number(row.get("target")), number(row.get("stretch")), number(row.get("limit")),
         ]
