@@ -130,9 +130,9 @@ def norm_gradients(
         if norm.kind == "layer":
             mean = statistics.mean[:, None]  # type: ignore[index]
             aten = torch.ops.aten.native_layer_norm_backward
-            return aten(grad_MK.contiguous(), x, size, mean, inverse, weight, bias, list(wants))
+            return aten(grad_MK.contiguous(), x.contiguous(), size, mean, inverse, weight, bias, list(wants))
         dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            grad_MK.contiguous(), x, size, inverse, weight, [wants[0], wants[1]]
+            grad_MK.contiguous(), x.contiguous(), size, inverse, weight, [wants[0], wants[1]]
         )
         dbias = grad_MK.sum(0, dtype=torch.float32).to(bias.dtype) if wants[2] else None  # type: ignore[union-attr]
         return dx, dweight, dbias
