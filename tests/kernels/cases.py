@@ -3,6 +3,7 @@
 Imported only where kernels run (see `conftest.py`): Triton decides at import whether it interprets.
 """
 
+import contextlib
 import warnings
 from dataclasses import replace
 
@@ -382,13 +383,12 @@ def refusals(device):
             call()
 
 
-def fused_linears(device, name, **options):
+def fused_linears(device, backend, name, **options):
     """Linears fused with a norm and an activation have the bits of their parts (tests/torch/fused_cases.py)."""
     from tests.torch import fused_cases
 
-    if device == "cpu":
-        fused_cases.allow_triton_on_cpu()
-    fused_cases.check(device, "triton", name, **options)
+    with fused_cases.on_cpu_too(backend) if device == "cpu" else contextlib.nullcontext():
+        fused_cases.check(device, backend, name, **options)
 
 
 def run(case, device):

@@ -77,11 +77,12 @@ CASES = [
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
     *[
-        case("fused_linears", name)
+        case("fused_linears", "triton", name)
         for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "noisy", "no wgrad")
     ],
+    *[case("fused_linears", "native", name) for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")],
     *[
-        case("fused_linears", name, kind="layer", gated=False, bias=True, activation="gelu")
+        case("fused_linears", "triton", name, kind="layer", gated=False, bias=True, activation="gelu")
         for name in ("delayed", "mxfp8")
     ],
 ]  # fmt: skip

@@ -4,7 +4,9 @@ The values, and the gradients of norm and activation, are those of `microfloat.t
 in the tolerance class and have tests of their own); everything after them must not differ in a single bit.
 """
 
+import contextlib
 import copy
+from unittest import mock
 
 import torch
 from torch import nn
@@ -86,11 +88,25 @@ RECIPES = {
 }
 
 
-def allow_triton_on_cpu():
-    """In Triton's interpreter the triton backend runs on CPU tensors too."""
-    from microfloat.torch.backends import triton
+@contextlib.contextmanager
+def on_cpu_too(backend):
+    """In Triton's interpreter a backend with kernels runs on CPU tensors too.
 
-    backends._CHOSEN["triton", torch.device("cpu")] = triton
+    The native one as on a Hopper chip, with the reference's products in place of the vendor's FP8 GEMMs.
+    """
+    from microfloat.torch.backends import native, reference, triton
+    from microfloat.torch.backends.native import _forms
+
+    def multiply(a, b, *, bias, out_dtype, fast):
+        return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+    chosen = {(backend, torch.device("cpu")): {"native": native, "triton": triton}[backend]}
+    with (
+        mock.patch.dict(backends._CHOSEN, chosen), mock.patch.object(native, "fp8_matmul", multiply),
+        mock.patch.object(native, "chip_of", lambda device: _forms.Chip((9, 0))),
+        mock.patch.object(native.FoldCounts, "note", lambda self, *arguments: None),
+    ):  # fmt: skip
+        yield
 
 
 def state_of(model):
