@@ -124,7 +124,7 @@ def statistics_of(y):
 
 
 def check(device, backend, name, kind="rms", gated=True, bias=False, activation="silu"):
-    """A step of `norm_mlp`, two under delayed scaling: outputs, every gradient and the scaling states are those of the parts."""
+    """One step of `norm_mlp`, or two under delayed scaling: outputs, gradients and states are those of the parts."""
     recipe = RECIPES[name]
     torch.manual_seed(3)
     together = Mlp(kind, gated, bias, recipe, backend, device)
