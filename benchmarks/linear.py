@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import microfloat.torch as mf
+from benchmarks._limits import bare_gemms, limit_of_run
 from benchmarks._recipes import LARGEST_DIFFERENCE, RECIPES, difference, sqnr_db
 from benchmarks._report import Report, Row
-from benchmarks._timing import Times, in_turn, rotations
+from benchmarks._timing import Times, copy_gbs, in_turn, rotations
 from microfloat.recipes import Recipe
 
 Shape = tuple[int, int, int]
@@ -75,19 +76,27 @@ def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
     layer(x).backward(dy)
 
 
-def large(report: Report, label: str, name: str, shape: Shape, decibel: float) -> None:
-    """A row of a large shape, where both sides are bound by the GPU; `label`: "judged", "square" or "outliers"."""
+def large(report: Report, label: str, name: str, shape: Shape, decibel: float, copy: float) -> None:
+    """A row of a large shape, where both sides are bound by the GPU; `label`: "judged", "square" or "outliers".
+
+    The three GEMMs alone take turns with both, for the limit of this run.
+    """
     options, recipe = report.options, RECIPES[name]
     x, dy = data(shape, options)
     x = with_outliers(x) if label == "outliers" else x
     plain, layer = make_layer(None, shape, options), make_layer(recipe, shape, options)
-    times = in_turn(
-        {"bf16": lambda i: step(plain, x, dy), "ours": lambda i: step(layer, x, dy)}, options.device, 150, least=12
-    )
+    calls = {
+        "bf16": lambda i: step(plain, x, dy), "ours": lambda i: step(layer, x, dy),
+        "gemms": bare_gemms(recipe, shape, options.device),
+    }  # fmt: skip
+    times = in_turn(calls, options.device, 150, least=12)
     row = Row(f"l.square.{name}" if label == "square" else f"l.{name}", shape, name, backend=backend_of(options))
     row.variant = label if label == "outliers" else None
     row.sqnr_db, row.ratio_of = decibel, "bf16"
     row.timed(times["ours"], times["bf16"]).tflops = 6 * shape[0] * shape[1] * shape[2] / times["ours"].median / 1e9
+    gemms = times["gemms"].median
+    allowed = limit_of_run(name, shape, times["bf16"].median, gemms, copy)
+    row.extra = {"gemms_ms": round(gemms, 4), "limit_of_run": None if allowed is None else round(allowed, 3)}
     report.add(row)
 
 
@@ -180,6 +189,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
     shapes = {"judged": JUDGED, "square": SQUARE, "outliers": JUDGED}
     shapes = {"judged": QUICK, "outliers": QUICK} if options.quick else shapes
+    copy = copy_gbs(1 << 10 if options.quick else 1 << 30, options.device)
     for name, recipe in RECIPES.items():
         extra = {"current": ("l.small", "l.fwd.fp8")}.get(name, ())
         if not report.wants(f"l.{name}", f"l.square.{name}", *extra):
@@ -195,7 +205,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             if label == "outliers" and name not in WITH_OUTLIERS:
                 continue
             if report.wants(f"l.square.{name}" if label == "square" else f"l.{name}"):
-                run = functools.partial(large, report, label, name, shape, decibel)
+                run = functools.partial(large, report, label, name, shape, decibel, copy)
                 report.attempt(f"l.{name}", run, recipe=name, shape=shape)
         for row_id, measure in (("l.fwd.fp8", forward_only), ("l.small", small)):
             if row_id in extra and report.wants(row_id):

@@ -85,10 +85,14 @@ def linear_table(path: Path) -> str:
             f"`{row['id']}`", ", ".join([shape_text(row), *_remarks(row)]),
             number(row["base_ms"]), number(row["median_ms"]), figure(row, row["ratio"]),
             number(row.get("target")), number(row.get("stretch")), number(row.get("limit")),
+            number(row.get("extra", {}).get("limit_of_run")), number(row.get("extra", {}).get("gemms_ms")),
         ]
         for row in rows if "median_ms" in row
     ]  # fmt: skip
-    return finished(["id", "shape", "bf16, ms", "ms", "ratio", "target", "stretch", "limit"], cells, rows, 2)
+    header = [
+        "id", "shape", "bf16, ms", "ms", "ratio", "target", "stretch", "limit", "limit of this run", "GEMMs alone, ms",
+    ]  # fmt: skip
+    return finished(header, cells, rows, 2)
 
 
 def matmul_table(path: Path) -> str:
