@@ -20,6 +20,7 @@ M, K, N = 32, 48, 64
 @contextlib.contextmanager
 def native_on(device: str):
     """The native backend of a Hopper: as it is on a GPU; on the CPU in Triton's interpreter, under its own name."""
+    planned._PLANS.clear()
     if device == "cuda":
         yield
         return
@@ -240,6 +241,19 @@ def a_changed_setting_finds_another_plan(device):
         check("another weight")
 
 
+def equal_recipes_share_plans(device):
+    """A recipe made anew in every step, as `autocast()` without one may, finds what the step before has made."""
+    with native_on(device):
+        layer = make(None, device)
+        x, _ = inputs(device)
+        for _ in range(3):
+            with mf.autocast(recipe=Float8CurrentScaling(fp8_format="HYBRID")):
+                layer(x)
+            with mf.autocast():
+                layer(x)
+        assert len(planned._PLANS) == 1
+
+
 def microbatches(device, name):
     """The kept weight saves its cast, and no bits change; a changed weight is cast again."""
     recipe = RECIPES[name]()
@@ -365,6 +379,7 @@ def graphs_and_streams(device):
                 y = layer(x)
                 y.backward(dy)
         torch.cuda.current_stream().wait_stream(side)
+        del y  # its graph of another stream must not live on
         graph = torch.cuda.CUDAGraph()
         x.grad = layer.weight.grad = None
         with torch.cuda.graph(graph):

@@ -18,6 +18,7 @@ CASES = [
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),
     *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],
+    ("equal_recipes_share_plans", ()),
     ("regions", ()),
     ("saved_tensors_may_travel", ()),
     ("in_place_after_three_dimensions", ()),

@@ -6,6 +6,7 @@ the innermost autocast, nothing (high precision). Backward never reads this: it 
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -15,6 +16,8 @@ from microfloat.torch import backends, scaling
 from microfloat.torch.context import Ambient, ambient, reset_ambient, set_ambient
 
 __all__ = ["as_recipe", "autocast"]
+
+_default_recipe = functools.cache(get_default_recipe)
 
 
 def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
@@ -58,7 +61,7 @@ class autocast(contextlib.ContextDecorator):
         backends.check_name(backend)
         self._state = Ambient(
             enabled=enabled,
-            recipe=get_default_recipe() if recipe is None else as_recipe(recipe),
+            recipe=_default_recipe() if recipe is None else as_recipe(recipe),
             calibrating=calibrating,
             group=amax_reduction_group,
             backend=backend,

@@ -123,7 +123,10 @@ def _delayed_linear(
     else:
         if not alone:
             scaling.flush_layer(layer)
-        given = _state_of(plan, layer, "x", records), _state_of(plan, layer, "w", records)
+        given = (
+            plan.delayed(_aligned(buffers["scaling_x_scale"]), buffers["scaling_x_amax_history"] if records else None),
+            plan.delayed(_aligned(buffers["scaling_w_scale"]), buffers["scaling_w_amax_history"] if records else None),
+        )
         if state is not None and state.record_tape is not None:
             # Clones: the live buffers change when the region closes, the recomputation wants those of now.
             state.record_tape.scales.append({"x": given[0].scale_enc.clone(), "w": given[1].scale_enc.clone()})
@@ -141,13 +144,6 @@ def _delayed_linear(
     if alone and replayed is None:
         scaling.roll_alone(layer, x_cast, w_cast, records=records)
     return y
-
-
-def _state_of(plan: Any, layer: Any, slot: str, records: bool) -> Any:
-    """A slot's encode scale, and the history to record into (None: not)."""
-    scale_name, history_name = scaling.buffer_names(slot)
-    scale, history = layer._buffers[scale_name], layer._buffers[history_name] if records else None
-    return plan.delayed(_aligned(scale), history)
 
 
 def _aligned(scale: torch.Tensor) -> torch.Tensor:
@@ -215,7 +211,8 @@ def _dy_state(plan: Any, call: _Delayed) -> Any:
         recipe = plan.recipe
         cast: Cast = recipe.dgrad.lhs if plan.wants_dx else recipe.wgrad.lhs
         scaling.note_recorded(layer, "dy", cast, group=call.group, region=call.region)
-    return _state_of(plan, layer, "dy", call.records)
+    history = scaling.amax_history(layer, "dy") if call.records else None
+    return plan.delayed(_aligned(scaling.encode_scale(layer, "dy")), history)
 
 
 def _general_backward(

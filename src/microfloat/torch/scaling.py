@@ -6,8 +6,6 @@ outside any is its own region. Forward slots update when a region closes; dy, wh
 updates at the next opening, at a read of the state, or by `update_scaling` (docs/numerics.md 3.3).
 """
 
-import functools
-import importlib
 import itertools
 import threading
 import weakref
@@ -18,36 +16,45 @@ import torch
 from torch import nn
 
 from microfloat.errors import NotSupportedError
-from microfloat.formats import ElementFormat
 from microfloat.recipes import Cast, Delayed
-from microfloat.torch import backends
 from microfloat.torch.backends.base import record_amax_
+from microfloat.torch.rolling import Roller, update_delayed_, update_slots
 
 __all__ = [
     "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers",
     "flush_backward", "flush_layer", "has_buffers", "note_forward", "note_recorded", "number_layer", "previous_scale",
-    "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone", "scaled_layers", "update_delayed_",
-    "update_scaling",
+    "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone", "scaled_layers",
+    "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
 _NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in SLOTS}
-_LARGEST_SCALE = 2.0**126
 
 
 class _Pending(NamedTuple):
     """Something was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
 
     delayed: Delayed
-    element: ElementFormat
+    maximum: float  # of the element
     group: Any
     region: "Region | None"
 
 
+class _LayerState:
+    """What is known of a layer besides its buffers, by slot."""
+
+    __slots__ = ("pending", "previous", "rollers")
+
+    def __init__(self) -> None:
+        self.pending: dict[str, _Pending] = {}
+        # The scales that one update replaced, and which of them is this slot's.
+        self.previous: dict[str, tuple[torch.Tensor, int]] = {}
+        # Prepared updates of x and w (False), and of dy with them (True).
+        self.rollers: dict[bool, Roller] = {}
+
+
 # Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
-_PENDING: "weakref.WeakKeyDictionary[nn.Module, dict[str, _Pending]]" = weakref.WeakKeyDictionary()
-# Slot -> the scales that one update replaced, and which of them is this slot's.
-_PREVIOUS: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, int]]]" = weakref.WeakKeyDictionary()
+_STATES: "weakref.WeakKeyDictionary[nn.Module, _LayerState]" = weakref.WeakKeyDictionary()
 # The region and reduction group of each layer's latest compiled forward, for the amax that its backward records.
 _COMPILED: "weakref.WeakKeyDictionary[nn.Module, tuple[Region, Any]]" = weakref.WeakKeyDictionary()
 # Layers by number, so that an operator of compiled code, which takes no objects, finds the state of its layer.
@@ -81,6 +88,17 @@ class Region:
 # The region of every layer that is called outside any autocast: closed as soon as its forward is done.
 CLOSED_REGION = Region()
 CLOSED_REGION.closed = True
+
+
+def _state(layer: nn.Module) -> _LayerState:
+    state = _STATES.get(layer)
+    if state is None:
+        state = _STATES[layer] = _LayerState()
+    return state
+
+
+def _pending(cast: Cast, group: Any, region: "Region | None") -> _Pending:
+    return _Pending(cast.scaling, cast.format.element.max, group, region)  # type: ignore[arg-type]
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -132,7 +150,7 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The encode scale before the latest update: what the forward that is being recomputed has used."""
-    known = _PREVIOUS.get(layer, {}).get(slot)
+    known = _state(layer).previous.get(slot)
     return encode_scale(layer, slot) if known is None else known[0][known[1]]
 
 
@@ -155,7 +173,7 @@ def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
-    _PENDING.setdefault(layer, {})[slot] = _Pending(cast.scaling, cast.format.element, group, region)  # type: ignore[arg-type]
+    _state(layer).pending[slot] = _pending(cast, group, region)
     if slot != "dy" and region is not None:
         region.add(layer)
         _await_backward(layer)
@@ -163,10 +181,10 @@ def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None,
 
 def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: Any, region: Region) -> None:
     """`note_recorded` of x and of w (None: it was not) at once."""
-    entries = _PENDING.setdefault(layer, {})
-    for slot, cast in (("x", x_cast), ("w", w_cast)):
-        if cast is not None:
-            entries[slot] = _Pending(cast.scaling, cast.format.element, group, region)  # type: ignore[arg-type]
+    pending = _state(layer).pending
+    pending["x"] = _pending(x_cast, group, region)
+    if w_cast is not None:
+        pending["w"] = _pending(w_cast, group, region)
     region.add(layer)
     _await_backward(layer)
 
@@ -185,28 +203,54 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     As if the layer had opened a region, which rolls dy, and closed it, which rolls x and w; dy's scale is read by the
     next backward at the earliest, so that one update serves all three.
     """
-    entries = _PENDING.get(layer)
-    dy = None if entries is None else entries.get("dy")
-    batch = []
+    state = _state(layer)
+    pending = state.pending
+    dy = pending.get("dy")
+    if dy is not None and not _closed(dy):
+        dy = None
     if records:
         _await_backward(layer)
-        for slot, cast in (("x", x_cast), ("w", w_cast)):
-            if cast is not None:
-                entry = _Pending(cast.scaling, cast.format.element, None, CLOSED_REGION)  # type: ignore[arg-type]
-                batch.append((layer, slot, entry))
-    if dy is not None and _closed(dy):
-        batch.append((layer, "dy", dy))
-    if not batch:
-        return
-    first = batch[0][2]
-    if all(entry.group is first.group and entry.delayed == first.delayed for _, _, entry in batch):
-        _update(batch)
-    else:
-        for job in batch:
-            _update([job])
-    if entries:
-        for _, slot, _ in batch:  # x and w may be pending since a region that an exception has left
-            entries.pop(slot, None)
+        if w_cast is not None and w_cast.scaling is x_cast.scaling:
+            fits = dy is None or (dy.group is None and _agree(dy.delayed, x_cast.scaling))  # type: ignore[arg-type]
+            if fits and _roll_prepared(layer, state, x_cast, w_cast, dy):
+                pending.clear()  # x and w may have been pending since a region that an exception has left
+                return
+    if dy is not None:
+        _update([(layer, "dy", dy)])
+        del pending["dy"]
+    if records:
+        casts = (("x", x_cast), ("w", w_cast))
+        batch = [(layer, slot, _pending(cast, None, CLOSED_REGION)) for slot, cast in casts if cast is not None]
+        together = all(_agree(entry.delayed, batch[0][2].delayed) for _, _, entry in batch)
+        for job in [batch] if together else [[entry] for entry in batch]:
+            _update(job)
+        for _, slot, _ in batch:
+            pending.pop(slot, None)
+
+
+def _agree(first: Delayed, second: Delayed) -> bool:
+    return first is second or first == second
+
+
+def _roll_prepared(layer: nn.Module, state: _LayerState, x_cast: Cast, w_cast: Cast, dy: _Pending | None) -> bool:
+    """Roll x, w and (not None) dy in one prepared launch; False where none serves them."""
+    maxima = [x_cast.format.element.max, w_cast.format.element.max]
+    slots: tuple[str, ...] = ("x", "w")
+    if dy is not None:
+        maxima.append(dy.maximum)
+        slots = SLOTS
+    buffers = layer._buffers
+    roller = state.rollers.get(dy is not None)
+    if roller is None or not roller.fits(buffers, x_cast.scaling, maxima):
+        names = [_NAMES[slot] for slot in slots]
+        roller = Roller.of(buffers, names, x_cast.scaling, maxima)  # type: ignore[arg-type]
+        if roller is None:
+            return False
+        state.rollers[dy is not None] = roller
+    previous = roller()
+    for index, slot in enumerate(slots):
+        state.previous[slot] = (previous, index)
+    return True
 
 
 def record_compiled(
@@ -230,46 +274,12 @@ def record_compiled(
     note_recorded(layer, slot, cast, group=group, region=region)
 
 
-def update_delayed_(
-    history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
-) -> None:
-    """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
-    history[0] = live
-    algo = delayed.amax_compute_algo
-    if callable(algo):
-        amax = torch.as_tensor(algo(history.clone()), dtype=torch.float32, device=history.device).reshape(())
-    else:
-        amax = history.max() if algo == "max" else history[0].clone()
-    rolled = torch.roll(history, -1)
-    rolled[0] = 0.0
-    history.copy_(rolled)
-    largest = torch.full_like(amax, element.max)
-    # Two tensors, because torch computes `number / tensor` through a reciprocal, which rounds twice.
-    fresh = torch.div(largest, torch.clamp(amax, min=element.max * 2.0**-126)) * 2.0**-delayed.margin
-    usable = (amax > 0) & torch.isfinite(amax)
-    scale.copy_(torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale))
-
-
-def _reduces(delayed: Delayed, group: Any) -> bool:
-    distributed = torch.distributed
-    if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size(group) > 1
-
-
-def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
-    """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
-    if _reduces(delayed, group):
-        torch.distributed.all_reduce(live, op=torch.distributed.ReduceOp.MAX, group=group)
-    return live
-
-
 @torch.no_grad()
 def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any) -> None:
     """Update the given slots of the given layers where something is pending and `ready(entry)` holds."""
     jobs: dict[tuple[Delayed, Any, torch.device], list[tuple[nn.Module, str, _Pending]]] = {}
     for layer in layers:
-        entries = _PENDING.get(layer, {})
+        entries = _state(layer).pending
         for slot in slots:
             entry = entries.get(slot)
             if entry is not None and ready(entry):
@@ -288,53 +298,10 @@ def _update(batch: list[tuple[nn.Module, str, _Pending]]) -> None:
         scale_name, history_name = _NAMES[slot]
         scales.append(_tensor(layer._buffers[scale_name]))
         histories.append(_tensor(layer._buffers[history_name]))
-        maxima.append(entry.element.max)
-    previous = _update_fused(histories, scales, delayed, maxima, group)
-    if previous is None:
-        elements = [entry.element for _, _, entry in batch]
-        previous = _update_one_by_one(histories, scales, delayed, elements, group)
-    layer, known = None, {}
-    for index, (owner, slot, _) in enumerate(batch):
-        if owner is not layer:
-            layer, known = owner, _PREVIOUS.setdefault(owner, {})
-        known[slot] = (previous, index)
-
-
-@functools.cache
-def _update_kernel(device: torch.device) -> Any:
-    """The module with the kernel that updates many slots at once; None where it cannot run."""
-    if not backends.support("triton", device):
-        return None
-    return importlib.import_module("microfloat.torch.backends.triton._delayed")
-
-
-def _update_fused(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
-) -> torch.Tensor | None:
-    """All slots in one launch where a kernel can; returns the scales from before, or None where none can."""
-    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
-    slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
-    if kernel is None or slots is None:
-        return None
-    live = _reduced(slots.gather_live(), delayed, group) if _reduces(delayed, group) else None
-    previous = kernel.update_delayed(slots, delayed, live)
-    torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
-    return previous
-
-
-@torch.no_grad()
-def _update_one_by_one(
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    delayed: Delayed,
-    elements: list[ElementFormat],
-    group: Any,
-) -> torch.Tensor:
-    live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
-    previous = torch.stack(scales)
-    for index, element in enumerate(elements):
-        update_delayed_(histories[index], scales[index], delayed, element, live[index])
-    return previous
+        maxima.append(entry.maximum)
+    previous = update_slots(histories, scales, delayed, maxima, group)
+    for index, (layer, slot, _) in enumerate(batch):
+        _state(layer).previous[slot] = (previous, index)
 
 
 def _closed(entry: _Pending) -> bool:
@@ -352,7 +319,7 @@ def flush_backward() -> None:
 
 def flush_layer(layer: nn.Module) -> None:
     """Roll dy of one layer if its region has closed: before its state is read, and before it is used again."""
-    if layer in _PENDING:
+    if "dy" in _state(layer).pending:
         _roll([layer], ("dy",), _closed)
 
 
@@ -373,8 +340,7 @@ def update_scaling(model: nn.Module) -> None:
 def reset_scaling(model: nn.Module) -> None:
     """Start delayed scaling afresh: scales 1, histories 0, in place; pending updates are dropped."""
     for layer in scaled_layers(model):
-        _PENDING.pop(layer, None)
-        _PREVIOUS.pop(layer, None)
+        _STATES.pop(layer, None)
         for slot in SLOTS:
             scale_name, history_name = buffer_names(slot)
             _tensor(layer._buffers[scale_name]).fill_(1.0)

@@ -19,7 +19,7 @@ from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.planned import planned_linear
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
-from microfloat.torch.tokens import token_of
+from microfloat.torch.tokens import canonical, token_of
 
 __all__ = ["UNPINNED", "Linear"]
 
@@ -113,6 +113,7 @@ class Linear(nn.Linear):
             if state is not None and state.calibrating:
                 self._calibrate(x, state)
             return self._plain(x)
+        recipe = canonical(recipe)
         y = planned_linear(self, x, recipe, state, is_first_microbatch)
         if y is not None:
             return y

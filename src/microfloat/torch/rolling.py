@@ -1,0 +1,133 @@
+"""The delayed-scaling update itself: a slot's history moves on by one place and gives the new encode scale.
+
+Many slots in one launch where a kernel can, else one by one in torch; live amaxes are all-reduced first where a process
+group asks for it (docs/numerics.md 3.3).
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from microfloat.formats import ElementFormat
+from microfloat.recipes import Delayed
+from microfloat.torch import backends
+
+__all__ = ["Roller", "update_delayed_", "update_slots"]
+
+_LARGEST_SCALE = 2.0**126
+
+
+def update_delayed_(
+    history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
+) -> None:
+    """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
+    _update_one(history, scale, delayed, element.max, live)
+
+
+def _update_one(
+    history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
+) -> None:
+    history[0] = live
+    algo = delayed.amax_compute_algo
+    if callable(algo):
+        amax = torch.as_tensor(algo(history.clone()), dtype=torch.float32, device=history.device).reshape(())
+    else:
+        amax = history.max() if algo == "max" else history[0].clone()
+    rolled = torch.roll(history, -1)
+    rolled[0] = 0.0
+    history.copy_(rolled)
+    largest = torch.full_like(amax, maximum)
+    # Two tensors, because torch computes `number / tensor` through a reciprocal, which rounds twice.
+    fresh = torch.div(largest, torch.clamp(amax, min=maximum * 2.0**-126)) * 2.0**-delayed.margin
+    usable = (amax > 0) & torch.isfinite(amax)
+    scale.copy_(torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale))
+
+
+def _reduces(delayed: Delayed, group: Any) -> bool:
+    distributed = torch.distributed
+    if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size(group) > 1
+
+
+def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
+    """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
+    if _reduces(delayed, group):
+        torch.distributed.all_reduce(live, op=torch.distributed.ReduceOp.MAX, group=group)
+    return live
+
+
+def update_slots(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
+) -> torch.Tensor:
+    """Roll slots that agree in recipe, group and device; returns the scales from before, float32 [slots]."""
+    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
+    slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
+    if kernel is None or slots is None:
+        return _update_one_by_one(histories, scales, delayed, maxima, group)
+    live = _reduced(slots.gather_live(), delayed, group) if _reduces(delayed, group) else None
+    previous = kernel.update_delayed(slots, delayed, live)
+    torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
+    return previous
+
+
+@functools.cache
+def _update_kernel(device: torch.device) -> Any:
+    """The module with the kernel that updates many slots at once; None where it cannot run."""
+    if not backends.support("triton", device):
+        return None
+    return importlib.import_module("microfloat.torch.backends.triton._delayed")
+
+
+@torch.no_grad()
+def _update_one_by_one(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
+) -> torch.Tensor:
+    live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
+    previous = torch.stack(scales)
+    for index, maximum in enumerate(maxima):
+        _update_one(histories[index], scales[index], delayed, maximum, live[index])
+    return previous
+
+
+class Roller:
+    """The update of a few slots in one launch, prepared: for a layer that rolls its own after every forward."""
+
+    __slots__ = ("_addresses", "_delayed", "_kernel", "_maxima", "_names", "_slots", "_tensors")
+
+    def __init__(
+        self, tensors: list[torch.Tensor], names: list[str], delayed: Delayed, maxima: list[float], kernel: Any,
+        slots: Any,
+    ) -> None:  # fmt: skip
+        self._tensors, self._names, self._delayed, self._maxima = tensors, names, delayed, maxima
+        self._kernel, self._slots = kernel, slots
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+
+    @staticmethod
+    def of(buffers: Any, names: Sequence[tuple[str, str]], delayed: Delayed, maxima: list[float]) -> "Roller | None":
+        """For the buffers of these (scale, history) names; None where no kernel serves them alone."""
+        scales, histories = [buffers[scale] for scale, _ in names], [buffers[history] for _, history in names]
+        if callable(delayed.amax_compute_algo) or _reduces(delayed, None):
+            return None
+        kernel = _update_kernel(scales[0].device)
+        slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
+        if slots is None:
+            return None
+        flat = [name for pair in names for name in pair]
+        return Roller([buffers[name] for name in flat], flat, delayed, maxima, kernel, slots)
+
+    def fits(self, buffers: Any, delayed: Any, maxima: list[float]) -> bool:
+        """Whether the buffers are those that it was made for, and the recipe asks for the same."""
+        return (
+            delayed is self._delayed and maxima == self._maxima and not _reduces(delayed, None)
+            and [buffers[name].data_ptr() for name in self._names] == self._addresses
+        )  # fmt: skip
+
+    def __call__(self) -> torch.Tensor:
+        """Roll; returns the scales from before, float32 [slots]."""
+        previous = self._kernel.update_delayed(self._slots, self._delayed, None)
+        torch.autograd.graph.increment_version(self._tensors)
+        return previous
