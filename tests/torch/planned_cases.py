@@ -254,6 +254,44 @@ def equal_recipes_share_plans(device):
         assert len(planned._PLANS) == 1
 
 
+def activations_are_cast_once(device):
+    """Two layers that read one activation share its codes, to the bits of casts of their own; changes are seen."""
+    casts, call = [], _tensorwise._Side.__call__
+
+    def counted(self, x, *arguments):
+        casts.append(x)
+        return call(self, x, *arguments)
+
+    with native_on(device):
+        first, second = make(Float8CurrentScaling(), device), make(Float8CurrentScaling(), device)
+        leaf, dy = inputs(device)
+        _tensorwise._Side.__call__ = counted
+        try:
+            x = leaf * 2
+            y = first(x) + second(x)
+            assert [t is x for t in casts].count(True) == 1
+            y.backward(dy)
+            got = y.detach(), leaf.grad, first.weight.grad, second.weight.grad
+            x = leaf * 2
+            first(x)
+            with torch.no_grad():
+                x.mul_(-1)
+            casts.clear()
+            changed = second(x)
+            assert any(t is x for t in casts)
+        finally:
+            _tensorwise._Side.__call__ = call
+        assert torch.equal(changed, second((leaf * -2).detach()))
+        first.zero_grad()
+        second.zero_grad()
+        twin = leaf.detach().clone().requires_grad_()
+        with without_plans():
+            first_x, second_x = twin * 2, twin * 2
+            y = first(first_x) + second(second_x)
+            y.backward(dy)
+        assert_same(got, (y.detach(), twin.grad, first.weight.grad, second.weight.grad))
+
+
 def microbatches(device, name):
     """The kept weight saves its cast, and no bits change; a changed weight is cast again."""
     recipe = RECIPES[name]()

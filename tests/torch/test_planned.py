@@ -19,6 +19,7 @@ CASES = [
     ("a_changed_setting_finds_another_plan", ()),
     *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],
     ("equal_recipes_share_plans", ()),
+    ("activations_are_cast_once", ()),
     ("regions", ()),
     ("saved_tensors_may_travel", ()),
     ("in_place_after_three_dimensions", ()),

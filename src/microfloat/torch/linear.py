@@ -19,6 +19,7 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
+from microfloat.torch.backends import shared
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
@@ -91,6 +92,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward()
+        shared.forget()
         (dy,) = gradients
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
@@ -119,7 +121,7 @@ def linear_forward(
     if x_MK.dtype != call.compute_dtype:
         x_MK = x_MK.to(call.compute_dtype)
     with _plain_dtypes(x.device.type):
-        x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
+        x_row, x_column = _cast_activation(call, x, x_MK, wants_dw)
         w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
         y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
     # Not a view for autograd, as nn.Linear's result is none: an activation may then work in place.
@@ -186,6 +188,25 @@ def _cast_both(
                 scaling.record_amax_(history, backend.amax(tensor))
             quantized = backend.quantize_both(tensor, row_cast, column_cast, **options)
     return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
+
+
+def _cast_activation(
+    call: LinearCall, x: torch.Tensor, x_MK: torch.Tensor, wants_dw: bool
+) -> tuple[AnyOperand | None, AnyOperand | None]:
+    """Both operands of x; of an activation that another Linear has just cast in the same way, those."""
+    recipe = call.recipe
+    row, column = recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED
+    forms = None if call.forms is None else (call.forms["fprop"][0], call.forms["wgrad"][1])
+    counted = forms is not None and not {"folded", "tiles"}.isdisjoint(forms)  # what folding changes counts per layer
+    fixed = isinstance(row, Cast) and isinstance(column, Cast) and not recipe.is_delayed and not recipe.is_stochastic
+    if not fixed or counted or not shared.may_share(x):
+        return _cast_both(call, "x", x_MK, row, column)
+    key = (call.backend, row, column, forms, call.compute_dtype)
+    operands = shared.find(x, key)
+    if operands is None:
+        operands = _cast_both(call, "x", x_MK, row, column)
+        shared.keep(x, key, operands)
+    return operands
 
 
 def _delayed_state(

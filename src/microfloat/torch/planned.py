@@ -14,6 +14,7 @@ from torch import nn
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import backends, scaling
+from microfloat.torch.backends import shared
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear import LinearCall, bias_gradient, linear_backward, refuse_double_backward
 
@@ -173,6 +174,7 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward()
+        shared.forget()
         (dy,) = gradients
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         dx = dw = None

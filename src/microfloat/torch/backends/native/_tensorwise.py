@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from microfloat.recipes import Cast, Recipe
+from microfloat.torch.backends import shared
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.native._forms import chip_of, route_of
@@ -125,6 +126,8 @@ class TensorwisePlan:
             column_transposed=True,
         )  # fmt: skip
         self._dy: _Side | None = None  # worked out when the first dy is seen
+        # Activations that several Linears read are cast once.
+        self._shares, self._x_key = wants_dw and not self.is_delayed, ("codes", recipe.fprop.lhs, recipe.wgrad.rhs)
         self._torch_device = x.device
         self.module: Any = None  # the backend, for what the general path must do
 
@@ -153,13 +156,20 @@ class TensorwisePlan:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and what backward needs: codes of x.T and their scale, codes of w.T and theirs."""
         stream, words = self._place()
+        shares = self._shares and shared.may_share(x)
+        known = shared.find(x, self._x_key) if shares else None
         if kept is not None:
-            x_scale, x_amax = self._scalars(1)
+            x_scale, x_amax = (None, None) if known is not None else self._scalars(1)
             w_row, w_column, w_scale = kept
         else:
             x_scale, w_scale, x_amax, w_amax = self._scalars(2)
             w_row, w_column = self._w(weight, stream, w_scale, w_amax, w_delayed, words)
-        x_row, x_column = self._x(x, stream, x_scale, x_amax, x_delayed, words)
+        if known is not None:
+            x_row, x_column, x_scale = known
+        else:
+            x_row, x_column = self._x(x, stream, x_scale, x_amax, x_delayed, words)  # type: ignore[arg-type]
+            if shares:
+                shared.keep(x, self._x_key, (x_row, x_column, x_scale))
         y = _scaled_mm(x_row, w_row, x_scale, w_scale, bias, None, self.dtype, self._fast[0])
         if self.y_shape is not None:
             y = _unsafe_view(y, self.y_shape)  # not a view for autograd: an activation may work in place
