@@ -5,6 +5,7 @@ Every adapter is held to the same cases (`cases.py`) by the same tests; one that
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat import reference
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Hadamard
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,12 @@ class Adapter:
         """Why it cannot run here, or None."""
         raise NotImplementedError
 
-    def supports(self, cast: Cast) -> bool:
-        """Whether this backend takes the Cast at all; the reference backends take every one."""
+    # For runs of a sample: `supports` says which Casts, `compiles_every_shape` that tests of many shapes thin them out.
+    compiles_every_shape = False
+    left_out = "does not take this Cast"
+
+    def supports(self, cast: Cast, dtype: str = "any") -> bool:
+        """Whether this backend takes the Cast of such an input at all; the reference backends take every one."""
         return True
 
     def quantize(self, x: np.ndarray, cast: Cast, **arguments: Any) -> Bytes:
@@ -148,12 +153,58 @@ def _bytes(codes: Any) -> np.ndarray:
     return codes.view(torch.uint8).cpu().numpy()
 
 
+class JaxAdapter(Adapter):
+    """`microfloat.jax` on the platform that JAX chooses.
+
+    Every new shape is a compilation there, so a run takes a sample of Casts that reaches each family of scale rules,
+    both roundings, the transform and all dtypes; HYPOTHESIS_PROFILE=thorough takes them all.
+    """
+
+    name = "jax"
+    compiles_every_shape = os.environ.get("HYPOTHESIS_PROFILE") != "thorough"
+    left_out = "compiles every shape: takes a sample of Casts here, all of them in tests/jax/test_every_cast.py"
+    SAMPLE = (
+        (Cast("fp8_tensor"), ("float32",)),
+        (Cast("mxfp8"), ("float32", "bfloat16")),
+        (Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()), ("float16",)),
+    )
+
+    def unavailable(self) -> str | None:
+        return None if importlib.util.find_spec("jax") else "jax is not installed"
+
+    def supports(self, cast: Cast, dtype: str = "any") -> bool:
+        return not self.compiles_every_shape or any(
+            cast == one and (dtype == "any" or dtype in dtypes) for one, dtypes in self.SAMPLE
+        )
+
+    def quantize(self, x: np.ndarray, cast: Cast, **arguments: Any) -> Bytes:
+        from microfloat.jax import quantize
+
+        q = quantize(np.asarray(x), cast, **arguments)
+        codes, scale = np.asarray(q.codes), np.asarray(q.scale)
+        tensor_scale = None if q.tensor_scale is None else np.asarray(q.tensor_scale)
+        return Bytes(codes if codes.dtype == np.uint8 else codes.view(np.uint8), scale, tensor_scale, q)
+
+    def dequantize(self, handle: Any) -> np.ndarray:
+        return np.asarray(handle.dequantize(np.float32))
+
+    def scaled_matmul(self, a: Any, b: Any, out_dtype: str, accumulate: str = "split") -> np.ndarray:
+        import jax.numpy as jnp
+
+        from microfloat.jax import scaled_matmul
+
+        product = scaled_matmul(a, b, out_dtype=getattr(jnp, out_dtype), accumulate=accumulate)
+        assert product.dtype == getattr(jnp, out_dtype)
+        return np.asarray(product, np.float32)
+
+
 ADAPTERS: list[Adapter] = [
     OracleAdapter(),
     TorchAdapter("reference", "cpu"),
     TorchAdapter("reference", "cuda"),
     TorchAdapter("triton", "cuda"),
     TorchAdapter("native", "cuda"),
+    JaxAdapter(),
 ]
 RUNNING = [adapter for adapter in ADAPTERS if adapter.unavailable() is None]
 # The oracle is its own expectation: it takes part in the pinned cases only.

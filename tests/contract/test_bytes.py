@@ -17,9 +17,9 @@ every_cast = pytest.mark.parametrize("cast", EVERY_CAST, ids=cast_id)
 ALL_BF16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
 
 
-def supported(adapter, cast):
-    if not adapter.supports(cast):
-        pytest.skip(f"{adapter.name} does not take {cast}")
+def supported(adapter, cast, dtype="any"):
+    if not adapter.supports(cast, dtype):
+        pytest.skip(f"{adapter.name} {adapter.left_out}")
 
 
 def test_every_format_rule_rounding_and_transform_is_there():
@@ -33,10 +33,12 @@ def test_every_format_rule_rounding_and_transform_is_there():
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_inputs(adapter, cast, dtype):
-    supported(adapter, cast)
+    supported(adapter, cast, dtype)
     for name, edge in edge_inputs(cast.format.element).items():
         x = in_dtype(edge, dtype)
         for axis in axes_of(x):
+            if adapter.compiles_every_shape and axis == -2 and x.shape != (33, 77):
+                continue
             found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
             check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
 

@@ -17,6 +17,9 @@ MIXED = [("mxfp8", "mxfp8_e5m2"), ("mxfp8", "mxfp4"), ("mxfp6_e2m3", "mxfp6_e3m2
 SHAPES = [(7, 40, 5), (70, 200, 33), (1, 1, 1), (64, 256, 128)]  # rows of a, contraction length, rows of b
 
 
+OUT_DTYPES = ["float32", "bfloat16", "float16"]
+
+
 def operands(adapter, casts, shape, scale=1.0, axes=(-1, -1)):
     rng = np.random.default_rng(7)
     quantized, handles = [], []
@@ -31,8 +34,11 @@ def operands(adapter, casts, shape, scale=1.0, axes=(-1, -1)):
 @every_adapter
 @every_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 def test_products(adapter, fmt, shape, out_dtype):
+    turn = SHAPES.index(shape) + OUT_DTYPES.index(out_dtype) + list(FORMATS.values()).index(fmt)
+    if adapter.compiles_every_shape and turn % 3:
+        pytest.skip(f"{adapter.name} compiles every shape: takes each in one output dtype")
     a, b, handles = operands(adapter, (Cast(fmt), Cast(fmt)), shape)
     check_matmul(adapter, a, b, handles, out_dtype)
 

@@ -28,7 +28,7 @@ def test_which_adapters_run(adapter):
 
 def supported(adapter, cast):
     if not adapter.supports(cast):
-        pytest.skip(f"{adapter.name} does not take {cast}")
+        pytest.skip(f"{adapter.name} {adapter.left_out}")
 
 
 @every_adapter

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from microfloat import formats, reference
-from microfloat.jax import _bits
-from microfloat.jax._random import philox, random_bytes, seed_words
+from microfloat.jax import _bits, _random
+from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform
+from microfloat.jax._random import random_bytes, seed_words
+from microfloat.recipes import Hadamard
+from microfloat.reference import _hadamard as oracle_hadamard
 
 ELEMENTS = list(formats.ELEMENTS.values())
 
@@ -52,7 +55,7 @@ def test_decode_of_every_code(element):
 
 
 def test_arithmetic_is_not_rewritten():
-    """Division by a constant, squares before sums, subnormal operands: each is one correctly rounded operation."""
+    """Division by what is broadcast, squares before sums, subnormal operands: each one correctly rounded operation."""
     rng = np.random.default_rng(3)
     positive = np.abs(rng.standard_normal(50_000)).astype(np.float32)
     tiny = rng.integers(1, 1 << 25, 50_000, dtype=np.uint32).view(np.float32)
@@ -60,13 +63,17 @@ def test_arithmetic_is_not_rewritten():
     with np.errstate(all="ignore"):
         expected = {
             "division": positive / np.float32(2688),
+            "division by a scalar": positive / other[0],
+            "division by rows": positive.reshape(500, 100) / positive[:500, None],
             "sixth": tiny / np.float32(6),
             "square": x * x + other,
             "product": tiny * np.float32(2.0**117),
         }
     actual = jax.jit(
         lambda positive, tiny, x, other: {
-            "division": _bits.divide_by_constant(positive, 2688.0),
+            "division": _bits.divide(positive, np.float32(2688)),
+            "division by a scalar": _bits.divide(positive, other[0]),
+            "division by rows": _bits.divide(positive.reshape(500, 100), positive[:500, None]),
             "sixth": _bits.sixth(tiny),
             "square": _bits.square(x) + other,
             "product": _bits.multiply(tiny, jnp.float32(2.0**117)),
@@ -82,6 +89,27 @@ def test_a_constant_factor_is_not_merged_into_its_operand():
     np.testing.assert_array_equal(np.asarray(product), x * np.float32(1.1) * np.float32(3.7))
 
 
+@pytest.mark.parametrize("sign_mask", [0xD7E8, 0])
+def test_hadamard_equals_the_oracle(sign_mask):
+    """Forward and back, with groups of subnormal numbers, of wide spread, and with sums that leave float32."""
+    rng = np.random.default_rng(6)
+    bits = rng.integers(0, 0x7F800000, (300, 64), dtype=np.uint32)
+    narrow = rng.integers(0, 250, (300, 1), dtype=np.uint32) << 23
+    x = np.concatenate([bits, narrow + rng.integers(0, 1 << 25, (300, 64), dtype=np.uint32), bits >> 6]).view(
+        np.float32
+    )
+    x = x * rng.choice(np.float32([-1, 1]), x.shape)
+    x[0, :3], x[1, 5] = [2.0**100, -(2.0**100), 1e-39], np.inf
+    hadamard = Hadamard(sign_mask=sign_mask)
+    forward, back = jax.jit(lambda x: (hadamard_transform(x, hadamard), hadamard_inverse(x, hadamard)))(x)
+    with np.errstate(all="ignore"):
+        expected = oracle_hadamard.hadamard_transform(x, hadamard), oracle_hadamard.hadamard_inverse(x, hadamard)
+    for actual, wanted in zip((forward, back), expected, strict=True):
+        nan = np.isnan(wanted)
+        np.testing.assert_array_equal(np.isnan(actual), nan)
+        np.testing.assert_array_equal(np.asarray(actual).view(np.uint32)[~nan], wanted.view(np.uint32)[~nan])
+
+
 def test_round_to_bf16_is_not_elided():
     values = hard_values()
     rounded = np.asarray(jax.jit(_bits.round_to_bf16)(values))
@@ -92,10 +120,11 @@ def test_round_to_bf16_is_not_elided():
     np.testing.assert_array_equal(rounded[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
-def test_philox_known_answers():
+@pytest.mark.parametrize("form", [_random.philox, _random._straight], ids=["in a loop", "straight"])
+def test_philox_known_answers(form):
     words = [np.uint32(w) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     key = (np.uint32(0xA4093822), np.uint32(0x299F31D0))
-    drawn = jax.jit(philox)(tuple(jnp.asarray(w) for w in words), key)
+    drawn = jax.jit(form)(tuple(jnp.asarray(w) for w in words), key)
     assert [int(w) for w in drawn] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 

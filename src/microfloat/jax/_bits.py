@@ -1,8 +1,8 @@
 """Float32 arithmetic on integer bits, so that XLA computes the same bytes as NumPy on every device.
 
-Why integers: XLA CPU flushes subnormal numbers, turns ``x / constant`` into ``x * (1 / constant)`` and contracts
-``a * b + c`` into one operation; XLA GPU may drop a narrowing conversion (docs/numerics.md 1.2 and 1.5). Bit
-operations are left alone by all of them.
+Why integers: XLA CPU flushes subnormal numbers, turns ``x / constant`` and ``x / broadcast(y)`` into products with a
+reciprocal and contracts ``a * b + c`` into one operation; XLA GPU may drop a narrowing conversion (docs/numerics.md
+1.2 and 1.5). Bit operations are left alone by all of them.
 """
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from microfloat.formats import ElementFormat
 
 __all__ = [
-    "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide_by_constant", "encode",
-    "is_nan", "magnitude_bits", "measured_bits", "multiply", "pack_fp4", "round_to_bf16", "sixth", "square",
-    "unpack_fp4", "where",
+    "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide", "encode", "is_nan",
+    "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4", "round_to_bf16", "sixth",
+    "square", "unpack_fp4", "where",
 ]  # fmt: skip
 
 INFINITY_BITS = np.uint32(0x7F800000)
@@ -77,10 +77,32 @@ def multiply(x: Array, factor: Array) -> Array:
     return where((bits & INFINITY_BITS) == 0, from_subnormal, x * factor)
 
 
-def divide_by_constant(x: Array, constant: float) -> Array:
-    """``f32(x / constant)`` for x >= 0, correctly rounded: XLA must not see that the divisor is a constant."""
-    opaque = where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), np.float32(constant))
-    return x / opaque
+def multiply_code(values: Array, significand: Array, exponent: Array, product: Array) -> Array:
+    """`product` = values * scale, with subnormal results as gradual underflow has them.
+
+    `values` are decoded codes (at most four significant bits), the scale is ``significand * 2^(exponent - 150)``;
+    their significands multiply exactly in 28 bits, and the bits of a subnormal result are that integer, shifted and
+    rounded to even.
+    """
+    bits = bits_of(values)
+    field = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
+    few_bits = where(field == 0, np.uint32(0), ((bits & _MANTISSA) | _HIDDEN_BIT) >> 20)
+    exact = few_bits * significand
+    shift = 131 - field - exponent
+    clipped = jnp.minimum(jnp.maximum(shift, 1), 31).astype(jnp.uint32)
+    half = (np.uint32(1) << (clipped - 1)) - 1 + ((exact >> clipped) & 1)
+    subnormal = where(shift > 31, jnp.zeros_like(exact), (exact + half) >> clipped)
+    # Below 2^27 as an integer the result is no more than twice the smallest normal number, and its bits are exact.
+    is_small = (shift >= 1) & (subnormal < np.uint32(1 << 24)) & (field < 255)
+    return where(is_small, as_float(subnormal | (bits & _SIGN)), product)
+
+
+def divide(x: Array, divisor: ArrayLike) -> Array:
+    """``f32(x / divisor)`` for x >= 0, correctly rounded; the divisor is a constant, or broadcasts against x.
+
+    XLA must see neither: it would multiply by the reciprocal, in two roundings.
+    """
+    return x / where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), divisor)
 
 
 def sixth(x: Array) -> Array:
@@ -96,7 +118,7 @@ def sixth(x: Array) -> Array:
     quotient = steps // 6
     remainder = steps - quotient * 6
     round_up = (remainder > 3) | ((remainder == 3) & ((quotient & 1) == 1))
-    return where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide_by_constant(x, 6.0))
+    return where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide(x, np.float32(6)))
 
 
 def square(x: Array) -> Array:

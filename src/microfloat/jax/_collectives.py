@@ -8,8 +8,8 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 __all__ = [
-    "like_in_variance", "max_over", "on_first_device", "once", "sharding_axes", "sum_to_type_of", "told_axes",
-    "varying_axes",
+    "in_common_variance", "like_in_variance", "max_over", "on_first_device", "once", "sharding_axes", "sum_to_type_of",
+    "told_axes", "varying_axes",
 ]  # fmt: skip
 
 
@@ -60,7 +60,16 @@ def sum_to_type_of(cotangent: Array, primal: Array) -> Array:
 
 def like_in_variance(value: Array, like: Array) -> Array:
     """`value`, marked as varying over the mesh axes over which `like` varies."""
-    missing = varying_axes(like) - varying_axes(value)
+    return _marked(value, varying_axes(like))
+
+
+def in_common_variance(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, each marked as varying over the mesh axes over which any of them varies: loops carry one type."""
+    return tuple(_marked(value, varying_axes(*arrays)) for value in arrays)
+
+
+def _marked(value: Array, axes: frozenset[str]) -> Array:
+    missing = axes - varying_axes(value)
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 

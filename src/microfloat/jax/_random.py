@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
+from microfloat.jax._collectives import in_common_variance
 
 __all__ = ["call_seed", "philox", "random_bytes", "seed_words"]
 
@@ -33,17 +34,34 @@ def _multiply_wide(a: Array, constant: int) -> tuple[Array, Array]:
     return high, a * np.uint32(constant)
 
 
-def philox(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
-    """Ten rounds of Philox4x32: four uint32 counter words (they broadcast) and two key words -> four random words."""
+Words = tuple[Array, Array, Array, Array]
+
+
+def _round(counter: Words, key: tuple[Array, Array]) -> tuple[Words, tuple[Array, Array]]:
     c0, c1, c2, c3 = counter
-    key0, key1 = key
-    for round_index in range(_ROUNDS):
-        if round_index:
-            key0, key1 = key0 + np.uint32(_WEYL[0]), key1 + np.uint32(_WEYL[1])
-        high_0, low_0 = _multiply_wide(c0, _MULTIPLIERS[0])
-        high_2, low_2 = _multiply_wide(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high_2 ^ c1 ^ key0, low_2, high_0 ^ c3 ^ key1, low_0
-    return c0, c1, c2, c3
+    high_0, low_0 = _multiply_wide(c0, _MULTIPLIERS[0])
+    high_2, low_2 = _multiply_wide(c2, _MULTIPLIERS[1])
+    counter = (high_2 ^ c1 ^ key[0], low_2, high_0 ^ c3 ^ key[1], low_0)
+    return counter, (key[0] + np.uint32(_WEYL[0]), key[1] + np.uint32(_WEYL[1]))
+
+
+def _straight(counter: Words, key: tuple[Array, Array]) -> Words:
+    for _ in range(_ROUNDS):
+        counter, key = _round(counter, key)
+    return counter
+
+
+def _looped(counter: Words, key: tuple[Array, Array]) -> Words:
+    return jax.lax.fori_loop(0, _ROUNDS, lambda _, carry: _round(*carry), (counter, key))[0]
+
+
+def philox(counter: Words, key: tuple[Array, Array]) -> Words:
+    """Ten rounds of Philox4x32: four uint32 counter words of one shape and two key words -> four random words.
+
+    On a CPU in a loop: where XLA fuses the ten rounds into their consumer, LLVM may compile for minutes.
+    """
+    *counter_words, key0, key1 = in_common_variance(*counter, *key)
+    return jax.lax.platform_dependent(tuple(counter_words), (key0, key1), cpu=_looped, default=_straight)
 
 
 def random_bytes(rows: int, cols: int, words: Array | np.ndarray, stream: ArrayLike, batch: ArrayLike) -> Array:
@@ -57,10 +75,10 @@ def random_bytes(rows: int, cols: int, words: Array | np.ndarray, stream: ArrayL
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
     stream_word, batch_word = (jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch))
     key = (jnp.asarray(words[0], jnp.uint32), jnp.asarray(words[1], jnp.uint32))
-    drawn = jnp.stack(philox((group, row, stream_word, batch_word), key), axis=-1)  # [rows, groups, 4]
-    shifts = np.arange(0, 32, 8, dtype=np.uint32)[None, None, None, :]
-    parts = (drawn[..., None] >> shifts) & np.uint32(255)
-    return parts.astype(jnp.uint8).reshape(rows, 16 * groups)[:, :cols]
+    parts = [
+        jax.lax.bitcast_convert_type(word, jnp.uint8) for word in philox((group, row, stream_word, batch_word), key)
+    ]
+    return jnp.concatenate(parts, axis=-1).reshape(rows, 16 * groups)[:, :cols]
 
 
 def call_seed(seed: object, key: object, needed_by: str) -> Array | np.ndarray:

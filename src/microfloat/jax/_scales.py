@@ -16,7 +16,7 @@ from microfloat.jax._bits import (
     as_float,
     bits_of,
     decode,
-    divide_by_constant,
+    divide,
     encode,
     is_nan,
     magnitude_bits,
@@ -125,7 +125,7 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
         ones = jnp.ones_like(amax)
         return _TensorLevel(amax, ones, ones)
     encode_factor = where(unscaled, one, capacity / clamped)
-    stored = where(unscaled, one, divide_by_constant(clamped, constants.capacity))
+    stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
     return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)))
 
@@ -141,12 +141,13 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
         byte, factor = _block_level(multiply(block_amax, per_amax), tensor)
     else:
         # A flushed quotient is below the clamp 2^-6 in any case.
-        target = sixth(block_amax) / tensor.stored
+        target = divide(sixth(block_amax), tensor.stored)
         target = jnp.minimum(
             jnp.maximum(target, np.float32(constants.smallest_scale)), np.float32(constants.largest_scale)
         )
         byte = encode(target, E4M3)
-        factor = np.float32(1) / tensor.stored / decode(byte, E4M3)
+        # Without the barrier XLA may divide once, by the product of both divisors.
+        factor = lax.optimization_barrier(np.float32(1) / tensor.stored) / decode(byte, E4M3)
     lost = is_nan(_block_max(magnitude_bits(tiles)))
     stored = where(lost, np.uint8(E4M3.nan_code), byte)
     return BlockScales(stored, factor, lost, tensor.stored if constants.tensor_scale else None)
@@ -199,7 +200,7 @@ def _block_error(
 
 def divide_signed(x: Array, constant: float) -> Array:
     """``f32(x / constant)`` for x of either sign."""
-    quotient = divide_by_constant(as_float(magnitude_bits(x)), constant)
+    quotient = divide(as_float(magnitude_bits(x)), np.float32(constant))
     return as_float(bits_of(quotient) | (bits_of(x) & np.uint32(0x80000000)))
 
 

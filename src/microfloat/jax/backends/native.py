@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from microfloat.formats import ScaledFormat
 from microfloat.jax.backends import reference
 from microfloat.support import Support
 
@@ -60,7 +59,7 @@ def choose(
     formats = (kind_a.format, kind_b.format)
     names = " x ".join(fmt.name for fmt in formats)
     name = f"sm_{chip[0]}{chip[1]}"
-    if all(_scale_is_outer(fmt) for fmt in formats):
+    if all(reference.scale_is_outer(fmt) for fmt in formats):
         if chip >= (8, 9):
             reason = f"FP8 tensor cores of {name}; tensor and row scales multiply the float32 result"
             return Choice("fp8", "FP8 dot, scales in the epilogue", Support(True, True, reason))
@@ -75,11 +74,6 @@ def choose(
         return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
     reason = f"XLA has no dot with one float32 scale per block of {names}: decoded to float32"
     return Choice("reference", "decode to float32, float32 dot", Support(True, False, reason))
-
-
-def _scale_is_outer(fmt: ScaledFormat) -> bool:
-    """One scale per tensor or per row, so that it commutes with the contraction."""
-    return fmt.scale.name == "FP32" and fmt.block[1] is None
 
 
 def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:

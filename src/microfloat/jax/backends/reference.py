@@ -14,7 +14,17 @@ from jax import Array, lax
 
 from microfloat import reference as oracle
 from microfloat.formats import E4M3, ScaledFormat
-from microfloat.jax._bits import as_code_dtype, as_float, code_bytes, decode, encode, multiply, where
+from microfloat.jax._bits import (
+    as_code_dtype,
+    as_float,
+    bits_of,
+    code_bytes,
+    decode,
+    encode,
+    multiply,
+    multiply_code,
+    where,
+)
 from microfloat.jax._collectives import max_over
 from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, stored_length
 from microfloat.jax._random import random_bytes
@@ -25,7 +35,7 @@ from microfloat.recipes import Cast, Hadamard
 __all__ = [
     "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
     "factored_values", "gemm", "kind_of", "matmul", "measures_tensor",
-    "rows_of", "transposed",
+    "rows_of", "scale_is_outer", "transposed",
 ]  # fmt: skip
 
 
@@ -117,13 +127,20 @@ def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | No
     length = stored_length(cols, hadamard)
     tiles, grid = _tiled_values(matrix, fmt, length), _block_grid(matrix, fmt)
     if fmt.scale.name == "E8M0":
-        tiles = _power_of_two(tiles, grid)
+        product, exponent = _power_of_two(tiles, grid), grid.astype(jnp.int32)
+        significand = jnp.full(grid.shape, 1 << 23, jnp.uint32)
+        exponent = where(grid == 255, np.int32(1 << 20), exponent)  # NaN is not small
     else:
         factor = decode(grid, E4M3) if fmt.scale.name == "E4M3" else grid
         if matrix.tensor_scale is not None:
             # The order is part of the definition; without the barrier XLA may multiply the codes first.
             factor = lax.optimization_barrier(factor * matrix.tensor_scale)
-        tiles = tiles * spread(factor)
+        product, bits = tiles * spread(factor), bits_of(factor)
+        exponent = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
+        # A scale of zero, Inf or NaN: the plain product is right.
+        exponent = where((exponent == 0) | (exponent == 255), np.int32(1 << 20), exponent)
+        significand = (bits & np.uint32(0x7FFFFF)) | np.uint32(1 << 23)
+    tiles = multiply_code(tiles, spread(significand), spread(exponent), product)
     values = from_tiles(tiles, (matrix.codes.shape[0], length))
     return values if hadamard is None else hadamard_inverse(values, hadamard)[:, :cols]
 
@@ -140,11 +157,16 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
         tiles = _power_of_two(tiles, grid)
     elif fmt.scale.name == "E4M3":
         tiles = tiles * spread(decode(grid, E4M3))
-    elif fmt.block[1] is None:
+    elif scale_is_outer(fmt):
         outer = grid
     else:
         tiles = tiles * spread(grid)
     return from_tiles(tiles, (matrix.codes.shape[0], length)), outer
+
+
+def scale_is_outer(fmt: ScaledFormat) -> bool:
+    """One float32 scale per tensor or per row, so that it commutes with the contraction."""
+    return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
@@ -159,13 +181,10 @@ def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | Non
 
 
 def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
-    """One multiplication of the float32 accumulator by ``f32(outer_a * outer_b.T)``."""
-    factors = [None if outer is None else outer.reshape(-1, 1) for outer in (outer_a, outer_b)]
-    if factors[0] is not None and factors[1] is not None:
-        return product * (factors[0] * factors[1].T)
-    if factors[0] is not None:
-        return product * factors[0]
-    return product if factors[1] is None else product * factors[1].T
+    """The float32 accumulator times the outer scales, one after the other: their own product may leave float32."""
+    if outer_a is not None:
+        product = product * outer_a.reshape(-1, 1)
+    return product if outer_b is None else product * outer_b.reshape(1, -1)
 
 
 class Kind(NamedTuple):

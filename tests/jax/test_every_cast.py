@@ -1,0 +1,93 @@
+"""Every Cast: pinned digests, and random bits of every exponent, against the oracle; one compilation each.
+
+A run takes every format with every rule, and a sample of them with stochastic rounding and the Hadamard transform;
+HYPOTHESIS_PROFILE=thorough takes every combination.
+"""
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from tests import digests
+from tests.contract.cases import EVERY_CAST, cast_id
+from tests.jax.compare import assert_oracle, to_numpy
+
+SHAPE = digests.SHAPE
+# What one compilation serves: the float32 sets as they are. Views, other axes and given amaxes are the rest.
+PINS = [pin for pin in digests.APPENDIX_A + digests.APPENDIX_C if pin.set != "Abf16"]
+PLAIN_PINS = [pin for pin in PINS if (pin.axis, pin.view, pin.amax) == (-1, "", None)]
+OTHER_PINS = [pin for pin in PINS if pin not in PLAIN_PINS]
+PINNED = {pin.cast for pin in PLAIN_PINS}
+
+
+def is_taken(cast):
+    """Whether a run without a profile takes the Cast; a third of what has only combinations of tested parts."""
+    plain = not cast.is_stochastic and cast.hadamard is None
+    return plain or cast in PINNED or zlib.crc32(cast_id(cast).encode()) % 3 == 0
+
+
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+CASTS = [cast for cast in dict.fromkeys([*EVERY_CAST, *(pin.cast for pin in PLAIN_PINS)]) if THOROUGH or is_taken(cast)]
+
+
+def with_exponents(rng, exponents):
+    """float32 of random sign and mantissa with these exponent fields."""
+    exponents = np.clip(exponents, 0, 254).astype(np.uint32)
+    sign = rng.integers(0, 2, exponents.shape, dtype=np.uint32) << 31
+    return (rng.integers(0, 1 << 23, exponents.shape, dtype=np.uint32) | exponents << 23 | sign).view(np.float32)
+
+
+def random_inputs(rng, lowest):
+    """Named arrays: any bits at all; every exponent; a few binades; rows of their own; near ties; subnormal numbers.
+
+    `lowest`: the smallest exponent field of the last four.
+    """
+    few = rng.integers(1, 12)
+    start = int(rng.integers(lowest, 235))
+    ties = with_exponents(rng, rng.integers(start, start + 6, SHAPE)).view(np.uint32) & np.uint32(0xFFF80000)
+    ties += rng.integers(-1, 2, SHAPE).astype(np.uint32)
+    inputs = {
+        "any bits": rng.integers(0, 1 << 32, SHAPE, dtype=np.uint32).view(np.float32),
+        "every exponent": with_exponents(rng, rng.integers(0, 255, SHAPE)),
+        "a few binades": with_exponents(rng, rng.integers(start, start + few, SHAPE)),
+        "rows": with_exponents(rng, rng.integers(lowest, 250, (SHAPE[0], 1)) + rng.integers(0, 5, SHAPE)),
+        "near ties": ties.view(np.float32),
+        "subnormal": with_exponents(rng, rng.integers(lowest, lowest + 2, SHAPE)),
+    }
+    spoilt = inputs["a few binades"].copy()
+    spoilt[rng.integers(64), rng.integers(256)] = rng.choice(np.float32([np.nan, np.inf, -np.inf, -0.0]))
+    return {**inputs, "one special value": spoilt}
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=cast_id)
+def test_every_cast(cast):
+    for pin in PLAIN_PINS:
+        if pin.cast == cast:
+            q = mj.quantize(pin.x, cast, **pin.arguments)
+            assert pin.digest(to_numpy(q.scale), to_numpy(q.codes)) == pin.expected, pin.id
+    rng = np.random.default_rng(zlib.crc32(cast_id(cast).encode()))
+    # Squares of errors below 2^-63 are flushed where subnormal numbers are (docs/numerics.md 2.6).
+    lowest = 90 if "mse" in str(cast.scale_rule) else 0
+    for name, x in random_inputs(rng, lowest).items():
+        given = {"seed": int(rng.integers(0, 1 << 64, dtype=np.uint64)), "stream": 3} if cast.is_stochastic else {}
+        assert_oracle(mj.quantize(x, cast, **given), x, cast, context=name, **given)
+
+
+@pytest.mark.parametrize("pin", OTHER_PINS, ids=lambda pin: pin.id)
+def test_pinned_digests(pin):
+    q = mj.quantize(pin.x, pin.cast, **pin.arguments)
+    assert pin.digest(to_numpy(q.scale), to_numpy(q.codes)) == pin.expected
+
+
+def test_what_is_taken_reaches_everything():
+    assert len(PINS) > 200
+    assert set(CASTS) >= PINNED
+    for what in (
+        lambda cast: (cast.format, cast.scale_rule),
+        lambda cast: (cast.format.element, cast.is_stochastic),
+        lambda cast: (cast.format.block, cast.hadamard is None),
+    ):
+        assert {what(cast) for cast in CASTS} >= {what(cast) for cast in EVERY_CAST}
