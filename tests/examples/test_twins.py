@@ -74,6 +74,8 @@ def test_both_recorded_the_same_layers_and_weights(records):
             name: array.shape for name, array in arrays.items()
         }
         assert (ours[layer]["w"] == arrays["w"]).all()
+    for record in (ours, theirs):
+        assert len({seed_of(arrays) for arrays in record.values()}) == 4  # a stream of its own per layer
 
 
 def bytes_of(array):

@@ -60,6 +60,12 @@ def test_convert_leaves_parameters_alone():
     np.testing.assert_array_equal(np.asarray(model(X)), plain)
 
 
+def test_a_model_that_is_one_layer_has_a_name_in_the_report():
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    assert str(mnnx.convert(layer, Placement([("*", None)]))) == "the model: high precision"
+    assert str(mnnx.convert(layer, Placement([("x", None)]))).startswith("the model: skipped, no pattern matches")
+
+
 def test_linear_equals_the_oracle():
     layer = mnnx.Linear(32, 16, recipe=MXFP8BlockScaling(), use_bias=False, rngs=nnx.Rngs(0))
     w = np.asarray(layer.kernel[...]).T
@@ -95,7 +101,7 @@ def test_placement_and_report():
     assert "pattern 'third' matched nothing" in str(report)
     only = mnnx.convert(Model(nnx.Rngs(0)), Placement([("second", DELAYED)]))
     assert only.skipped == {"first": "no pattern matches"}
-    with pytest.raises(TypeError, match="recipe: got str"):
+    with pytest.raises(TypeError, match=r"recipe: got str, .*recipes\.from_name\('mxfp8'\)"):
         mnnx.convert(model, "mxfp8")
     with pytest.raises(TypeError, match="model: got int"):
         mnnx.convert(1, DELAYED)

@@ -255,7 +255,8 @@ def missing_key(recipe: Recipe) -> InvalidValueError:
     """The error for a stochastic recipe without a key."""
     return invalid_value(
         "key", "None, and no seed", f"key= (a jax.random key) or seed= for {recipe!r}, which rounds stochastically",
-        "Modules take rngs={'sr_rng': key}. To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
+        "linen takes rngs={'sr_rng': key}, nnx.convert and nnx.Linear rngs=nnx.Rngs(sr_rng=0). "
+        "To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
     )  # fmt: skip
 
 

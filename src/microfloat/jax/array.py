@@ -81,6 +81,16 @@ class QuantizedArray:
 
         return dequantize(self, dtype)
 
+    def __jax_array__(self) -> Array:
+        """Always InvalidTypeError: nothing dequantizes in silence."""
+        raise invalid_type(
+            "array", "QuantizedArray", "a plain array", "Call .dequantize(), or microfloat.jax.scaled_matmul to multiply."
+        )
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        """The same for NumPy."""
+        return np.asarray(self.__jax_array__())
+
     def __repr__(self) -> str:
         transform = f", {self.hadamard}" if self.hadamard else ""
         codes, scale = (getattr(leaf, "dtype", leaf) for leaf in (self.codes, self.scale))

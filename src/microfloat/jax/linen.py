@@ -163,7 +163,8 @@ class TrainState(train_state.TrainState):
 
     `params` may be all variables of the model: the optimizer sees ``params["params"]`` only, the state collection
     advances by the consumer rule (docs/jax.md), and every other collection (batch_stats) keeps its value.
-    `apply_fn` accumulates state by maximum over all uses in one loss.
+    `apply_fn` accumulates state by maximum over all uses in one call of it; for several calls in one loss, pass it
+    ``max_accumulate(variables)`` of all variables, made once.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":

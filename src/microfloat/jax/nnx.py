@@ -45,9 +45,10 @@ class ConvertReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{name}: {recipe!r}" if recipe else f"{name}: high precision" for name, recipe in self.converted.items()
+            f"{name or 'the model'}: {repr(recipe) if recipe else 'high precision'}"
+            for name, recipe in self.converted.items()
         ]
-        lines += [f"{name}: skipped, {reason}" for name, reason in self.skipped.items()]
+        lines += [f"{name or 'the model'}: skipped, {reason}" for name, reason in self.skipped.items()]
         lines += [f"pattern {pattern!r} matched nothing" for pattern in self.unmatched]
         return "\n".join(lines) or "nothing to convert"
 
@@ -68,7 +69,8 @@ def convert(
     if not isinstance(model, nnx.Module):
         raise invalid_type("model", type(model), "an nnx.Module", "For linen use linen.dot_general_cls.")
     if not isinstance(recipe, Recipe | Placement):
-        raise invalid_type("recipe", type(recipe), "a Recipe or a Placement")
+        hint = f"Call recipes.from_name({recipe!r})." if isinstance(recipe, str) else ""
+        raise invalid_type("recipe", type(recipe), "a Recipe or a Placement", hint)
     report = ConvertReport()
     layers = {name: (layer, target) for name, layer, target in _layers(model)}
     chosen: dict[str, Recipe | None] = dict.fromkeys(layers, recipe) if isinstance(recipe, Recipe) else {}
