@@ -83,9 +83,8 @@ class QuantizedArray:
 
     def __jax_array__(self) -> Array:
         """Always InvalidTypeError: nothing dequantizes in silence."""
-        raise invalid_type(
-            "array", "QuantizedArray", "a plain array", "Call .dequantize(), or microfloat.jax.scaled_matmul to multiply."
-        )
+        remedy = "Call .dequantize(), or microfloat.jax.scaled_matmul to multiply."
+        raise invalid_type("array", "QuantizedArray", "a plain array", remedy)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         """The same for NumPy."""
