@@ -26,7 +26,7 @@ def stored_length(length: int, hadamard: Hadamard | None) -> int:
 def _flipped(groups: Array, hadamard: Hadamard) -> Array:
     """``sgn * groups`` by sign bits."""
     signs = [0x80000000 if hadamard.sign_mask >> index & 1 else 0 for index in range(hadamard.size)]
-    return as_float(bits_of(groups) ^ np.uint32(signs)[None, None, :])
+    return as_float(bits_of(groups) ^ np.array(signs, np.uint32)[None, None, :])
 
 
 def _butterfly(groups: Array) -> Array:
