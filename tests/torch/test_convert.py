@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import InvalidTypeError, PlacementError  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Placement  # noqa: E402
 
 
@@ -167,3 +167,19 @@ def test_ddp_ignores_scaling_buffers() -> None:
     assert "blocks.0.0.scaling_x_scale" in model._ddp_params_and_buffers_to_ignore
     mf.revert(model)
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_small_layers_stay_in_high_precision_where_that_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(8192, 8192, device="meta"), mf.Linear(64, 64, backend="native"))
+    report = mf.convert(model, "fp8_current", skip_small=8192)
+    assert report.converted == ["1", "2"]
+    assert "bfloat16 is faster" in report.skipped["0"]
+    assert type(model[0]) is nn.Linear
+    assert mf.convert(model, "fp8_current").converted == ["0", "1", "2"]  # by default, size is nobody's business
+    assert mf.convert(model, "fp8_current", skip_small=8192).skipped.keys() == {"0"}
+    assert model[0].effective_recipe() is None
+    with mf.autocast(recipe="mxfp8"):
+        assert model[0].effective_recipe() is None
+    for wrong in (0, True, 1.5, "64"):
+        with pytest.raises(InvalidValueError, match="skip_small"):
+            mf.convert(model, "fp8_current", skip_small=wrong)

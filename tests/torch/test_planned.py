@@ -8,7 +8,8 @@ import pytest
 
 # Neither torch nor triton is imported here: a process of its own must first say that kernels are to be interpreted.
 OTHER_INPUTS = (
-    "odd rows", "odd features", "float32 bias", "misaligned", "transposed", "another recipe", "expanded dy", "strided x",
+    "odd rows", "odd features", "float32 bias", "misaligned", "transposed", "another recipe", "expanded dy",
+    "strided x",
 )  # fmt: skip
 CASES = [
     *[("same_bits", (name, (32, 48), False, "bfloat16")) for name in ("fp8_current", "delayed")],

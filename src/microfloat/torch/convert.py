@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from microfloat.errors import invalid_type
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.torch import scaling
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.small import predict
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
 
@@ -80,13 +81,18 @@ def convert(
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    skip_small: int | None = None,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern. Exactly nn.Linear is converted, not
     subclasses; layers that are microfloat Linears already are pinned anew. `filter(name, module) -> bool` keeps layers
-    out, `exclude` is a list of name patterns (default: lm_head and routers; () excludes nothing). Returns a report that
-    prints as a table. Raises InvalidTypeError for anything else, PlacementError for patterns that match no layer.
+    out, `exclude` is a list of name patterns (default: lm_head and routers; () excludes nothing). `skip_small`: rows
+    (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode on a
+    GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe alone
+    (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. Returns a
+    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError
+    for patterns that match no layer.
     """
     if not isinstance(model, nn.Module):
         raise invalid_type("model", type(model), "a torch.nn.Module")
@@ -96,6 +102,8 @@ def convert(
         raise invalid_type("exclude", "str", "a sequence of name patterns", f"Write exclude=({exclude!r},).")
     if filter is not None and not callable(filter):
         raise invalid_type("filter", type(filter), "a callable (name, module) -> bool")
+    if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
+        raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
     reserved = {
         id(module.out_proj): "nn.MultiheadAttention reads this layer's weight without calling it"
         for module in model.modules()
@@ -113,7 +121,12 @@ def convert(
             rows.append(ConversionRow(name, shape, "skipped", None, reason))
             continue
         wanted = chosen[name] if chosen is not None else cast(Recipe, recipe)
-        rows.append(_convert_layer(name, shape, module, wanted))
+        reason = "the placement says None"
+        if wanted is not None and skip_small is not None and getattr(module, "backend", "auto") != "native":
+            prediction = predict(wanted, (skip_small, module.in_features, module.out_features))
+            if prediction.is_small:
+                wanted, reason = None, str(prediction)
+        rows.append(_convert_layer(name, shape, module, wanted, reason))
     _keep_slow_paths(model)
     _shield_from_ddp(model)
     report = ConversionReport(tuple(rows))
@@ -132,15 +145,17 @@ def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callabl
     return None
 
 
-def _convert_layer(name: str, shape: tuple[int, int], module: nn.Module, recipe: Recipe | None) -> ConversionRow:
+def _convert_layer(
+    name: str, shape: tuple[int, int], module: nn.Module, recipe: Recipe | None, why_none: str
+) -> ConversionRow:
     already = type(module) is Linear
     if recipe is None and not already:
-        return ConversionRow(name, shape, "high precision", None, "the placement says None")
+        return ConversionRow(name, shape, "high precision", None, why_none)
     if not already:
         module.__class__ = Linear  # type: ignore[assignment]
     module.pin(recipe)  # type: ignore[attr-defined]
     if recipe is None:
-        return ConversionRow(name, shape, "high precision", None, "the placement says None")
+        return ConversionRow(name, shape, "high precision", None, why_none)
     return ConversionRow(name, shape, "repinned" if already else "converted", recipe, "")
 
 

@@ -17,6 +17,7 @@ from microfloat.support import Support
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.backends import check_name
 from microfloat.torch.backends.plans import GemmPlan, plan
+from microfloat.torch.small import Prediction, check_shape, predict
 
 __all__ = [
     "Explanation", "GemmRow", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
@@ -37,11 +38,15 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a recipe does on a device: a row per GEMM; prints as a table."""
+    """What a recipe does on a device: a row per GEMM; prints as a table.
+
+    `prediction`: for a CUDA device and a given shape, whether a Linear of that shape gains from the recipe.
+    """
 
     recipe: Recipe
     device: str
     rows: tuple[GemmRow, ...]
+    prediction: Prediction | None = None
 
     @property
     def accelerated(self) -> bool:
@@ -61,6 +66,10 @@ class Explanation:
                 }
                 for row in self.rows
             ],
+            "prediction": None if self.prediction is None else {
+                "shape": list(self.prediction.shape), "small": self.prediction.is_small,
+                "eager_speed_up": self.prediction.eager, "graph_speed_up": self.prediction.graph,
+            },
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -77,6 +86,8 @@ class Explanation:
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
+        if self.prediction is not None:
+            lines.append(str(self.prediction))
         return "\n".join([f"{self.recipe!r} on {self.device}", *lines])
 
 
@@ -89,22 +100,24 @@ def explain(
 ) -> Explanation:
     """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
 
-    `device` None: CUDA where there is one, else the CPU. `shape` (M, K, N) of a Linear, for choices that depend on the
-    size. Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs there. Raises
-    InvalidTypeError or InvalidValueError for arguments that are none.
+    `device` None: CUDA where there is one, else the CPU. `shape` (M, K, N) of a Linear: on a CUDA device the answer
+    then predicts whether low precision pays at that size (docs/performance.md); no choice depends on it by itself, see
+    `convert(skip_small=...)`. Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs
+    there. Raises InvalidTypeError or InvalidValueError for arguments that are none.
     """
     recipe = as_recipe(recipe)
     target = _device(device)
     check_name(backend)
-    if shape is not None and not (len(shape) == 3 and all(isinstance(size, int) and size >= 0 for size in shape)):
-        raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
+    if shape is not None:
+        shape = check_shape(tuple(shape))
     rows = []
     for name in GEMMS:
         gemm = getattr(recipe, name)
         planned = plan(backend, target, gemm, shape) if _is_present(target) else _ABSENT
         operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
         rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
-    return Explanation(recipe, str(target), tuple(rows))
+    prediction = predict(recipe, shape) if shape is not None and target.type == "cuda" else None
+    return Explanation(recipe, str(target), tuple(rows), prediction)
 
 
 # The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware.
