@@ -43,7 +43,10 @@ def planned_linear(
     """``x @ weight.T + bias`` under `recipe` by a plan; None where none applies and the general path must run."""
     parameters = layer._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or not (x.is_cuda or _ON_CPU_TOO):
+    if (
+        type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or not (x.is_cuda or _ON_CPU_TOO)
+        or torch._C._are_functorch_transforms_active()
+    ):  # fmt: skip
         return None
     name = layer.backend if layer.backend != "auto" or state is None else state.backend
     grad = torch.is_grad_enabled()
@@ -152,13 +155,6 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
     return scale if scale.data_ptr() & 15 == 0 else scale.clone()
 
 
-def _apply(*arguments: Any) -> torch.Tensor:
-    """``_PlannedLinear.apply(*arguments)`` without its preparations for functorch, where none is at work."""
-    if torch._C._are_functorch_transforms_active():
-        return _PlannedLinear.apply(*arguments)
-    return _apply_bare(*arguments)
-
-
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,8 +180,8 @@ class _PlannedLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None
 
 
-# What torch's own `Function.apply` ends in.
-_apply_bare: Any = super(torch.autograd.Function, _PlannedLinear).apply  # pyright: ignore[reportAttributeAccessIssue]
+# What torch's own `Function.apply` ends in, without its preparations for functorch, which is not at work here.
+_apply: Any = super(torch.autograd.Function, _PlannedLinear).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _backward(

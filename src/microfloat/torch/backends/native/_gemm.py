@@ -58,7 +58,9 @@ def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch
 def _block_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     kinds = F.ScalingType
     if b.format.block == _TILE:
-        b_scale, b_kind = F.pad(b.scale, (0, -b.scale.shape[1] % 4)).t(), kinds.BlockWise128x128
+        more = -b.scale.shape[1] % 4
+        b_scale = (F.pad(b.scale, (0, more)) if more else b.scale).t()  # F.pad copies even where nothing is added
+        b_kind = kinds.BlockWise128x128
     else:
         b_scale, b_kind = _column_major(b.scale), kinds.BlockWise1x128
     return F.scaled_mm(
