@@ -157,6 +157,18 @@ def test_recomputed_and_repeated_backwards():
         assert torch.equal(parameter.grad, want + want)
 
 
+def test_what_follows_may_work_in_place():
+    model = Mlp("rms", True, False, from_name("mxfp8"), "reference", "cpu")
+    x = torch.randn(2, 8, fused_cases.WIDTH).bfloat16().requires_grad_()
+    y = model.fused(x, "silu")
+    want = y.detach() * 2
+    y.mul_(2)
+    y.sum().backward()
+    assert torch.equal(y.detach(), want)
+    hidden = fused.norm_linear(x, model.norm, model.gate)
+    hidden.relu_().sum().backward()
+
+
 def test_a_double_backward_is_refused():
     layer, norm = mf.Linear(16, 8, recipe="mxfp8", backend="reference"), nn.RMSNorm(16)
     x = torch.randn(4, 16, requires_grad=True)

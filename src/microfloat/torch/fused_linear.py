@@ -18,6 +18,7 @@ import torch
 
 from microfloat.recipes import Cast
 from microfloat.torch import scaling
+from microfloat.torch.backends import shared
 from microfloat.torch.linear import (
     _UNUSED,
     STREAM,
@@ -28,6 +29,7 @@ from microfloat.torch.linear import (
     _gemm,
     _plain_dtypes,
     _Saver,
+    _unsafe_view,
     bias_gradient,
     refuse_double_backward,
 )
@@ -252,7 +254,8 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _like(y_MN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    # Not a view for autograd: what follows may work in place.
+    return y_MN if x.dim() == 2 else _unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[-1]))
 
 
 def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -296,6 +299,7 @@ class NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         refuse_double_backward()
+        shared.forget()
         x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
         link = ctx.link
         operands, amaxes = (None, None) if link is None else link.take()
@@ -344,6 +348,7 @@ class ActivationLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         refuse_double_backward()
+        shared.forget()
         x, up, *saved = ctx.saved_tensors
         part, link, dy = ctx.part, ctx.link, gradients[0]
         grads: list[Any] = [None, None]
