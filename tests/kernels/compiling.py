@@ -127,6 +127,8 @@ def _fused(name):
         cast = _casts()["mxfp8"]
         if name == "swiglu":
             triton.activation_quantize(x, x, cast, cast)
+        elif name == "swiglu rows":
+            triton.activation_quantize(x, x, cast, None)
         elif name == "norm":
             triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5)
         elif name == "fold":
@@ -144,4 +146,5 @@ WORKLOADS = {
     "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None,
     "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
+    "swiglu to mxfp8, rows": _fused("swiglu rows"),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""Blocks of 16 elements as 16 tensors: Hadamard transform, NVFP4 scales, and FP4 codes packed in registers.
+"""Blocks of 16 elements as 16 tensors: how they are read, their Hadamard transform and their largest magnitudes.
 
 A *block* is a tuple of 16 float32 tensors of one shape, one entry per block; it lies in the registers of one lane.
 Where blocks run along rows, a lane holds 16 neighbouring columns; where they run along columns, 16 rows of two columns
-(docs/numerics.md 2.4 to 2.7, 5.2 to 5.4). An *oct* is eight FP4 codes in an int32, the first in the low nibble.
+(docs/numerics.md 5.2). Their codes: `_fp4`.
 """
 
 import triton
@@ -13,17 +13,12 @@ from microfloat.kernels._convert import (
     WORDS_BF16,
     bf16_word,
     bits_of,
-    decode,
-    encode_integer,
-    float_of,
     high_half,
     low_half,
     magnitude_bits,
-    multiply_toward_zero,
     packed_abs,
-    packed_max,
+    packed_max_abs,
     round_bf16,
-    round_by_addition,
 )
 
 # ---------------------------------------------------------------------------------------------------------- loading
@@ -42,6 +37,16 @@ def unstack8(words):
     w1, w5 = tl.split(w15)
     w3, w7 = tl.split(w37)
     return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def stack8(words):
+    """8 tensors [X, Y] -> [X, Y, 2, 4] in registers, so that a lane stores its words four at a time."""
+    even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+    odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+    X: tl.constexpr = words[0].shape[0]
+    Y: tl.constexpr = words[0].shape[1]
+    return tl.reshape(tl.join(tl.reshape(even, [X, Y, 4]), tl.reshape(odd, [X, Y, 4])), [X, Y, 2, 4])
 
 
 @triton.jit
@@ -167,10 +172,10 @@ def hadamard_column_blocks(low, high, MASK: tl.constexpr, KIND: tl.constexpr, HW
 @triton.jit
 def words_amax(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise largest magnitude of a tuple of words."""
-    m = packed_abs(words[0], KIND)
+    m = words[0]
     for i in tl.static_range(1, len(words)):
-        m = packed_max(m, packed_abs(words[i], KIND), KIND, IGNORE_NAN)
-    return m
+        m = packed_max_abs(m, words[i], KIND, IGNORE_NAN)
+    return packed_abs(m, KIND)
 
 
 @triton.jit
@@ -206,142 +211,3 @@ def column_block_amax(words, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.const
         return a, b
     else:
         return block_amax(low, IGNORE_NAN), block_amax(high, IGNORE_NAN)
-
-
-# -------------------------------------------------------------------------------------------------------- FP4 codes
-
-
-@triton.jit
-def pack_oct(t, y, FIRST: tl.constexpr, BYTE: tl.constexpr):
-    """Eight codes from the given byte of t[FIRST .. FIRST + 7], with the sign bits of y."""
-    if BYTE == 0:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, e, o; "
-            "prmt.b32 a, $1, $3, 0x0040; prmt.b32 b, $5, $7, 0x0040; prmt.b32 e, a, b, 0x5410; "
-            "prmt.b32 a, $2, $4, 0x0040; prmt.b32 b, $6, $8, 0x0040; prmt.b32 o, a, b, 0x5410; "
-            "shl.b32 o, o, 4; or.b32 e, e, o; "
-            "prmt.b32 a, $9, $11, 0x0073; prmt.b32 b, $13, $15, 0x0073; prmt.b32 a, a, b, 0x5410; "
-            "shr.u32 a, a, 4; and.b32 a, a, 0x08080808; or.b32 e, e, a; "
-            "prmt.b32 a, $10, $12, 0x0073; prmt.b32 b, $14, $16, 0x0073; prmt.b32 a, a, b, 0x5410; "
-            "and.b32 a, a, 0x80808080; or.b32 $0, e, a; }",
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [t[FIRST], t[FIRST + 1], t[FIRST + 2], t[FIRST + 3], t[FIRST + 4], t[FIRST + 5], t[FIRST + 6], t[FIRST + 7],
-             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6],
-             y[FIRST + 7]],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, e, o; "
-            "prmt.b32 a, $1, $3, 0x0073; prmt.b32 b, $5, $7, 0x0073; prmt.b32 e, a, b, 0x5410; "
-            "prmt.b32 a, $2, $4, 0x0073; prmt.b32 b, $6, $8, 0x0073; prmt.b32 o, a, b, 0x5410; "
-            "shl.b32 o, o, 4; or.b32 e, e, o; "
-            "prmt.b32 a, $9, $11, 0x0073; prmt.b32 b, $13, $15, 0x0073; prmt.b32 a, a, b, 0x5410; "
-            "shr.u32 a, a, 4; and.b32 a, a, 0x08080808; or.b32 e, e, a; "
-            "prmt.b32 a, $10, $12, 0x0073; prmt.b32 b, $14, $16, 0x0073; prmt.b32 a, a, b, 0x5410; "
-            "and.b32 a, a, 0x80808080; or.b32 $0, e, a; }",
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [t[FIRST], t[FIRST + 1], t[FIRST + 2], t[FIRST + 3], t[FIRST + 4], t[FIRST + 5], t[FIRST + 6], t[FIRST + 7],
-             y[FIRST], y[FIRST + 1], y[FIRST + 2], y[FIRST + 3], y[FIRST + 4], y[FIRST + 5], y[FIRST + 6],
-             y[FIRST + 7]],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def rounded_code(y):
-    """Nearest-even E2M1 code of |y| (at most 6) in the low byte of a float's bits, NaN as 7.
-
-    Codes are piecewise linear in the value: ``min(2v, v + 2, v / 2 + 4)``, and 2^23 added in the same operation rounds.
-    """
-    v = tl.abs(y)
-    a = tl.minimum(tl.fma(v, 2.0, 8388608.0), v + 8388610.0)
-    return tl.minimum(tl.minimum(a, tl.fma(v, 0.5, 8388612.0)), 8388615.0)
-
-
-@triton.jit
-def random_to_third_byte(word, INDEX: tl.constexpr):
-    """Byte INDEX of a word, moved to bits 16..23; the rest is zero."""
-    if INDEX == 0:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4044;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    elif INDEX == 1:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4144;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    elif INDEX == 2:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4244;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4344;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def stochastic_code(y, word, INDEX: tl.constexpr):
-    """Stochastic E2M1 code of |y| (at most 6) in the top byte; below it the rest of the sum. Byte INDEX of `word`.
-
-    Scaled by 2^-126 and truncated, the bits of a float32 are the code with 22 fraction bits (numerics 5.4).
-    """
-    scaled = bits_of(multiply_toward_zero(tl.minimum(tl.abs(y), 6.0), 2.0**-126))
-    return (scaled << 2) + random_to_third_byte(word, INDEX)
-
-
-@triton.jit
-def block_octs(block, factor, random, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """Codes of ``block * factor`` as two octs; `random`: the four Philox words of the block (uint32)."""
-    if HW:
-        y = ()
-        t = ()
-        for i in tl.static_range(16):
-            yi = block[i] * factor
-            y = y + (yi,)
-            if STOCHASTIC:
-                t = t + (stochastic_code(yi, random[i // 4], i % 4),)
-            else:
-                t = t + (rounded_code(yi),)
-        if STOCHASTIC:
-            return pack_oct(t, y, 0, 3), pack_oct(t, y, 8, 3)
-        else:
-            return pack_oct(t, y, 0, 0), pack_oct(t, y, 8, 0)
-    else:
-        first = tl.zeros_like(bits_of(block[0] * factor))
-        second = first
-        for i in tl.static_range(16):
-            byte = 0
-            if STOCHASTIC:
-                byte = (random[i // 4].to(tl.int32, bitcast=True) >> (8 * (i % 4))) & 0xFF
-            code = encode_integer(block[i] * factor, byte, 1, 1, STOCHASTIC)
-            if i < 8:
-                first = first | (code << (4 * i))
-            else:
-                second = second | (code << (4 * (i - 8)))
-        return first, second
-
-
-@triton.jit
-def code_value(y, word, INDEX: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """The value of the E2M1 code of y."""
-    if HW and STOCHASTIC:
-        kept = ((stochastic_code(y, word, INDEX) >> 24) << 22) & 0x01C00000
-        return float_of(bits_of(float_of(kept) * 2.0**126) | (bits_of(y) & -2147483648))
-    elif HW:
-        return round_by_addition(y, 1, 1)
-    else:
-        byte = 0
-        if STOCHASTIC:
-            byte = (word.to(tl.int32, bitcast=True) >> (8 * INDEX)) & 0xFF
-        return decode(encode_integer(y, byte, 1, 1, STOCHASTIC), 1, 1)
-
-
-@triton.jit
-def block_values(block, factor, value, random, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """``decode(code of block * factor) * value``, 16 tensors."""
-    out = ()
-    for i in tl.static_range(16):
-        word = random[i // 4] if STOCHASTIC else 0
-        out = out + (code_value(block[i] * factor, word, i % 4, STOCHASTIC, HW) * value,)
-    return out

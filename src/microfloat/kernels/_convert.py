@@ -105,6 +105,29 @@ def packed_max(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 
 @triton.jit
+def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Halfwise maximum of the magnitudes of two words, with a sign that means nothing."""
+    if KIND == WORDS_F16:
+        if IGNORE_NAN:
+            return tl.inline_asm_elementwise(
+                "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+    else:
+        if IGNORE_NAN:
+            return tl.inline_asm_elementwise(
+                "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+
+
+@triton.jit
 def packed_reduce(words, AXIS: tl.constexpr, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise maximum along an axis."""
     if KIND == WORDS_F16:

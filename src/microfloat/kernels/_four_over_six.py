@@ -6,8 +6,8 @@ The order of the additions is part of the definition, and no multiplication may 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._block16 import code_value
 from microfloat.kernels._convert import encode_e4m3_scale, float_of
+from microfloat.kernels._fp4 import nearest_value
 from microfloat.kernels._scales import FOUR_OVER_SIX_MSE, e4m3_factor
 
 
@@ -25,7 +25,7 @@ def row_error(block, factor, value, amax, RULE: tl.constexpr, CAPACITY: tl.const
     """The left-to-right sum of the 16 errors of a block."""
     total = 0.0  # 0 + error is error
     for i in tl.static_range(16):
-        v = code_value(block[i] * factor, 0, 0, False, HW)
+        v = nearest_value(block[i] * factor, HW)
         d = tl.div_rn((v * value) * amax, CAPACITY) - block[i]
         if RULE == FOUR_OVER_SIX_MSE:
             error = d * d

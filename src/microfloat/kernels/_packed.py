@@ -41,7 +41,7 @@ def scale_word(word, factors):
 def e2m1_codes(y):
     """Halfwise nearest-even E2M1 codes of |y| in bits 0..7 of each half, NaN as 7.
 
-    ``min(2v, v + 2, v / 2 + 4)`` as in `_block16.rounded_code`, with 128 added in the operation that rounds.
+    ``min(2v, v + 2, v / 2 + 4)`` as in `_fp4.rounded_code`, with 128 added in the operation that rounds.
     """
     v = y & 0x7FFF7FFF
     a = fma_bf16x2(v, 0x40004000, 0x43004300)  # 2 v + 128

@@ -30,10 +30,36 @@ def zero_like(data, HW: tl.constexpr):
 
 
 @triton.jit
-def block_words(seed, row, block, stream, batch):
+def philox_round(c0, c1, c2, c3, k0, k1):
+    """One round of Philox4x32: two 64-bit products, where Triton's own takes four multiplications."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57; "
+        "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; xor.b32 b, b, $5; xor.b32 $0, b, $8; xor.b32 a, a, $7; "
+        "xor.b32 $2, a, $9; }",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [c0, c1, c2, c3, k0, k1],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
     """The four words (uint32) of block ``column // 16`` of a row; `row` and `block` broadcast against each other."""
     zero = tl.zeros_like(row + block)
-    return tl.philox(seed, zero + block, zero + row, zero + stream, zero + batch)
+    if HW:
+        c0, c1, c2, c3 = zero + block, zero + row, zero + stream, zero + batch
+        k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+        for _round in tl.static_range(10):
+            c0, c1, c2, c3 = philox_round(
+                c0.to(tl.int32), c1.to(tl.int32), c2.to(tl.int32), c3.to(tl.int32),
+                k0.to(tl.int32, bitcast=True), k1.to(tl.int32, bitcast=True),
+            )  # fmt: skip
+            k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+        return (
+            c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True), c2.to(tl.uint32, bitcast=True),
+            c3.to(tl.uint32, bitcast=True),
+        )  # fmt: skip
+    else:
+        return tl.philox(seed, zero + block, zero + row, zero + stream, zero + batch)
 
 
 @triton.jit

@@ -159,6 +159,15 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
+def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
+    """Where the codes of an operand begin from element `element0` of its row `row0` on; `length` elements a row."""
+    if CAST[6] == CODES and CAST[0] + CAST[1] == 2:
+        return out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + element0 // 2
+    else:
+        return out_ptr + row0.to(tl.int64) * length + element0
+
+
+@triton.jit
 def load_rows(
     source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -353,21 +362,16 @@ def quantize_blocks(
     if COLUMN is not None:
         column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
     if ROW is not None:
-        if ROW[6] == CODES and ROW[0] + ROW[1] == 2:
-            row_tile = row_out + row0.to(tl.int64) * ((C + 1) // 2) + col0 // 2
-        else:
-            row_tile = row_out + row0.to(tl.int64) * C + col0
         cast_rows(
-            row_words, row_tile, row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C, row0, col0,
+            row_words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C,
+            row0, col0,
             ROW, KIND, EVEN, PAIRS, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
         if COLUMN[6] == VALUES:
-            column_tile = column_out + row0.to(tl.int64) * C + col0
-        elif COLUMN[0] + COLUMN[1] == 2:
-            column_tile = column_out + col0.to(tl.int64) * ((R + 1) // 2) + row0 // 2
+            column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
         else:
-            column_tile = column_out + col0.to(tl.int64) * R + row0
+            column_tile = codes_at(column_out, col0, row0, R, COLUMN)
         cast_columns(
             column_words, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
             row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,

@@ -12,7 +12,7 @@ from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs
 from microfloat.kernels._produce import LAYER_NORM, UP_GRADIENT, produce_pair
 from microfloat.kernels._tiles import load_pair, store_pairs
 from microfloat.kernels.amax import RECORD, STORE, publish_amax
-from microfloat.kernels.blocks import cast_columns, cast_rows, load_columns, load_rows
+from microfloat.kernels.blocks import cast_columns, cast_rows, codes_at, load_columns, load_rows
 from microfloat.kernels.scaled import cast_tile, words_amax_bits
 
 
@@ -76,23 +76,6 @@ def produce_scaled(
 
 
 @triton.jit
-def block_outputs(row_out, column_out, row0, col0, R, C, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """Where the codes of a tile begin in both outputs."""
-    row_tile, column_tile = row_out, column_out
-    if ROW is not None:
-        if ROW[0] + ROW[1] == 2:
-            row_tile = row_out + row0.to(tl.int64) * ((C + 1) // 2) + col0 // 2
-        else:
-            row_tile = row_out + row0.to(tl.int64) * C + col0
-    if COLUMN is not None:
-        if COLUMN[0] + COLUMN[1] == 2:
-            column_tile = column_out + col0.to(tl.int64) * ((R + 1) // 2) + row0 // 2
-        else:
-            column_tile = column_out + col0.to(tl.int64) * R + row0
-    return row_tile, column_tile
-
-
-@triton.jit
 def blocks_tile(
     source, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0,
     col0,
@@ -101,17 +84,18 @@ def blocks_tile(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Both block operands of one tile of produced values."""
-    row_tile, column_tile = block_outputs(row_out, column_out, row0, col0, R, C, ROW, COLUMN)
     if ROW is not None:
-        tile = load_rows(source, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+        row_tile = codes_at(row_out, row0, col0, C, ROW)
+        row_words = load_rows(source, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
         cast_rows(
-            tile, row_tile, row_scale, seed_ptr, row_stream, 0, epsilon, R, C, row0, col0,
+            row_words, row_tile, row_scale, seed_ptr, row_stream, 0, epsilon, R, C, row0, col0,
             ROW, KIND, EVEN, PAIRS, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
-        tile = load_columns(source, R - row0, C - col0, COLUMN[4], PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+        column_tile = codes_at(column_out, col0, row0, R, COLUMN)
+        column_words = load_columns(source, R - row0, C - col0, COLUMN[4], PRODUCER, F, LOADS, EVEN, HW, BM, BN)
         cast_columns(
-            tile, column_tile, column_scale, seed_ptr, column_stream, 0, epsilon, R, C, row0, col0,
+            column_words, column_tile, column_scale, seed_ptr, column_stream, 0, epsilon, R, C, row0, col0,
             COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
 

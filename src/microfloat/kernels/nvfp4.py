@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels._block16 import (
-    block_octs,
-    block_values,
     column_block_amax,
     hadamard_column_blocks,
     hadamard_row_blocks,
     load_column_blocks,
     load_row_blocks,
     row_block_amax,
+    stack8,
 )
-from microfloat.kernels._convert import WORDS_BF16, bf16_word
+from microfloat.kernels._convert import WORDS_BF16
 from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
+from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_values
 from microfloat.kernels._random import block_words, load_seed, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, e4m3_scale, tensor_level
 from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
@@ -126,7 +126,7 @@ def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def nvfp4_rows(
     x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The row operand of one tile."""
@@ -149,13 +149,13 @@ def nvfp4_rows(
     random = (0, 0, 0, 0)
     if CAST[3]:
         zero = zero_like(amax, HW)
-        random = block_words(load_seed(seed_ptr), row0 + r + zero, col0 // 16 + b + zero, stream, batch)
+        random = block_words(load_seed(seed_ptr), row0 + r + zero, col0 // 16 + b + zero, stream, batch, HW)
     length = C
     if CAST[4] >= 0:
         length = (C + 15) // 16 * 16
     inside = (r < rows) & (b * 16 < cols)
     if CAST[7] == CODES:
-        first, second = block_octs(block, factor, random, CAST[3], HW)
+        first, second = row_octs(block, words, factor, random, CAST[3], LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
         octs = tl.join(first, second)
         store_octs(
@@ -169,11 +169,10 @@ def nvfp4_rows(
         else:
             tl.store(scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b, stored.to(tl.uint8), mask=inside)
     else:
-        values = block_values(block, factor, value, random, CAST[3], HW)
+        values = row_values(block, words, factor, value, random, CAST[3], LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
-        for i in tl.static_range(8):
-            word = bf16_word(values[2 * i], values[2 * i + 1], HW)
-            store_pairs(out_tile, word, r, b * 8 + i, rows, cols, length, 16, CAST[8], EVEN)
+        w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST[8], EVEN)
     if CAST[6]:
         if col0 == 0:
             tl.store(tensor_scale_ptr + row0 + r, level[3], mask=r < rows)
@@ -185,7 +184,7 @@ def nvfp4_rows(
 @triton.jit
 def nvfp4_columns(
     x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The column operand of one tile."""
@@ -219,18 +218,28 @@ def nvfp4_columns(
     if CAST[3]:
         seed = load_seed(seed_ptr)
         zero = zero_like(amax_low, HW)
-        random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch)
-        random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch)
+        random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
+        random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW)
     if CAST[7] == CODES:
         ld = (length + 1) // 2
         out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2
         cs = tl.arange(0, W)[:, None] * 2
         octs = tl.arange(0, 2 * G)[None, :]
-        first, second = block_octs(low, factor_low, random_low, CAST[3], HW)
+        first, second, first_high, second_high = column_octs(
+            low,
+            high,
+            words,
+            factor_low,
+            factor_high,
+            random_low,
+            random_high,
+            CAST[3],
+            LOWERED,
+            HW,
+        )
         codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
         store_octs(out_tile, codes, cs, octs, cols, rows, ld, CAST[8], EVEN)
-        first, second = block_octs(high, factor_high, random_high, CAST[3], HW)
-        codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
+        codes = tl.reshape(tl.permute(tl.join(first_high, second_high), [1, 0, 2]), [W, 2 * G])
         store_octs(out_tile, codes, cs + 1, octs, cols, rows, ld, CAST[8], EVEN)
         blocks = (length + 15) // 16
         if CAST[5]:
@@ -241,12 +250,24 @@ def nvfp4_columns(
             tl.store(at, stored_low.to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
             tl.store(at + blocks, stored_high.to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
     else:
-        a = block_values(low, factor_low, value_low, random_low, CAST[3], HW)
-        b = block_values(high, factor_high, value_high, random_high, CAST[3], HW)
+        values = column_values(
+            low,
+            high,
+            words,
+            factor_low,
+            factor_high,
+            value_low,
+            value_high,
+            random_low,
+            random_high,
+            CAST[3],
+            LOWERED,
+            HW,
+        )
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
-            word = bf16_word(a[i], b[i], HW)
-            store_pairs(out_tile, word, g * 16 + i, c // 2, rows, cols, C, 16, CAST[8], EVEN)
+            w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
+            store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST[8], EVEN)
     if CAST[6]:
         if row0 == 0:
             tl.store(tensor_scale_ptr + col0 + c, level_low[3], mask=c < cols)
@@ -254,6 +275,54 @@ def nvfp4_columns(
     else:
         if (row0 == 0) & (col0 == 0):
             tl.store(tensor_scale_ptr, level_low[3])
+
+
+@triton.jit
+def nvfp4_operand(
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    row0, col0, ALONG_ROWS: tl.constexpr, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The row or the column operand of one tile."""
+    if ALONG_ROWS:
+        nvfp4_rows(
+            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+            row0, col0, CAST, LOWERED, KIND, EVEN, HW, BM, BN,
+        )  # fmt: skip
+    else:
+        nvfp4_columns(
+            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+            row0, col0, CAST, LOWERED, KIND, EVEN, HW, BM, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def nvfp4_operand_by_size(
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    row0, col0, ALONG_ROWS: tl.constexpr, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One operand, by the form that its tensor amax allows.
+
+    Stochastic rounding wants elements times 2^-14. The factor of a block takes that on wherever it stays normal: it is
+    at least ``6 / A``, so always unless A exceeds 2^110.
+    """
+    if HW and CAST[3] and not CAST[6] and CAST[0] != ONE_LEVEL:
+        if tl.load(amax_ptr) <= 2.0**110:
+            nvfp4_operand(
+                x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r,
+                stride_c, row0, col0, ALONG_ROWS, CAST, True, KIND, EVEN, HW, BM, BN,
+            )  # fmt: skip
+        else:
+            nvfp4_operand(
+                x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r,
+                stride_c, row0, col0, ALONG_ROWS, CAST, False, KIND, EVEN, HW, BM, BN,
+            )  # fmt: skip
+    else:
+        nvfp4_operand(
+            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+            row0, col0, ALONG_ROWS, CAST, False, KIND, EVEN, HW, BM, BN,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -273,15 +342,14 @@ def quantize_nvfp4(
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     if ROW is not None:
-        nvfp4_rows(
+        nvfp4_operand_by_size(
             x_tile, row_out, row_scale, row_tensor_scale, row_amax, seed_ptr, row_stream, batch, R, C, stride_r,
-            stride_c,
-            row0, col0, ROW, KIND, EVEN, HW, BM, BN,
+            stride_c, row0, col0, True, ROW, KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
     if COLUMN is not None:
-        nvfp4_columns(
+        nvfp4_operand_by_size(
             x_tile, column_out, column_scale, column_tensor_scale, column_amax, seed_ptr, column_stream, batch, R, C,
-            stride_r, stride_c, row0, col0, COLUMN, KIND, EVEN, HW, BM, BN,
+            stride_r, stride_c, row0, col0, False, COLUMN, KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
 
 

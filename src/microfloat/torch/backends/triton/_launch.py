@@ -38,15 +38,16 @@ class Warps(NamedTuple):
 TILES = {
     "cast": (128, 128, Warps(4)),
     "axes": (128, 128, Warps(4)),
-    "blocks": (64, 128, Warps(8, 64)),
-    "blocks_long": (128, 128, Warps(8, 64)),  # blocks of 128
+    "blocks": (128, 128, Warps(16, 64)),
+    "blocks_long": (128, 128, Warps(8)),  # blocks of 128
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
-    "nvfp4": (64, 128, Warps(4)),
-    "nvfp4_rows": (32, 256, Warps(4)),
-    "nvfp4_values": (32, 256, Warps(8)),
-    "nvfp4_amax": (64, 128, Warps(4)),
+    "nvfp4": (64, 128, Warps(4, 96)),
+    "nvfp4_tiles": (32, 256, Warps(4, 128)),
+    "nvfp4_rows": (32, 256, Warps(4, 112)),
+    "nvfp4_values": (32, 128, Warps(4, 80)),
+    "nvfp4_amax": (128, 128, Warps(8)),
     "dequantize": (64, 128, Warps(4)),
     "fused_scaled": (64, 128, Warps(8)),
     "fused_blocks": (128, 128, Warps(8)),

@@ -61,14 +61,22 @@ def _amaxes(
     return row_amax if row_amax is not None else plain, column_amax if column_amax is not None else plain
 
 
+def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> str:
+    """Which entry of TILES a pass over a matrix uses."""
+    if output == _VALUES:
+        return "nvfp4_values"
+    if column is None:
+        return "nvfp4_rows"
+    return "nvfp4_tiles" if column.block[0] == 16 else "nvfp4"
+
+
 def _launch(
     matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
     amaxes: tuple[torch.Tensor | None, torch.Tensor | None], output: int, seed: torch.Tensor | None,
     row_stream: int, column_stream: int, batch: int,
 ) -> None:  # fmt: skip
     device = matrix.tensor.get_device()
-    name = "nvfp4_values" if output == _VALUES else ("nvfp4" if column else "nvfp4_rows")
-    tile_rows, tile_columns, warps = TILES[name]
+    tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
     row_length = ceil_div(matrix.columns, 16) * 16 if row and _signs(row) != _NO_SIGNS else matrix.columns
     column_length = ceil_div(matrix.rows, 16) * 16 if column and _signs(column) != _NO_SIGNS else matrix.rows
     if output == _CODES:

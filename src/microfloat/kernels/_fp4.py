@@ -1,0 +1,290 @@
+"""FP4 (E2M1) codes of blocks of 16 as they are stored, and their values in bfloat16.
+
+A *block* is a tuple of 16 float32 tensors (`_block16`), its *words* hold the same elements as pairs of 16-bit floats,
+or at least their signs. An *oct* is eight codes in an int32, the first in the low nibble. The hardware forms work on
+*halves*: an int32 with two elements, their signs in bits 15 and 31 and the three bits of their codes from bit 8
+(nearest) or 9 (stochastic) of each half on; what lies below is left over from rounding. A float16 scaled by 2^-14 *is*
+its E2M1 code with nine fraction bits (docs/numerics.md 5.4), so two elements are truncated in one conversion, rounded
+in one addition and clamped in one minimum.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    bf16_word,
+    bits_of,
+    decode,
+    encode_integer,
+    round_by_addition,
+)
+from microfloat.kernels._packed import factor_word, scale_word
+
+# -------------------------------------------------------------------------------------------------- bytes and words
+
+
+@triton.jit
+def choose_bytes(a, b, SELECTOR: tl.constexpr):
+    """Four of the eight bytes of (a, b), by the nibbles of the selector, the lowest first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, SELECTOR], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sign_words(words, first, second):
+    """The words of pairs (first[i], second[i]), or, where there are none, words with their signs."""
+    if len(words) > 0:
+        return words
+    else:
+        made = ()
+        for i in tl.static_range(len(first)):
+            made = made + (choose_bytes(bits_of(first[i]), bits_of(second[i]), 0x7632),)
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------- halves
+
+
+@triton.jit
+def rounded_code(y):
+    """Nearest-even E2M1 code of |y| (at most 6) in the low byte of a float's bits, NaN as 7.
+
+    Codes are piecewise linear in the value: ``min(2v, v + 2, v / 2 + 4)``, and 2^23 added in the same operation rounds.
+    """
+    v = tl.abs(y)
+    a = tl.minimum(tl.fma(v, 2.0, 8388608.0), v + 8388610.0)
+    return tl.minimum(tl.minimum(a, tl.fma(v, 0.5, 8388612.0)), 8388615.0)
+
+
+@triton.jit
+def nearest_halves(a, b, signs):
+    """Halves of the nearest codes of two elements; a NaN gives any code."""
+    return choose_bytes(bits_of(rounded_code(a)), bits_of(rounded_code(b)), 0x4501) | (signs & -2147450880)
+
+
+@triton.jit
+def lowered(factor, LOWERED: tl.constexpr):
+    """The factor of elements that are to come out times 2^-14 (LOWERED), where that product is exact."""
+    if LOWERED:
+        return factor * 2.0**-14
+    else:
+        return factor
+
+
+@triton.jit
+def stochastic_halves(a, b, random, LOWERED: tl.constexpr):
+    """Halves of the stochastic codes of two elements; a NaN gives any code. `random`: bytes in bits 0..7 and 16..23.
+
+    A byte is added to the first eight of the nine fraction bits; the largest result is a code of 7. LOWERED: the
+    elements come times 2^-14 already.
+    """
+    if not LOWERED:
+        a, b = a * 2.0**-14, b * 2.0**-14
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 v, m; cvt.rz.f16x2.f32 v, $2, $1; mad.lo.u32 v, $3, 2, v; mov.b32 m, 0x0FFF0FFF; "
+        "min.xorsign.abs.f16x2 $0, v, m; }",
+        "=r,r,r,r", [a, b, random], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def row_random(random, INDEX: tl.constexpr):
+    """Bytes of elements INDEX and INDEX + 1 (INDEX even) of a block whose Philox words are `random`."""
+    word = random[INDEX // 4].to(tl.int32, bitcast=True)
+    if INDEX % 4 == 0:
+        return choose_bytes(word, 0, 0x4140)
+    else:
+        return choose_bytes(word, 0, 0x4342)
+
+
+@triton.jit
+def column_random(low, high, INDEX: tl.constexpr):
+    """Bytes of element INDEX of two blocks whose Philox words are `low` and `high`."""
+    a, b = low[INDEX // 4].to(tl.int32, bitcast=True), high[INDEX // 4].to(tl.int32, bitcast=True)
+    if INDEX % 4 < 2:
+        both = choose_bytes(a, b, 0x5140)
+    else:
+        both = choose_bytes(a, b, 0x7362)
+    if INDEX % 2 == 0:
+        return choose_bytes(both, 0, 0x4140)
+    else:
+        return choose_bytes(both, 0, 0x4342)
+
+
+@triton.jit
+def row_halves(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr):
+    """Halves of the eight pairs of neighbours of ``block * factor``."""
+    halves = ()
+    factor = lowered(factor, LOWERED)
+    for i in tl.static_range(8):
+        a, b = block[2 * i] * factor, block[2 * i + 1] * factor
+        if STOCHASTIC:
+            halves = halves + (stochastic_halves(a, b, row_random(random, 2 * i), LOWERED),)
+        else:
+            halves = halves + (nearest_halves(a, b, words[i]),)
+    return halves
+
+
+@triton.jit
+def column_halves(
+    low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr
+):
+    """Halves of the sixteen rows of two neighbouring columns."""
+    halves = ()
+    factor_low, factor_high = lowered(factor_low, LOWERED), lowered(factor_high, LOWERED)
+    for i in tl.static_range(16):
+        a, b = low[i] * factor_low, high[i] * factor_high
+        if STOCHASTIC:
+            halves = halves + (stochastic_halves(a, b, column_random(random_low, random_high, i), LOWERED),)
+        else:
+            halves = halves + (nearest_halves(a, b, words[i]),)
+    return halves
+
+
+# ------------------------------------------------------------------------------------------------------------- octs
+
+
+@triton.jit
+def oct_of(even, odd, factor, STOCHASTIC: tl.constexpr):
+    """An oct from the upper bytes of the halves of its even and of its odd elements; 0x77777777 in a NaN block."""
+    if STOCHASTIC:
+        codes = ((even >> 1) & 0x07070707) | ((odd << 3) & 0x70707070)
+    else:
+        codes = (even & 0x07070707) | ((odd << 4) & 0x70707070)
+    codes = codes | ((even >> 4) & 0x08080808) | (odd & -2139062144)  # 0x80808080
+    return tl.where(factor != factor, 0x77777777, codes)
+
+
+@triton.jit
+def row_oct(halves, factor, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The oct of the pairs FIRST .. FIRST + 3."""
+    a = choose_bytes(halves[FIRST], halves[FIRST + 1], 0x7531)
+    b = choose_bytes(halves[FIRST + 2], halves[FIRST + 3], 0x7531)
+    return oct_of(choose_bytes(a, b, 0x6420), choose_bytes(a, b, 0x7531), factor, STOCHASTIC)
+
+
+@triton.jit
+def columns_oct(halves, factor_low, factor_high, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The octs of the rows FIRST .. FIRST + 7 of the first and of the second column."""
+    a = choose_bytes(halves[FIRST], halves[FIRST + 2], 0x7531)
+    b = choose_bytes(halves[FIRST + 4], halves[FIRST + 6], 0x7531)
+    c = choose_bytes(halves[FIRST + 1], halves[FIRST + 3], 0x7531)
+    d = choose_bytes(halves[FIRST + 5], halves[FIRST + 7], 0x7531)
+    first = oct_of(choose_bytes(a, b, 0x6420), choose_bytes(c, d, 0x6420), factor_low, STOCHASTIC)
+    return first, oct_of(choose_bytes(a, b, 0x7531), choose_bytes(c, d, 0x7531), factor_high, STOCHASTIC)
+
+
+@triton.jit
+def integer_octs(block, factor, random, STOCHASTIC: tl.constexpr):
+    """Both octs of a block by integer arithmetic alone."""
+    first = tl.zeros_like(bits_of(block[0] * factor))
+    second = first
+    for i in tl.static_range(16):
+        byte = 0
+        if STOCHASTIC:
+            byte = (random[i // 4].to(tl.int32, bitcast=True) >> (8 * (i % 4))) & 0xFF
+        code = encode_integer(block[i] * factor, byte, 1, 1, STOCHASTIC)
+        if i < 8:
+            first = first | (code << (4 * i))
+        else:
+            second = second | (code << (4 * (i - 8)))
+    return first, second
+
+
+@triton.jit
+def row_octs(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
+    """Both octs of ``block * factor``; `random`: the four Philox words of the block (uint32)."""
+    if HW:
+        words = sign_words(words, block[0::2], block[1::2])
+        halves = row_halves(block, words, factor, random, STOCHASTIC, LOWERED)
+        return row_oct(halves, factor, 0, STOCHASTIC), row_oct(halves, factor, 4, STOCHASTIC)
+    else:
+        return integer_octs(block, factor, random, STOCHASTIC)
+
+
+@triton.jit
+def column_octs(
+    low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC: tl.constexpr,
+    LOWERED: tl.constexpr, HW: tl.constexpr,
+):  # fmt: skip
+    """The octs of two neighbouring columns: (first, second) of the first column, then of the second."""
+    if HW:
+        words = sign_words(words, low, high)
+        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
+        a, c = columns_oct(halves, factor_low, factor_high, 0, STOCHASTIC)
+        b, d = columns_oct(halves, factor_low, factor_high, 8, STOCHASTIC)
+    else:
+        a, b = integer_octs(low, factor_low, random_low, STOCHASTIC)
+        c, d = integer_octs(high, factor_high, random_high, STOCHASTIC)
+    return a, b, c, d
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+@triton.jit
+def nearest_value(y, HW: tl.constexpr):
+    """The value of the nearest E2M1 code of y."""
+    if HW:
+        return round_by_addition(y, 1, 1)
+    else:
+        return decode(encode_integer(y, 0, 1, 1, False), 1, 1)
+
+
+@triton.jit
+def integer_values(block, factor, value, random, STOCHASTIC: tl.constexpr):
+    """``decode(code of block * factor) * value``, 16 tensors, by integer arithmetic."""
+    out = ()
+    for i in tl.static_range(16):
+        byte = 0
+        if STOCHASTIC:
+            byte = (random[i // 4].to(tl.int32, bitcast=True) >> (8 * (i % 4))) & 0xFF
+        out = out + (decode(encode_integer(block[i] * factor, byte, 1, 1, STOCHASTIC), 1, 1) * value,)
+    return out
+
+
+@triton.jit
+def value_word(halves, scales, STOCHASTIC: tl.constexpr):
+    """The values of two codes times two block scales, as a word of bfloat16 (exact: at most six significant bits)."""
+    SHIFT: tl.constexpr = 3 if STOCHASTIC else 2
+    word = ((halves >> SHIFT) & 0x01C001C0) | (halves & -2147450880)  # the value times 2^-126
+    return scale_word(scale_word(word, 0x7E807E80), scales)
+
+
+@triton.jit
+def row_values(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
+    """``decode(code of block * factor) * value`` of a block: eight words of bfloat16."""
+    out = ()
+    if HW:
+        words = sign_words(words, block[0::2], block[1::2])
+        halves = row_halves(block, words, factor, random, STOCHASTIC, LOWERED)
+        scales = factor_word(value, value)
+        for i in tl.static_range(8):
+            out = out + (value_word(halves[i], scales, STOCHASTIC),)
+    else:
+        values = integer_values(block, factor, value, random, STOCHASTIC)
+        for i in tl.static_range(8):
+            out = out + (bf16_word(values[2 * i], values[2 * i + 1], HW),)
+    return out
+
+
+@triton.jit
+def column_values(
+    low, high, words, factor_low, factor_high, value_low, value_high, random_low, random_high,
+    STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
+):  # fmt: skip
+    """The same of two neighbouring columns: sixteen words of bfloat16, one per row."""
+    out = ()
+    if HW:
+        words = sign_words(words, low, high)
+        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
+        scales = factor_word(value_low, value_high)
+        for i in tl.static_range(16):
+            out = out + (value_word(halves[i], scales, STOCHASTIC),)
+    else:
+        a = integer_values(low, factor_low, value_low, random_low, STOCHASTIC)
+        b = integer_values(high, factor_high, value_high, random_high, STOCHASTIC)
+        for i in tl.static_range(16):
+            out = out + (bf16_word(a[i], b[i], HW),)
+    return out
