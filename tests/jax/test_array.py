@@ -1,5 +1,7 @@
 """QuantizedArray as a pytree, and `scaled_matmul`."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +98,71 @@ def test_nan_scales_reach_the_product():
     y = np.asarray(mj.scaled_matmul(mj.quantize(x, "mxfp8"), mj.quantize(B_NK, "mxfp8")))
     assert np.isnan(y[3]).all()
     assert np.isfinite(np.delete(y, 3, 0)).all()
+
+
+def as_bytes(leaf):
+    leaf = np.asarray(leaf)
+    return leaf.view(np.uint8) if "float8" in str(leaf.dtype) else leaf
+
+
+@pytest.mark.parametrize(("name", "axis"), [("nvfp4", -1), ("fp8_128x128", -2), ("mxfp6_e3m2", -1), ("nvfp4_row", -1)])
+def test_files(name, axis, tmp_path):
+    """The leaves in a safetensors file, and the array back from them."""
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    q = mj.quantize(A_MK.astype(jnp.bfloat16), name, axis=axis)
+    parts = {field: as_bytes(getattr(q, field)) for field in ("codes", "scale", "tensor_scale")
+             if getattr(q, field) is not None}  # fmt: skip
+    numpy_files.save_file(parts, tmp_path / "q.safetensors")
+    loaded = numpy_files.load_file(tmp_path / "q.safetensors")
+    back = mj.QuantizedArray.from_parts(
+        loaded["codes"], loaded["scale"], loaded.get("tensor_scale"), name, axis=axis, shape=q.shape, dtype="bfloat16"
+    )
+    assert jax.tree.structure(back) == jax.tree.structure(q)
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
+
+
+def test_orbax(tmp_path):
+    """A tree with quantized leaves, saved and restored into the structure it had."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+        tree = {"w": mj.quantize(A_MK, "nvfp4"), "b": jnp.ones(3), "x": [mj.quantize(B_NK, "mxfp8")]}
+        with checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "tree", tree)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "tree", jax.tree.map(jnp.zeros_like, tree))
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
+    np.testing.assert_array_equal(restored["w"].dequantize(), tree["w"].dequantize())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"codes": np.zeros((24, 36), np.uint8)},
+            ValueError,
+            r"codes: got shape \(24, 36\), needed \(24, 35\) for nvfp4",
+        ),
+        ({"codes": np.zeros((24, 35), np.int32)}, TypeError, "codes: got int32"),
+        ({"codes": np.zeros(35, np.uint8)}, ValueError, "codes: got shape .*at least two axes"),
+        ({"scale": np.zeros((24, 4), np.uint8)}, ValueError, r"scale: got shape \(24, 4\), needed \(24, 5\)"),
+        ({"scale": np.zeros((24, 5), np.float32)}, TypeError, "scale: got float32"),
+        ({"tensor_scale": np.ones((24, 1), np.float32)}, ValueError, r"tensor_scale: got shape \(24, 1\)"),
+        ({"format": "mxfp4", "scale": np.zeros((24, 3), np.uint8)}, ValueError, "tensor_scale: got an array"),
+        ({"format": 4}, TypeError, "format: got int"),
+        ({"dtype": np.float64}, TypeError, "dtype: got float64"),
+        ({"axis": 1, "shape": (2, 3, 70)}, ValueError, "axis: got 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_parts_that_do_not_fit(change, error, message):
+    q = mj.quantize(A_MK, "nvfp4")
+    parts = {"codes": q.codes, "scale": q.scale, "tensor_scale": q.tensor_scale, "format": "nvfp4", "shape": (24, 70)}
+    parts |= change
+    arguments = [parts.pop(name) for name in ("codes", "scale", "tensor_scale", "format")]
+    with pytest.raises(error, match=message):
+        mj.QuantizedArray.from_parts(*arguments, **parts)

@@ -1,4 +1,4 @@
-"""One row per transformation: results and states of dot_general and fp8_ops under each of them."""
+"""One row per transformation, eager and jitted: results and states of dot_general and fp8_ops under each of them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ DELAYED = DelayedScaling(amax_history_len=3)
 STACKED = np.stack([X, 5 * X, 3 * X])
 
 
-def state_gradient(loss):
-    return jax.jit(jax.grad(lambda state: loss(scaling.max_accumulate(state))))(scaling.init(DELAYED))
+eager_and_jit = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def state_gradient(loss, transform=jax.jit):
+    return transform(jax.grad(lambda state: loss(scaling.max_accumulate(state))))(scaling.init(DELAYED))
 
 
 def assert_state(state, amax):
@@ -63,17 +66,44 @@ def in_cond(state):
     return lax.cond(True, lambda s: call(STACKED[1], s), lambda s: 0.0, state)
 
 
+def in_other_branch(state):
+    return lax.cond(False, lambda s: 0.0, lambda s: call(STACKED[1], s), state)
+
+
+def in_remat(state):
+    return sum(jax.checkpoint(call)(x, state) for x in STACKED)
+
+
+@eager_and_jit
 @pytest.mark.parametrize(
-    "loss", [in_scan, in_scan_of_remat, in_while_of_microbatches, in_vmap, in_nested_vmap, in_batch_dimensions, in_cond]
-)
-def test_state_is_the_maximum(loss):
-    assert_state(state_gradient(loss), np.abs(5 * X).max())
+    "loss",
+    [
+        in_scan, in_scan_of_remat, in_remat, in_while_of_microbatches, in_vmap, in_nested_vmap, in_batch_dimensions,
+        in_cond, in_other_branch,
+    ],
+)  # fmt: skip
+def test_state_is_the_maximum(loss, transform):
+    assert_state(state_gradient(loss, transform), np.abs(5 * X).max())
 
 
-def test_vmap_without_the_accumulating_dtype():
-    state = jax.jit(jax.grad(in_vmap))(scaling.init(DELAYED))
+@eager_and_jit
+def test_stacked_state_in_scan(transform):
+    """One state per layer, scanned over: every layer keeps its own."""
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), scaling.init(DELAYED))
+
+    def loss(states):
+        return lax.scan(lambda total, each: (total + call(*each), None), 0.0, (STACKED, states))[0]
+
+    gradient = transform(jax.grad(loss))(states)
+    np.testing.assert_array_equal(np.asarray(gradient.x.amax_history)[:, 0], np.abs(STACKED).max((1, 2)))
+    np.testing.assert_array_equal(np.asarray(gradient.x.scale_enc), 1)
+
+
+@eager_and_jit
+def test_vmap_without_the_accumulating_dtype(transform):
+    state = transform(jax.grad(in_vmap))(scaling.init(DELAYED))
     assert_state(state, np.abs(5 * X).max())
-    each = jax.jit(jax.vmap(jax.grad(lambda s, x: call(x, s)), in_axes=(None, 0)))(scaling.init(DELAYED), STACKED)
+    each = transform(jax.vmap(jax.grad(lambda s, x: call(x, s)), in_axes=(None, 0)))(scaling.init(DELAYED), STACKED)
     assert float(each.x.amax_history.max()) == np.abs(5 * X).max()
 
 
@@ -83,23 +113,25 @@ def test_batched_state_stays_per_entry():
     np.testing.assert_array_equal(np.asarray(gradient.x.amax_history)[:, 0], np.abs(STACKED).max((1, 2)))
 
 
-def test_untaken_branch():
+@eager_and_jit
+def test_untaken_branch(transform):
     def loss(state, used):
         return lax.cond(used, lambda s: call(X, s), lambda s: 0.0, scaling.max_accumulate(state))
 
     state = scaling.update(scaling.init(DELAYED), {"x": 2.0})
-    gradient = jax.jit(jax.grad(loss))(state, False)
+    gradient = transform(jax.grad(loss))(state, False)
     kept = scaling.apply(state, gradient)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), kept, state)
-    assert float(scaling.apply(state, jax.jit(jax.grad(loss))(state, True)).x.amax_history[0]) == np.abs(X).max()
+    assert float(scaling.apply(state, transform(jax.grad(loss))(state, True)).x.amax_history[0]) == np.abs(X).max()
 
 
 def in_qdq(x, scale, history):
     return fp8_ops.in_qdq(F32, E4M3, x, scale, history)
 
 
+@eager_and_jit
 @pytest.mark.parametrize("kind", ["scan", "remat", "vmap", "nested_vmap", "cond", "straight"])
-def test_fp8_ops_state_is_the_maximum(kind):
+def test_fp8_ops_state_is_the_maximum(kind, transform):
     """The rows of the table on the extended dtype, cast once outside; vmap raises a TypeError in Flax."""
     values = jnp.asarray([1.0, 5.0, 3.0, 2.0])
 
@@ -116,7 +148,7 @@ def test_fp8_ops_state_is_the_maximum(kind):
         one = jax.checkpoint(in_qdq) if kind == "remat" else in_qdq
         return sum(one(x, scale, history) for x in values)
 
-    new_scale, new_history = jax.jit(jax.grad(loss, (0, 1)))(jnp.float32(1), jnp.zeros(3))
+    new_scale, new_history = transform(jax.grad(loss, (0, 1)))(jnp.float32(1), jnp.zeros(3))
     assert float(new_scale) == 1.0
     np.testing.assert_array_equal(np.asarray(new_history), [5, 0, 0])
 

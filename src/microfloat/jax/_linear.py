@@ -31,7 +31,7 @@ from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import reference, select
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.recipes.core import GEMMS
+from microfloat.recipes.core import GEMMS, OPERANDS
 
 __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
 
@@ -39,10 +39,7 @@ __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_c
 CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
 
 # The random streams of the six operands (docs/numerics.md 5.3).
-_STREAMS = {
-    ("fprop", "lhs"): 0, ("fprop", "rhs"): 1, ("dgrad", "lhs"): 2,
-    ("dgrad", "rhs"): 3, ("wgrad", "lhs"): 4, ("wgrad", "rhs"): 5,
-}  # fmt: skip
+_STREAMS = {operand: stream for stream, operand in enumerate(OPERANDS)}
 
 
 class Config(NamedTuple):

@@ -26,15 +26,21 @@ __all__ = [
 ]
 
 try:  # private modules that have moved between JAX versions
+    from jax._src import ad_util as _ad_util
     from jax._src import core as _core
     from jax._src import dtypes as _private_dtypes
     from jax._src import earray as _earray
     from jax._src.interpreters import pxla as _pxla
 
     _ExtendedDType: Any = _private_dtypes.ExtendedDType
-    CAN_USE_EARRAY = hasattr(_pxla, "global_result_handlers") and hasattr(_earray, "EArray")
+    CAN_USE_EARRAY = all(
+        hasattr(module, name)
+        for module, name in (
+            (_pxla, "global_result_handlers"), (_earray, "EArray"), (_ad_util, "raw_jaxval_adders"),
+        )
+    )  # fmt: skip
 except (ImportError, AttributeError):  # pragma: no cover - depends on the installed JAX
-    _core = _earray = _pxla = cast(Any, None)
+    _ad_util = _core = _earray = _pxla = cast(Any, None)
     _ExtendedDType = object
     CAN_USE_EARRAY = False
 
@@ -104,6 +110,15 @@ class _MaxGradDType(_ExtendedDType):
     def __repr__(self) -> str:
         return self.name
 
+
+def _add_outside_of_jit(x: Any, y: Any) -> Any:
+    """Sum of two eager arrays of an extended dtype, as the dtype defines it."""
+    return x.dtype._rules.add(x.dtype, x, y)
+
+
+if CAN_USE_EARRAY:
+    # Autodiff outside of jit looks adders up by the class of array, and JAX registers none for this class.
+    _ad_util.raw_jaxval_adders.setdefault(_earray.EArray, _add_outside_of_jit)
 
 fp32_max_grad = _MaxGradDType(jnp.dtype(jnp.float32)) if CAN_USE_EARRAY else jnp.dtype(jnp.float32)
 fm32 = fp32_max_grad

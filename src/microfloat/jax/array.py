@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type
 from microfloat.formats import ScaledFormat
@@ -46,6 +48,22 @@ class QuantizedArray:
     dtype: np.dtype
     added_axes: int = 0
 
+    @classmethod
+    def from_parts(
+        cls, codes: ArrayLike, scale: ArrayLike, tensor_scale: ArrayLike | None, format: ScaledFormat | str, *,
+        axis: int = -1, shape: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32,
+        hadamard: Hadamard | None = None,
+    ) -> "QuantizedArray":  # fmt: skip
+        """Wrap codes and scales that exist already, for instance those of a checkpoint or of torch.
+
+        `codes`, `scale`, `tensor_scale`: as the attributes of that name; FP8 codes may come as uint8, their bytes.
+        `format`: a ScaledFormat or its name. `shape` None is that of the codes (unpacked), which have their contraction
+        axis last. Raises InvalidValueError for shapes that do not fit each other, InvalidTypeError for dtypes.
+        """
+        from microfloat.jax._parts import checked_parts
+
+        return checked_parts(codes, scale, tensor_scale, format, axis, shape, dtype, hadamard)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that was quantized."""
@@ -75,7 +93,7 @@ class QuantizedArray:
         """The codes of the operand form, one uint8 per element: [..., length]."""
         return code_bytes(self.codes, self.format.element, self.length)
 
-    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> Array:
+    def dequantize(self, dtype: DTypeLike | None = None) -> Array:
         """The array that this stands for; see `microfloat.jax.dequantize`."""
         from microfloat.jax.ops import dequantize
 

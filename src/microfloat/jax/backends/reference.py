@@ -214,10 +214,27 @@ def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype
     transformed domain; beside an operand in high precision the other is dequantized to `dtype`, the compute dtype.
     """
     if kind_a is not None and kind_b is not None:
+        if kind_a.format.scale.name == kind_b.format.scale.name == "E8M0":
+            return _centred_gemm(typing.cast(Matrix, a), typing.cast(Matrix, b), kind_a, kind_b)
         values_a, outer_a = factored_values(typing.cast(Matrix, a), kind_a.format, kind_a.length)
         values_b, outer_b = factored_values(typing.cast(Matrix, b), kind_b.format, kind_b.length)
         return matmul(values_a, values_b, outer_a, outer_b)
     return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
+
+
+def _centred_gemm(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind) -> Array:
+    """The product of two MX operands, each first brought to a largest scale of 1: subnormal values would be flushed."""
+    values, exponent = [], jnp.int32(0)
+    for matrix, kind in ((a, kind_a), (b, kind_b)):
+        byte = matrix.scale.astype(jnp.int32)
+        largest = jnp.max(where(byte == 255, np.int32(0), byte), initial=0)
+        centred = where(byte == 255, byte, jnp.maximum(byte - largest + 127, 0)).astype(jnp.uint8)
+        values.append(factored_values(Matrix(matrix.codes, centred, None), kind.format, kind.length)[0])
+        exponent = exponent + (largest - 127)
+    product, half = matmul(values[0], values[1], None, None), exponent >> 1
+    for part in (half, exponent - half):  # each is the exponent of a normal number, their sum need not be
+        product = product * as_float((part + 127).astype(jnp.uint32) << 23)
+    return product
 
 
 def _in_high_precision(operand: Operand, kind: Kind | None, dtype: np.dtype) -> Array:
