@@ -62,6 +62,24 @@ def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize(("name", "kept"), [("mxfp8", False), ("delayed", False), ("gw_hp", True)])
+def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept: bool) -> None:
+    layer = mf.Linear(40, 24, bias=False, recipe=DelayedScaling() if name == "delayed" else CASES[name])
+    # Something that no partitioner recomputes: a matrix product.
+    before = torch.nn.Linear(16, 40, bias=False)
+    saved = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    function = compiled(lambda x: layer(before(x)))
+    x = torch.randn(8, 16)
+    with mf.autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(x).sum().backward()
+    assert (((8, 40), torch.float32) in saved) == kept
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_model_gives_the_bits_of_eager(backend: str) -> None:
     # ReLU and no bias: Inductor's own GELU and sums differ from eager's in the last bit, which casts would magnify.

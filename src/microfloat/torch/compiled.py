@@ -33,13 +33,17 @@ __all__ = ["compiled_linear"]
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, str token, "
-    "bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw) -> Tensor[]"
+    "bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
 )
+# x only where wgrad reads it in high precision: elsewhere its codes are among `saved`, and x itself can go.
 _library.define(
-    "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, str token, "
-    "str backend, ScalarType compute, bool wants_dx, bool wants_dw) -> Tensor[]"
+    "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, str token, "
+    "str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
 )
-_library.define("record_amax_(Tensor(a!) history, Tensor value, str token, str slot, int layer, str backend) -> ()")
+# With `records` both give a float32 [8] besides, whose elements `_LIVE` are the amaxes of this call's delayed casts,
+# taken by the casts themselves.
+_LIVE = {"x": 0, "w": 4, "dy": 0}
+_library.define("record_amax_(Tensor(a!) history, Tensor live, str token, str slot, int layer) -> ()")
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
 # draws of two layers, which would give each the other's noise.
 _library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
@@ -77,14 +81,17 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
             layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
             layer.scaling_dy_amax_history,
         )  # fmt: skip
-        if torch.is_grad_enabled():
-            record = torch.ops.microfloat.record_amax_
-            record(layer.scaling_x_amax_history, x, token, "x", layer._number, layer.backend)
-            record(layer.scaling_w_amax_history, layer.weight, token, "w", layer._number, layer.backend)
-    return _CompiledLinear.apply(
+    outputs = _CompiledLinear.apply(
         x, layer.weight, layer.bias, seed, *state, token, pinned, layer.backend, compute,
         layer._number, torch.is_grad_enabled(),
     )  # fmt: skip
+    if not isinstance(outputs, tuple):
+        return outputs
+    y, live = outputs
+    record = torch.ops.microfloat.record_amax_
+    record(layer.scaling_x_amax_history, live, token, "x", layer._number)
+    record(layer.scaling_w_amax_history, live, token, "w", layer._number)
+    return y
 
 
 class _CompiledLinear(torch.autograd.Function):
@@ -92,30 +99,37 @@ class _CompiledLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, dy_scale: Any,
         dy_history: Any, token: str, pinned: bool, backend: str, compute: torch.dtype, number: int, wants_grad: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         wants_dx, wants_dw = x.requires_grad and wants_grad, weight.requires_grad and wants_grad
+        records = wants_grad and dy_history is not None
         y, *saved = torch.ops.microfloat.linear_forward(
-            x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw
+            x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records
         )
-        ctx.save_for_backward(x, weight, seed, dy_scale, dy_history, *saved)
-        ctx.settings = (token, backend, compute, wants_dx, wants_dw, number)
+        live, saved = (saved[0], saved[1:]) if records else (None, saved)
+        kept = x if wants_dw and tokens.keeps_x(token) else None
+        ctx.save_for_backward(kept, weight, seed, dy_scale, dy_history, *saved)
+        ctx.settings = (token, backend, compute, x.dtype, wants_dx, wants_dw, number)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        if live is None:
+            return y
+        ctx.mark_non_differentiable(live)
+        return y, live
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
         x, weight, seed, dy_scale, dy_history, *saved = ctx.saved_tensors
-        token, backend, compute, wants_dx, wants_dw, number = ctx.settings
-        scale = None
-        if dy_history is not None and (wants_dx or wants_dw):
-            scale = dy_scale.clone()
-            torch.ops.microfloat.record_amax_(dy_history, dy, token, "dy", number, backend)
+        token, backend, compute, x_dtype, wants_dx, wants_dw, number = ctx.settings
+        records = dy_history is not None and (wants_dx or wants_dw)
+        scale = dy_scale.clone() if records else None
         gradients = torch.ops.microfloat.linear_backward(
-            dy, x, weight, saved, seed, scale, token, backend, compute, wants_dx, wants_dw
+            dy, x, weight, saved, seed, scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records
         )
-        dx, dw = gradients[0] if wants_dx else None, gradients[-1] if wants_dw else None
+        if records:
+            torch.ops.microfloat.record_amax_(dy_history, gradients[0], token, "dy", number)
+        dx = gradients[1 if records else 0] if wants_dx else None
+        dw = gradients[-1] if wants_dw else None
         db = bias_gradient(dy, ctx.bias_dtype) if ctx.bias_dtype is not None else None
         return (dx, dw, db, *(None,) * 11)
 
@@ -127,13 +141,23 @@ def _call(token: str, backend: str, device: torch.device, compute: torch.dtype, 
     return LinearCall(recipe, module, compute, seed=seed, forms=forms)
 
 
+def _record_into(call: LinearCall, records: bool, device: torch.device, *slots: str) -> list[torch.Tensor]:
+    """Let the casts of a call record their amaxes into a tensor of its own, which is returned."""
+    if not records:
+        return []
+    live = torch.zeros(8, dtype=torch.float32, device=device)
+    call.live = {slot: live[_LIVE[slot] : _LIVE[slot] + 1] for slot in slots}
+    return [live]
+
+
 def _linear_forward(
     x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     _check_caller(token, pinned)
     call = _call(token, backend, x.device, compute, seed)
     call.scales = {"x": x_scale, "w": w_scale}
+    live = _record_into(call, records, x.device, "x", "w")
     recipe = call.recipe
     y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
     saved = []
@@ -146,23 +170,26 @@ def _linear_forward(
         storage = tensor.untyped_storage().data_ptr()
         saved[index] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    return [y, *saved]
+    return [y, *live, *saved]
 
 
 def _linear_backward(
     dy: Any, x: Any, weight: Any, saved: list[torch.Tensor], seed: Any, dy_scale: Any, token: str, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     call = _call(token, backend, dy.device, compute, seed)
     call.scales = {"dy": dy_scale}
-    recipe, rest = call.recipe, list(saved)
-    x_column = x.reshape(-1, x.shape[-1]).to(compute).t() if wants_dw else None
-    w_column = weight.to(compute).t() if wants_dx else None
-    x_layout, w_layout = _saved_layouts(recipe, call.backend, x, weight, wants_dx, wants_dw)
+    live = _record_into(call, records, dy.device, "dy")
+    rest = list(saved)
+    x_column = x.reshape(-1, x.shape[-1]).to(compute).t() if x is not None else None
+    w_column = weight.to(compute).t() if wants_dx and call.recipe.dgrad.rhs is None else None
+    rows = dy.numel() // dy.shape[-1]
+    x_layout, w_layout = _saved_layouts(call.recipe, call.backend, rows, dy.device, weight, wants_dx, wants_dw)
     x_column = x_column if x_layout is None else x_layout.take(rest)
     w_column = w_column if w_layout is None else w_layout.take(rest)
-    dx, dw = linear_backward(call, dy, x_column, w_column, x.dtype, weight.dtype)
-    return [gradient for gradient in (None if dx is None else dx.reshape(x.shape), dw) if gradient is not None]
+    dx, dw = linear_backward(call, dy, x_column, w_column, x_dtype, weight.dtype)
+    dx = None if dx is None else dx.reshape(*dy.shape[:-1], weight.shape[1])
+    return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 
 def _check_caller(token: str, pinned: bool) -> None:
@@ -183,12 +210,12 @@ def _check_autocast_(marker: torch.Tensor, token: str) -> None:
         _check_caller("another recipe", False)
 
 
-def _record_amax_(history: torch.Tensor, value: torch.Tensor, token: str, slot: str, layer: int, backend: str) -> None:
+def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
     casts = tokens.recipe_of(token).casts.items()
     cast = next((cast for key, cast in casts if OPERANDS[key] == slot and _is_delayed(cast)), None)
-    if cast is None or value.numel() == 0:
+    if cast is None:
         return
-    amax = backends.choose(backend, value.device).amax(value.reshape(-1, value.shape[-1]))
+    amax = live[_LIVE[slot] : _LIVE[slot] + 1]
     state = context.ambient()
     region, group = (state.region, state.group) if state is not None else (None, None)
     scaling.record_compiled(layer, history, slot, amax, cast, region, group)
@@ -257,11 +284,11 @@ def _scale_shape(fmt: ScaledFormat, rows: Any, stored: Any) -> tuple[Any, ...]:
 
 
 def _saved_layouts(
-    recipe: Recipe, module: Any, x: torch.Tensor, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
+    recipe: Recipe, module: Any, rows: Any, device: torch.device, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
 ) -> tuple[_Layout | None, _Layout | None]:
-    """Layouts of x.T for wgrad and of w.T for dgrad; None where nothing is saved."""
-    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
-    forms = _forms(module, recipe, x.device)
+    """Layouts of x.T for wgrad and of w.T for dgrad; None where nothing is saved. `rows`: of x."""
+    out_features, in_features = weight.shape
+    forms = _forms(module, recipe, device)
     return (
         _layout(module, recipe.wgrad, in_features, rows, forms["wgrad"][1]) if wants_dw else None,
         _layout(module, recipe.dgrad, in_features, out_features, forms["dgrad"][1]) if wants_dx else None,
@@ -277,21 +304,24 @@ def _forms(module: Any, recipe: Recipe, device: torch.device) -> dict[str, tuple
 
 def _fake_forward(
     x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     module = backends.choose(backend, x.device)
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
-    for layout in _saved_layouts(tokens.recipe_of(token), module, x, weight, wants_dx, wants_dw):
+    outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
+    rows = x.numel() // x.shape[-1]
+    for layout in _saved_layouts(tokens.recipe_of(token), module, rows, x.device, weight, wants_dx, wants_dw):
         outputs += [] if layout is None else layout.empty(x)
     return outputs
 
 
 def _fake_backward(
     dy: Any, x: Any, weight: Any, saved: Any, seed: Any, dy_scale: Any, token: str, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    wanted = ((wants_dx, x), (wants_dw, weight))
-    return [tensor.new_empty(tensor.shape) for is_wanted, tensor in wanted if is_wanted]
+    made = [dy.new_empty(8, dtype=torch.float32)] if records else []
+    made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=x_dtype)] if wants_dx else []
+    return made + ([weight.new_empty(weight.shape)] if wants_dw else [])
 
 
 _library.impl("linear_forward", _linear_forward, "CompositeExplicitAutograd")

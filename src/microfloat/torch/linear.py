@@ -58,6 +58,8 @@ class LinearCall:
     records: bool = False
     seed: torch.Tensor | None = None
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Slot -> float32 [1] that takes the amax of a delayed cast, where the caller records it and not the layer's state.
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
     weight_cache: dict[str, Any] | None = None
     weight_key: Any = None
     # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
@@ -223,7 +225,7 @@ def _delayed_state(
             )
         scale = scaling.encode_scale(layer, slot)
     if not call.records or layer is None:
-        return scale, None
+        return scale, call.live.get(slot)
     scaling.note_recorded(layer, slot, cast, group=call.group, region=call.region)
     return scale, scaling.amax_history(layer, slot)
 

@@ -9,7 +9,7 @@ import json
 from microfloat.errors import InvalidValueError
 from microfloat.recipes import Recipe
 
-__all__ = ["PLAIN", "canonical", "is_delayed", "is_stochastic", "recipe_of", "token_of"]
+__all__ = ["PLAIN", "canonical", "is_delayed", "is_stochastic", "keeps_x", "recipe_of", "token_of"]
 
 PLAIN = ""
 _RECIPES: dict[str, Recipe] = {}
@@ -45,7 +45,8 @@ def _learn(recipe: Recipe) -> tuple[Recipe, Recipe, str]:
 def _make_token(recipe: Recipe) -> str:
     token = _TOKENS.get(recipe)
     if token is None:
-        traits = ("s" if recipe.is_stochastic else "-") + ("d" if recipe.is_delayed else "-")
+        kept = recipe.wgrad.rhs is None
+        traits = ("s" if recipe.is_stochastic else "-") + ("d" if recipe.is_delayed else "-") + ("x" if kept else "-")
         try:
             contents = json.dumps(recipe.to_dict(), sort_keys=True)
         except InvalidValueError:  # a callable amax_compute_algo has no contents to write down
@@ -68,3 +69,8 @@ def is_stochastic(token: str) -> bool:
 def is_delayed(token: str) -> bool:
     """Whether the recipe carries delayed-scaling state."""
     return token[1] == "d"
+
+
+def keeps_x(token: str) -> bool:
+    """Whether backward reads x itself, because wgrad takes it in high precision."""
+    return token[2] == "x"
