@@ -244,7 +244,8 @@ def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, gemms: tuple[str, ...
                 raise invalid_value(
                     f"the contraction {letter} of {name}", f"shards of {size} over mesh axes {sorted(axes)}",
                     f"a multiple of the block, {block}, so that no block of {cast.format.name} is cut",
-                    "Shard another axis, or choose sizes that divide.",
+                    "Shard another axis, or choose sizes that divide. An operand that was gathered is known as whole "
+                    "after lax.all_gather(..., to='invarying').",
                 )  # fmt: skip
 
 

@@ -1,0 +1,172 @@
+"""dot_general inside shard_map: data, tensor, fully sharded parallelism; 4 and 8 host devices; check_vma on and off.
+
+x [M, K], w [N, K], dy [M, N]; mesh axes "data" and "model". Results and gradients are those of one device.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import microfloat.jax as mj
+from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tests.jax.compare import relative_error
+
+CPUS = jax.devices("cpu")
+pytestmark = pytest.mark.skipif(len(CPUS) < 8, reason=f"needs 8 host devices, the CPU client has {len(CPUS)}")
+
+RNG = np.random.default_rng(23)
+X = (RNG.standard_normal((256, 128)) * np.linspace(1, 5, 256)[:, None]).astype(np.float32)
+W, DY = (RNG.standard_normal(shape).astype(np.float32) for shape in ((128, 128), (256, 128)))
+PLAIN = (((1,), (1,)), ((), ()))
+RECIPES = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+MESHES = {4: {"data": 2, "model": 2}, 8: {"data": 2, "model": 4}}
+
+
+def data_parallel(op, x, w):
+    return op(x, w, PLAIN)
+
+
+def tensor_parallel_k(op, x, w):
+    """Partial sums in float32, one sum over devices, then whatever rounding there is."""
+    return lax.psum(op(x, w, PLAIN, preferred_element_type=jnp.float32), "model")
+
+
+def fully_sharded(op, x, w):
+    return op(x, lax.all_gather(w, "data", axis=0, tiled=True), PLAIN)
+
+
+# name -> function of the shards, specs of x, w and y, mesh axes over which every device has the same part of y.
+LAYOUTS = {
+    "data": (data_parallel, P(("data", "model"), None), P(), P(("data", "model"), None), ()),
+    "tensor K": (tensor_parallel_k, P(None, "model"), P(None, "model"), P(), ("data",)),
+    "tensor N": (data_parallel, P(), P("model", None), P(None, "model"), ("data",)),
+    "data x tensor": (data_parallel, P("data", None), P("model", None), P("data", "model"), ()),
+    "fully sharded": (fully_sharded, P("data", None), P("data", None), P("data", None), ("model",)),
+}
+
+
+def mesh_of(devices):
+    shape = MESHES[devices]
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=CPUS[:devices])
+
+
+def on_one_device(recipe):
+    return jax.jit(lambda x, w, dy, state: _pulled(partial(_one_device, recipe), x, w, dy, state))
+
+
+def _one_device(recipe, x, w, state):
+    return mj.dot_general(recipe)(x, w, PLAIN, **({} if state is None else {"state": state}))
+
+
+def _pulled(function, x, w, dy, state):
+    y, back = jax.vjp(function, x, w, state)
+    return y, *back(dy)
+
+
+EXPECTED = {}
+
+
+def expected_of(name):
+    """(y, dx, dw, new state) on one device; made once per process."""
+    if name not in EXPECTED:
+        recipe = RECIPES[name]
+        state = mj.scaling.init(recipe) if recipe.is_delayed else None
+        EXPECTED[name] = on_one_device(recipe)(X, W, DY, state)
+    return EXPECTED[name]
+
+
+def assert_equal_results(results, expected):
+    for actual, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert actual.shape == wanted.shape
+        # Bytes of codes and scales are equal, so that only the order of sums differs.
+        assert relative_error(actual, wanted) < 1e-6
+
+
+# State in all of them; the other recipes under each layout once.
+CASES = [("delayed", 8, layout, check_vma) for layout in LAYOUTS for check_vma in (True, False)]
+CASES += [
+    (name, devices, layout, (turn + first) % 2 == 0)
+    for first, (name, devices) in enumerate([("current", 4), ("mxfp8", 8), ("nvfp4", 4)])
+    for turn, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "layout", "check_vma"), CASES)
+def test_parallelism(name, devices, layout, check_vma):
+    local, x_spec, w_spec, y_spec, repeated = LAYOUTS[layout]
+    recipe, mesh = RECIPES[name], mesh_of(devices)
+    op = mj.dot_general(recipe, axis_names=() if check_vma else ("data", "model"))
+    state = mj.scaling.init(recipe) if recipe.is_delayed else None
+
+    def sharded(x, w, state):
+        called = op if state is None else partial(op, state=state)
+        return local(called, x, w)
+
+    mapped = jax.shard_map(
+        sharded, mesh=mesh, in_specs=(x_spec, w_spec, P()), out_specs=y_spec, check_vma=check_vma
+    )  # fmt: skip
+    results = jax.jit(lambda x, w, dy, state: _pulled(mapped, x, w, dy, state))(X, W, DY, state)
+    expected = expected_of(name)
+    if state is not None and not check_vma:
+        # There JAX hands each of several devices that have the same part of y an equal share of dy.
+        *others, new = expected
+        shares = np.prod([mesh.shape[axis] for axis in repeated])
+        expected = (*others, replace(new, dy=new.dy._replace(amax_history=new.dy.amax_history / shares)))
+    assert_equal_results(results, expected)
+
+
+def test_gathered_operands():
+    """A gathered weight is whole: gathered as invariant, any size fits; else it looks as if K were sharded."""
+    op, x, w = mj.dot_general(MXFP8BlockScaling()), X[:, :72], W[:64, :72]
+    expected = _pulled(lambda x, w, _: op(x, w, PLAIN), x, w, DY[:, :64], None)
+
+    def gathering(to):
+        def local(x, w):
+            return op(x, lax.all_gather(w, "data", axis=0, tiled=True, to=to), PLAIN)
+
+        specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+        mapped = jax.shard_map(local, mesh=mesh_of(4), axis_names={"data", "model"}, **specs)
+        return jax.jit(lambda x, w, dy: _pulled(lambda x, w, _: mapped(x, w), x, w, dy, None))
+
+    assert_equal_results(gathering("invarying")(x, w, DY[:, :64]), expected)
+    with pytest.raises(ValueError, match=r"contraction K of fprop: got shards of 72.*to='invarying'"):
+        gathering("varying")(x, w, DY[:, :64])
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_eager_shard_map(check_vma):
+    """Outside of jit too."""
+    op = mj.dot_general(RECIPES["current"], axis_names=() if check_vma else ("data",))
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(lambda x, w: op(x, w, PLAIN), mesh=mesh_of(4), check_vma=check_vma, **specs)
+    assert relative_error(mapped(X, W), expected_of("current")[0]) < 1e-6
+
+
+def test_noise_of_shards():
+    """One key repeats its noise on every shard; with the axis index folded in, shards differ."""
+    op, key = mj.dot_general(NVFP4BlockScaling()), jax.random.key(0)
+    row, dy = np.tile(X[:1], (256, 1)), np.tile(DY[:1], (256, 1))
+
+    def dx_of(fold):
+        def local(x, dy):
+            folded = jax.random.fold_in(key, lax.axis_index("data")) if fold else key
+            return jax.vjp(lambda x: op(x, W, PLAIN, key=folded), x)[1](dy)[0]
+
+        return jax.jit(jax.shard_map(local, mesh=mesh_of(4), in_specs=(P("data"), P("data")), out_specs=P("data")))
+
+    for fold in (False, True):
+        first, second = np.split(np.asarray(dx_of(fold)(row, dy)), 2)
+        assert np.array_equal(first, second) != fold
