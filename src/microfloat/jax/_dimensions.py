@@ -1,5 +1,6 @@
 """Dimension numbers and einsum equations as one form: [B, M, K] x [B, N, K] -> [B, M, N], operands kept by position."""
 
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -49,7 +50,9 @@ def canonical_dimensions(
     """Validate lax.dot_general's dimension numbers; contraction and batch dimensions keep their paired order."""
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        pairs = [tuple(int(axis) for axis in axes) for axes in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
+        pairs = [
+            tuple(operator.index(axis) for axis in axes) for axes in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)
+        ]
     except (TypeError, ValueError) as error:
         raise invalid_type(
             "dimension_numbers", repr(dimension_numbers),

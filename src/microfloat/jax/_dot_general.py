@@ -23,7 +23,7 @@ from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
 from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax, missing_key
 from microfloat.jax._random import call_seed
-from microfloat.jax.ops import WIDE_DTYPES, check_array, check_backend
+from microfloat.jax.ops import check_array, check_backend, check_dtype
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Recipe
 from microfloat.recipes.core import check_choice
@@ -45,6 +45,8 @@ def dot_general(
     check_choice("residuals", residuals, ("low", "high"))
     if isinstance(axis_names, str):
         axis_names = (axis_names,)
+    if not isinstance(axis_names, tuple | list) or not all(isinstance(name, str) for name in axis_names):
+        raise invalid_type("axis_names", repr(axis_names), "a tuple of names of mesh axes")
     return DotGeneral(recipe, check_backend(backend), tuple(axis_names), residuals)
 
 
@@ -102,9 +104,8 @@ class DotGeneral:
         """
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
-        dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
-        if dtype not in WIDE_DTYPES:
-            raise invalid_type("preferred_element_type", dtype, "float32, bfloat16 or float16")
+        wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
+        dtype = check_dtype("preferred_element_type", wanted)
         state = self._check_state(state)
         config = Config(self.recipe, dtype, self.backend, self.axis_names, self.residuals)
         run = partial(_apply, config=config, dimensions=dimensions)
@@ -131,7 +132,10 @@ class DotGeneral:
 
         The gradient with respect to `gradient_slot`, a float32 zero, is the amax of dy.
         """
-        self._check_state(state)
+        if self._check_state(state) is None:
+            raise invalid_value(
+                "recipe", repr(self.recipe), "a recipe with delayed scaling", "This one needs no amaxes."
+            )
         frozen = lax.stop_gradient(state)
         dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, gradient_slot))
         y = self(
@@ -154,6 +158,8 @@ class DotGeneral:
             raise invalid_value("state", type(state).__name__, f"None for {self.recipe!r}, which keeps no state")
         if state is not None and state.rules != scaling.slot_rules(self.recipe):
             raise invalid_value("state", "a state made for another recipe", f"scaling.init({self.recipe!r})")
+        if state is not None:
+            scaling.check_slots("state", state)
         return state
 
     def _words(self, seed: Array | int | None, key: Array | None) -> Array | np.ndarray | None:

@@ -11,7 +11,7 @@ from microfloat.jax._bits import as_code_dtype
 from microfloat.jax._hadamard import stored_length
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray
-from microfloat.jax.ops import WIDE_DTYPES, normalize_axis
+from microfloat.jax.ops import check_dtype, normalize_axis
 from microfloat.recipes import Hadamard
 
 __all__ = ["checked_parts"]
@@ -31,8 +31,7 @@ def checked_parts(
     fmt = get_format(format) if isinstance(format, str) else format
     if not isinstance(fmt, ScaledFormat):
         raise invalid_type("format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
-    if jnp.dtype(dtype) not in WIDE_DTYPES:
-        raise invalid_type("dtype", jnp.dtype(dtype), "float32, bfloat16 or float16")
+    wide = check_dtype("dtype", dtype)
     stored = _stored_codes(codes, fmt)
     if shape is None:
         shape = (*stored.shape[:-1], stored.shape[-1] * fmt.element.codes_per_byte)
@@ -53,7 +52,7 @@ def checked_parts(
         if fmt.tensor_scale is None:
             raise invalid_value("tensor_scale", "an array", f"None: {fmt.name} has none")
         _check_shape("tensor_scale", wanted, (rows, 1) if fmt.tensor_scale == "row" else (), fmt)
-    return QuantizedArray(stored, scales, wanted, fmt, axis, cols, hadamard, jnp.dtype(dtype), max(2 - len(shape), 0))
+    return QuantizedArray(stored, scales, wanted, fmt, axis, cols, hadamard, wide, max(2 - len(shape), 0))
 
 
 def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:

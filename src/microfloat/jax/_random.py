@@ -108,6 +108,8 @@ def check_key(key: Any) -> Array:
             raise invalid_value("key", f"shape {np.shape(key)}", "a single key", "Split it, and pass one.")
     elif dtype != jnp.uint32:
         raise invalid_type("key", dtype, "a key made by jax.random.key (or the uint32 words of one)")
+    elif np.ndim(key) != 1 or np.shape(key) != np.shape(jax.eval_shape(jax.random.PRNGKey, 0)):
+        raise invalid_value("key", f"uint32{list(np.shape(key))}", "the words of a single key", "Use jax.random.key.")
     return key
 
 

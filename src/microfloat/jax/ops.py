@@ -111,9 +111,7 @@ def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
     rounding to `dtype`. A Hadamard transform is undone in float32 (up to rounding). Source: docs/numerics.md 8.1.
     """
     check_quantized("q", q)
-    target = jnp.dtype(q.dtype if dtype is None else dtype)
-    if target not in WIDE_DTYPES:
-        raise invalid_type("dtype", target, "float32, bfloat16 or float16")
+    target = check_dtype("dtype", q.dtype if dtype is None else dtype)
     if _explicit.is_explicit(q.codes):
         return _explicit.run_automatically(partial(_dequantize, dtype=target), partial(_dequantized_spec, q), q)
     return _dequantize(q, dtype=target)
@@ -155,9 +153,7 @@ def scaled_matmul(
     operands = [_operand(name, value) for name, value in (("a_MK", a_MK), ("b_NK", b_NK))]
     (a, kind_a, dtype_a, leading), (b, kind_b, dtype_b, _) = operands
     _check_pair(a, b, kind_a, kind_b)
-    dtype = dtype_a if out_dtype is None else jnp.dtype(out_dtype)
-    if dtype not in WIDE_DTYPES:
-        raise invalid_type("out_dtype", dtype, "float32, bfloat16 or float16")
+    dtype = check_dtype("out_dtype", dtype_a if out_dtype is None else out_dtype)
     rows_b = reference.rows_of(b)
     if bias is not None:
         bias = check_array("bias", bias)
@@ -228,6 +224,10 @@ def check_array(argument: str, x: object) -> Array:
     """A float32, bfloat16 or float16 array (Python numbers become float32); InvalidTypeError for anything else."""
     if isinstance(x, float) and not isinstance(x, np.generic):
         return jnp.asarray(x, jnp.float32)
+    if isinstance(x, QuantizedArray):
+        raise invalid_type(
+            argument, "a QuantizedArray", "a plain array", "Dequantize it first, or multiply with scaled_matmul."
+        )
     if not isinstance(x, jax.Array | np.ndarray) and callable(getattr(x, "__jax_array__", None)):
         x = typing.cast(typing.Any, x).__jax_array__()
     dtype = getattr(x, "dtype", None)
@@ -238,9 +238,21 @@ def check_array(argument: str, x: object) -> Array:
     if dtype not in WIDE_DTYPES:
         raise invalid_type(
             argument, dtype, "float32, bfloat16 or float16",
-            "Dequantize it first." if "float8" in str(dtype) else f"Convert {argument} with .astype first.",
+            "Dequantize it first." if str(dtype).startswith(("float8", "float6_", "float4"))
+            else f"Convert {argument} with .astype first.",
         )  # fmt: skip
     return jnp.asarray(x)
+
+
+def check_dtype(argument: str, dtype: object) -> np.dtype:
+    """float32, bfloat16 or float16 as a dtype; InvalidTypeError for anything else."""
+    try:
+        found = jnp.dtype(dtype)  # type: ignore[arg-type]
+    except TypeError:
+        raise invalid_type(argument, repr(dtype), "float32, bfloat16 or float16") from None
+    if found not in WIDE_DTYPES:
+        raise invalid_type(argument, found, "float32, bfloat16 or float16")
+    return found
 
 
 def normalize_axis(axis: object, ndim: int) -> int:
@@ -274,6 +286,10 @@ def check_backend(backend: object) -> str:
 
 def _check_word(argument: str, value: object) -> Array | np.uint32:
     if isinstance(value, jax.Array):
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise invalid_value(
+                argument, f"{value.dtype}{list(value.shape)}", "an int in [0, 2^32), or a 0-d integer array"
+            )
         return value.astype(jnp.uint32)
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -297,7 +313,7 @@ def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
             "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
             "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
         )  # fmt: skip
-    array = _real_array("amax", amax)
+    array = real_array("amax", amax)
     needed = (rows, 1) if fmt.tensor_scale == "row" else ()
     if array.shape != needed:
         raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {fmt.name}")
@@ -317,7 +333,7 @@ def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
         )  # fmt: skip
     if scale_enc is None:
         return None
-    array = _real_array("scale_enc", scale_enc)
+    array = real_array("scale_enc", scale_enc)
     if array.size != 1:
         raise invalid_value("scale_enc", f"shape {array.shape}", "one float32")
     if not isinstance(array, Tracer):
@@ -327,7 +343,7 @@ def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
     return array.reshape(())
 
 
-def _real_array(argument: str, value: ArrayLike) -> Array:
+def real_array(argument: str, value: ArrayLike) -> Array:
     """A real number, or a floating-point array, as float32."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
         return jnp.asarray(float(value), jnp.float32)

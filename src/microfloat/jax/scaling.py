@@ -9,7 +9,7 @@ number from the gradient.
 Index 0 of a history is the newest amax, index 1 the oldest kept, the last index the second newest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -135,11 +135,13 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
     Scale and ring are recomputed from `old`; only ``new.amax_history[0]`` is taken over, if it is finite. A slot
     whose gradient says that it was not used (scale 0 or not finite) keeps the old state.
     """
+    if not isinstance(old, DelayedState) or not isinstance(new, DelayedState):
+        raise invalid_type("new", type(new), "a DelayedState, the gradient with respect to `old`")
     slots = {}
     for tensor, slot, rule in slots_of(old):
         gradient = new.slot(tensor)
-        if gradient is None:
-            raise invalid_value("new", f"a state without slot {tensor!r}", "the gradient with respect to `old`")
+        if gradient is None or np.shape(gradient.amax_history) != np.shape(slot.amax_history):
+            raise invalid_value("new", f"another form in slot {tensor!r}", "the gradient with respect to `old`")
         scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[..., 0]))
         used = (scale > 0) & jnp.isfinite(scale)
         stepped = record(advance(slot, rule), amax)
@@ -152,14 +154,22 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
 
     Tensors that `amaxes` does not name keep their state.
     """
+    if not isinstance(amaxes, Mapping):
+        raise invalid_type("amaxes", type(amaxes), "a dict of amaxes by tensor, {'x': ..., 'w': ..., 'dy': ...}")
     unknown = set(amaxes) - {tensor for tensor, _, _ in slots_of(state)}
     if unknown:
         raise invalid_value("amaxes", f"names {sorted(unknown)}", "names of slots that this state has")
     slots = {
-        tensor: record(advance(slot, rule), jnp.asarray(amaxes[tensor], jnp.float32)) if tensor in amaxes else slot
+        tensor: record(advance(slot, rule), _one_amax(tensor, amaxes[tensor])) if tensor in amaxes else slot
         for tensor, slot, rule in slots_of(state)
     }
     return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=state.rules)
+
+
+def _one_amax(tensor: str, amax: object) -> Array:
+    if isinstance(amax, str) or np.size(amax) != 1:  # type: ignore[arg-type]
+        raise invalid_value(f"amaxes[{tensor!r}]", f"shape {np.shape(amax)}", "one float32")  # type: ignore[arg-type]
+    return jnp.asarray(amax, jnp.float32).reshape(())  # type: ignore[arg-type]
 
 
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
@@ -167,6 +177,9 @@ def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
     gradients = list(gradients)
     if not gradients:
         return old
+    for gradient in gradients:
+        if not isinstance(gradient, DelayedState):
+            raise invalid_type("gradients", type(gradient), "DelayedStates, gradients with respect to `old`")
     return apply(old, jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), axis=0), *gradients))
 
 
@@ -176,6 +189,22 @@ def max_accumulate(state: DelayedState) -> DelayedState:
     The gradient with respect to the original state is float32 again.
     """
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), state)
+
+
+def check_slots(argument: str, state: DelayedState) -> None:
+    """One encode scale and a history [L] per slot, float32 or the dtype of `max_accumulate`; else InvalidValueError."""
+    for tensor, slot, _ in slots_of(state):
+        kinds = [str(leaf.dtype) for leaf in slot]
+        if (
+            not set(kinds) <= {"float32", str(fp32_max_grad)}
+            or np.size(slot.scale_enc) != 1
+            or slot.amax_history.ndim != 1
+        ):
+            shapes = [leaf.shape for leaf in slot]
+            raise invalid_value(
+                f"{argument}.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
+                "float32 of shapes () and [L]", "Stacked states are for vmap and scan.",
+            )  # fmt: skip
 
 
 def slots_of(state: DelayedState) -> list[tuple[str, Slot, SlotRule]]:
