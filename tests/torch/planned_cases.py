@@ -1,6 +1,8 @@
 """Cases of tests/torch/test_planned.py: the plan of a Linear against the general path, on a GPU or interpreted."""
 
 import contextlib
+import ctypes
+import threading
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from microfloat.torch import backends, planned, scaling
+from microfloat.torch import backends, planned, rolling, scaling
 from microfloat.torch.backends import native
 from microfloat.torch.backends.native import _tensorwise
 from microfloat.torch.backends.native._forms import Chip
+from microfloat.torch.backends.triton import _delayed, _direct, _launch
 
 M, K, N = 32, 48, 64
 
@@ -24,14 +27,15 @@ def native_on(device: str):
     if device == "cuda":
         yield
         return
-    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of
+    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of, rolling._update_kernel
+    rolling._update_kernel = lambda device: _delayed
     backends.choose = lambda name, device: native
     planned._ON_CPU_TOO = True
     native.chip_of = _tensorwise.chip_of = lambda device: Chip((9, 0))
     try:
         yield
     finally:
-        backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of = saved
+        backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of, rolling._update_kernel = saved
         planned._PLANS.clear()
 
 
@@ -44,6 +48,44 @@ def without_plans():
         yield
     finally:
         linear_module.planned_linear = saved
+
+
+def _at(address, like):
+    """The tensor at an address, laid out as another."""
+    span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    memory = (ctypes.c_uint8 * (span * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())
+
+
+@contextlib.contextmanager
+def by_addresses():
+    """In the interpreter, launches after the first are given addresses alone, as compiled kernels are."""
+
+    def compile_interpreted(self, key, programs, tensors, scalars, constants, warps):
+        likes = [_launch.as_bytes(tensor) for tensor in tensors]
+        self.function[(programs,)](*likes, *scalars, *constants)
+        likes = [None if like is None else torch.empty_like(like) for like in likes]
+
+        def start(programs, stream, addresses, rest):
+            assert [address is None for address in addresses] == [like is None for like in likes]
+            assert not any((address or 0) & 15 for address in addresses)
+            pairs = zip(addresses, likes, strict=True)
+            self.function[(programs,)](*[None if like is None else _at(at, like) for at, like in pairs], *rest)
+
+        def bind(programs, rest):
+            return lambda stream, *addresses: start(programs, stream, addresses, rest)
+
+        self._compiled[key] = _direct.Start(start, bind)
+        return self._compiled[key]
+
+    saved = _launch.Kernel.compile, _launch.INTERPRETED
+    _launch.Kernel.compile, _launch.INTERPRETED = compile_interpreted, False
+    planned._PLANS.clear()
+    try:
+        yield
+    finally:
+        _launch.Kernel.compile, _launch.INTERPRETED = saved
+        planned._PLANS.clear()
 
 
 class Spy:
@@ -131,6 +173,22 @@ def same_bits(device, name, shape, bias, dtype):
     steps = [inputs(device, shape, dtype=getattr(torch, dtype), seed=seed) for seed in range(3)]
     spy = compare(device, recipe, steps, bias=bias, dtype=getattr(torch, dtype))
     assert spy.backwards == spy.forwards
+
+
+def same_bits_by_addresses(device, name):
+    """As `same_bits`; on the CPU with launches by address, as they are on a GPU."""
+    if device == "cuda":
+        return
+    recipe = RECIPES[name]()
+    steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(4)]
+    with native_on(device):
+        layer = make(recipe, device)
+        with by_addresses():
+            by_plan = results(layer, steps)
+        layer = make(recipe, device)
+        with without_plans():
+            general = results(layer, steps)
+    assert_same(by_plan, general)
 
 
 def general_path_serves_the_rest(device, what):
@@ -440,6 +498,37 @@ def graphs_and_streams(device):
             torch.cuda.synchronize()
             what = (type(recipe).__name__, step)
             assert_same((want, twin_x.grad, twin.weight.grad), (y, x.grad, layer.weight.grad), what)
+
+
+def threads(device):
+    """GPU only: two threads with layers of one shape, hence one plan, on one stream and on two."""
+    recipe = Float8CurrentScaling()
+    pairs = [(make(recipe, device), *inputs(device, seed=seed)) for seed in range(2)]
+    expected = []
+    for layer, x, dy in pairs:
+        y = layer(x)
+        y.backward(dy)
+        expected.append((y.detach(), x.grad, layer.weight.grad))
+    torch.cuda.synchronize()
+    faults = []
+
+    def work(layer, x, dy, want, stream):
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                twin = x.detach().clone().requires_grad_()
+                y = layer(twin)
+                dx, dw = torch.autograd.grad(y, (twin, layer.weight), dy)
+                stream.synchronize()
+                if not all(map(torch.equal, (y, dx, dw), want)):
+                    faults.append(layer)
+
+    for streams in ([torch.cuda.current_stream()] * 2, [torch.cuda.Stream() for _ in range(2)]):
+        runs = [threading.Thread(target=work, args=(*pairs[i], expected[i], streams[i])) for i in range(2)]
+        for thread in runs:
+            thread.start()
+        for thread in runs:
+            thread.join()
+    assert not faults
 
 
 def run(case, device):

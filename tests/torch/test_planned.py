@@ -15,6 +15,7 @@ CASES = [
     *[("same_bits", (name, (32, 48), False, "bfloat16")) for name in ("fp8_current", "delayed")],
     *[("same_bits", (name, (2, 16, 48), True, "float16")) for name in ("fp8_current", "delayed")],
     ("same_bits", ("fp8_current", (32, 48), False, "float32")),
+    *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed")],
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),
@@ -57,7 +58,7 @@ def test_interpreted(interpreted, case: tuple) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, ("graphs_and_streams", ())], ids=_name)
+@pytest.mark.parametrize("case", [*CASES, ("graphs_and_streams", ()), ("threads", ())], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
     from tests.torch import planned_cases
 

@@ -6,7 +6,6 @@ group asks for it (docs/numerics.md 3.3).
 
 import functools
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from microfloat.formats import ElementFormat
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
 
-__all__ = ["Roller", "update_delayed_", "update_slots"]
+__all__ = ["Roller", "reduces", "update_delayed_", "update_slots"]
 
 _LARGEST_SCALE = 2.0**126
 
@@ -46,7 +45,8 @@ def _update_one(
     scale.copy_(torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale))
 
 
-def _reduces(delayed: Delayed, group: Any) -> bool:
+def reduces(delayed: Delayed, group: Any) -> bool:
+    """Whether live amaxes are those of several processes."""
     distributed = torch.distributed
     if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
         return False
@@ -55,7 +55,7 @@ def _reduces(delayed: Delayed, group: Any) -> bool:
 
 def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
     """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
-    if _reduces(delayed, group):
+    if reduces(delayed, group):
         torch.distributed.all_reduce(live, op=torch.distributed.ReduceOp.MAX, group=group)
     return live
 
@@ -68,7 +68,7 @@ def update_slots(
     slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
     if kernel is None or slots is None:
         return _update_one_by_one(histories, scales, delayed, maxima, group)
-    live = _reduced(slots.gather_live(), delayed, group) if _reduces(delayed, group) else None
+    live = _reduced(slots.gather_live(), delayed, group) if reduces(delayed, group) else None
     previous = kernel.update_delayed(slots, delayed, live)
     torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
     return previous
@@ -94,40 +94,30 @@ def _update_one_by_one(
 
 
 class Roller:
-    """The update of a few slots in one launch, prepared: for a layer that rolls its own after every forward."""
+    """The update of x, w and, with `dy`, of dy in one launch, prepared: for a layer that rolls its own slots."""
 
     __slots__ = ("_addresses", "_delayed", "_kernel", "_maxima", "_names", "_slots", "_tensors")
 
-    def __init__(
-        self, tensors: list[torch.Tensor], names: list[str], delayed: Delayed, maxima: list[float], kernel: Any,
-        slots: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, tensors: list[torch.Tensor], names: list[str], delayed: Delayed, maxima: list[float]) -> None:
         self._tensors, self._names, self._delayed, self._maxima = tensors, names, delayed, maxima
-        self._kernel, self._slots = kernel, slots
         self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(tensors[0].device)
+        self._slots = None if self._kernel is None else self._kernel.slots_of(tensors[1::2], tensors[::2], maxima)
 
-    @staticmethod
-    def of(buffers: Any, names: Sequence[tuple[str, str]], delayed: Delayed, maxima: list[float]) -> "Roller | None":
-        """For the buffers of these (scale, history) names; None where no kernel serves them alone."""
-        scales, histories = [buffers[scale] for scale, _ in names], [buffers[history] for _, history in names]
-        if callable(delayed.amax_compute_algo) or _reduces(delayed, None):
-            return None
-        kernel = _update_kernel(scales[0].device)
-        slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
-        if slots is None:
-            return None
-        flat = [name for pair in names for name in pair]
-        return Roller([buffers[name] for name in flat], flat, delayed, maxima, kernel, slots)
+    @property
+    def is_possible(self) -> bool:
+        """Whether a kernel serves these slots."""
+        return self._slots is not None
 
     def fits(self, buffers: Any, delayed: Any, maxima: list[float]) -> bool:
         """Whether the buffers are those that it was made for, and the recipe asks for the same."""
         return (
-            delayed is self._delayed and maxima == self._maxima and not _reduces(delayed, None)
+            delayed is self._delayed and maxima == self._maxima
             and [buffers[name].data_ptr() for name in self._names] == self._addresses
         )  # fmt: skip
 
     def __call__(self) -> torch.Tensor:
         """Roll; returns the scales from before, float32 [slots]."""
-        previous = self._kernel.update_delayed(self._slots, self._delayed, None)
-        torch.autograd.graph.increment_version(self._tensors)
+        previous = self._kernel.update_delayed(self._slots, self._delayed, None)  # type: ignore[union-attr]
+        torch._C._increment_version(self._tensors)
         return previous

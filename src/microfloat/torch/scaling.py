@@ -18,7 +18,7 @@ from torch import nn
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends.base import record_amax_
-from microfloat.torch.rolling import Roller, update_delayed_, update_slots
+from microfloat.torch.rolling import Roller, reduces, update_delayed_, update_slots
 
 __all__ = [
     "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers",
@@ -43,7 +43,7 @@ class _Pending(NamedTuple):
 class _LayerState:
     """What is known of a layer besides its buffers, by slot."""
 
-    __slots__ = ("pending", "previous", "rollers")
+    __slots__ = ("pending", "previous", "rollers", "waits_in")
 
     def __init__(self) -> None:
         self.pending: dict[str, _Pending] = {}
@@ -51,6 +51,8 @@ class _LayerState:
         self.previous: dict[str, tuple[torch.Tensor, int]] = {}
         # Prepared updates of x and w (False), and of dy with them (True).
         self.rollers: dict[bool, Roller] = {}
+        # The thread's collection of layers with a dy to roll in which this one stands.
+        self.waits_in: Any = None
 
 
 # Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
@@ -173,28 +175,31 @@ def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
-    _state(layer).pending[slot] = _pending(cast, group, region)
+    state = _state(layer)
+    state.pending[slot] = _pending(cast, group, region)
     if slot != "dy" and region is not None:
         region.add(layer)
-        _await_backward(layer)
+        _await_backward(layer, state)
 
 
 def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: Any, region: Region) -> None:
     """`note_recorded` of x and of w (None: it was not) at once."""
-    pending = _state(layer).pending
-    pending["x"] = _pending(x_cast, group, region)
+    state = _state(layer)
+    state.pending["x"] = _pending(x_cast, group, region)
     if w_cast is not None:
-        pending["w"] = _pending(w_cast, group, region)
+        state.pending["w"] = _pending(w_cast, group, region)
     region.add(layer)
-    _await_backward(layer)
+    _await_backward(layer, state)
 
 
-def _await_backward(layer: nn.Module) -> None:
+def _await_backward(layer: nn.Module, state: _LayerState) -> None:
     # Noted in forward and not in backward, which may run on another thread of the autograd engine.
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting is None:
         waiting = _LOCAL.waiting = weakref.WeakKeyDictionary()
-    waiting[layer] = True
+    if state.waits_in is not waiting:
+        state.waits_in = waiting
+        waiting[layer] = True
 
 
 def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: bool) -> None:
@@ -206,15 +211,13 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     state = _state(layer)
     pending = state.pending
     dy = pending.get("dy")
-    if dy is not None and not _closed(dy):
+    if dy is not None and (dy.region is None or not dy.region.closed):
         dy = None
     if records:
-        _await_backward(layer)
-        if w_cast is not None and w_cast.scaling is x_cast.scaling:
-            fits = dy is None or (dy.group is None and _agree(dy.delayed, x_cast.scaling))  # type: ignore[arg-type]
-            if fits and _roll_prepared(layer, state, x_cast, w_cast, dy):
-                pending.clear()  # x and w may have been pending since a region that an exception has left
-                return
+        _await_backward(layer, state)
+        if w_cast is not None and _roll_prepared(layer, state, x_cast, w_cast, dy):
+            pending.clear()  # x and w may have been pending since a region that an exception has left
+            return
     if dy is not None:
         _update([(layer, "dy", dy)])
         del pending["dy"]
@@ -234,19 +237,22 @@ def _agree(first: Delayed, second: Delayed) -> bool:
 
 def _roll_prepared(layer: nn.Module, state: _LayerState, x_cast: Cast, w_cast: Cast, dy: _Pending | None) -> bool:
     """Roll x, w and (not None) dy in one prepared launch; False where none serves them."""
-    maxima = [x_cast.format.element.max, w_cast.format.element.max]
-    slots: tuple[str, ...] = ("x", "w")
+    delayed: Any = x_cast.scaling
+    if w_cast.scaling is not delayed or reduces(delayed, None):
+        return False
+    maxima, slots = [x_cast.format.element.max, w_cast.format.element.max], SLOTS[:2]
     if dy is not None:
+        if dy.group is not None or not _agree(dy.delayed, delayed):
+            return False
         maxima.append(dy.maximum)
         slots = SLOTS
-    buffers = layer._buffers
     roller = state.rollers.get(dy is not None)
-    if roller is None or not roller.fits(buffers, x_cast.scaling, maxima):
-        names = [_NAMES[slot] for slot in slots]
-        roller = Roller.of(buffers, names, x_cast.scaling, maxima)  # type: ignore[arg-type]
-        if roller is None:
-            return False
+    if roller is None or not roller.fits(layer._buffers, delayed, maxima):
+        names = [name for slot in slots for name in _NAMES[slot]]
+        roller = Roller([_tensor(layer._buffers[name]) for name in names], names, delayed, maxima)
         state.rollers[dy is not None] = roller
+    if not roller.is_possible:
+        return False
     previous = roller()
     for index, slot in enumerate(slots):
         state.previous[slot] = (previous, index)
@@ -317,6 +323,8 @@ def flush_backward() -> None:
     if waiting:
         layers = list(waiting)
         waiting.clear()
+        for layer in layers:
+            _state(layer).waits_in = None
         _roll(layers, ("dy",), _closed)
 
 

@@ -62,28 +62,33 @@ class _Side:
         self.cast = cast_launch(matrix, *plans, mode, records=False).prepared()
         self.recording_cast = cast_launch(matrix, *plans, mode, records=True).prepared() if delayed else None
 
+    def empty(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Room for the codes of both operands."""
+        return (
+            None if self.row is None else torch.empty_like(self.row),
+            None if self.column is None else torch.empty_like(self.column),
+        )
+
     def __call__(
-        self, x: torch.Tensor, stream: int, scale: torch.Tensor, amax: torch.Tensor | None, delayed: Delayed | None,
-        words: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """Codes of both operands of x; `scale` receives the scale. Current scaling measures into `amax`."""
-        row = None if self.row is None else torch.empty_like(self.row)
-        column = None if self.column is None else torch.empty_like(self.column)
-        cast = self.cast if delayed is None or delayed.history is None else self.recording_cast
-        assert cast is not None
-        if cast.start is None or (self.amax is not None and self.amax.start is None):
+        self, x: torch.Tensor, stream: int, row: torch.Tensor | None, column: torch.Tensor | None, scale: torch.Tensor,
+        amax: torch.Tensor | None, delayed: Delayed | None, words: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Codes of x into `row` and `column`, their scale into `scale`. Current scaling measures into `amax`."""
+        measure = self.amax
+        cast: Any = self.cast if delayed is None or delayed.history is None else self.recording_cast
+        if cast.at is None or (measure is not None and measure.at is None):
             # The first time, and always in the interpreter.
             source, history = (amax, None) if delayed is None else delayed
-            if self.amax is not None:
-                self.amax(stream, x, amax, words)
+            if measure is not None:
+                measure(stream, x, amax, words)
             cast(stream, x, row, column, scale, scale, source, None, history, None if history is None else words, None)
-            return row, column
+            return
         x_at, scale_at = x.data_ptr(), scale.data_ptr()
         row_at = None if row is None else row.data_ptr()
         column_at = None if column is None else column.data_ptr()
         if delayed is None:
             amax_at = amax.data_ptr()  # type: ignore[union-attr]
-            self.amax.at(stream, x_at, amax_at, words.data_ptr())  # type: ignore[union-attr]
+            measure.at(stream, x_at, amax_at, words.data_ptr())  # type: ignore[union-attr, misc]
             cast.at(stream, x_at, row_at, column_at, scale_at, scale_at, amax_at, None, None, None, None)
         else:
             source_at, history = delayed.scale_enc.data_ptr(), delayed.history
@@ -91,7 +96,13 @@ class _Side:
             if history is not None:
                 history_at, words_at = history.data_ptr(), words.data_ptr()  # type: ignore[union-attr]
             cast.at(stream, x_at, row_at, column_at, scale_at, scale_at, source_at, None, history_at, words_at, None)
-        return row, column
+
+
+# Codes and scales of small gradients, which no one needs after their GEMMs, for the next backward of the same plan on
+# the same stream: launches of a stream follow each other, so the next cast waits for those GEMMs. An entry is taken out
+# while it is in use, so that two threads never have the same. Key: id of the plan (kept in the entry), stream.
+_TRANSIENTS: dict[tuple[int, int], tuple] = {}
+_MOST_TRANSIENTS, _LARGEST_TRANSIENT = 16, 1 << 21  # entries; elements of dy, two bytes each
 
 
 def _template(x: torch.Tensor, plan: CastPlan | None, shape: tuple[int, int], transposed: bool) -> torch.Tensor | None:
@@ -128,6 +139,7 @@ class TensorwisePlan:
         self._dy: _Side | None = None  # worked out when the first dy is seen
         # Activations that several Linears read are cast once.
         self._shares, self._x_key = wants_dw and not self.is_delayed, ("codes", recipe.fprop.lhs, recipe.wgrad.rhs)
+        self._pools = self.rows * self.out_features <= _LARGEST_TRANSIENT
         self._torch_device = x.device
         self.module: Any = None  # the backend, for what the general path must do
 
@@ -148,7 +160,9 @@ class TensorwisePlan:
         """Both operands of the weight, to be kept for several calls."""
         stream, words = self._place()
         scale, amax = self._scalars(1)
-        return _Weight(*self._w(weight, stream, scale, amax, delayed, words), scale)
+        row, column = self._w.empty()
+        self._w(weight, stream, row, column, scale, amax, delayed, words)
+        return _Weight(row, column, scale)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_delayed: Delayed | None = None,
@@ -163,11 +177,13 @@ class TensorwisePlan:
             w_row, w_column, w_scale = kept
         else:
             x_scale, w_scale, x_amax, w_amax = self._scalars(2)
-            w_row, w_column = self._w(weight, stream, w_scale, w_amax, w_delayed, words)
+            w_row, w_column = self._w.empty()
+            self._w(weight, stream, w_row, w_column, w_scale, w_amax, w_delayed, words)
         if known is not None:
             x_row, x_column, x_scale = known
         else:
-            x_row, x_column = self._x(x, stream, x_scale, x_amax, x_delayed, words)  # type: ignore[arg-type]
+            x_row, x_column = self._x.empty()
+            self._x(x, stream, x_row, x_column, x_scale, x_amax, x_delayed, words)  # type: ignore[arg-type]
             if shares:
                 shared.keep(x, self._x_key, (x_row, x_column, x_scale))
         y = _scaled_mm(x_row, w_row, x_scale, w_scale, bias, None, self.dtype, self._fast[0])
@@ -193,19 +209,32 @@ class TensorwisePlan:
                 row_transposed=False, column_transposed=False,
             )  # fmt: skip
         stream, words = self._place()
-        dy_scale, amax = self._scalars(1)
-        row, column = side(dy, stream, dy_scale, amax, delayed, words)
+        pool_key = (id(self), stream)
+        pools = self._pools and not _is_capturing(self.device)
+        transients = _TRANSIENTS.pop(pool_key, None) if pools else None
+        if transients is None:
+            transients = (*side.empty(), *self._scalars(1), self)
+        row, column, dy_scale, amax, _ = transients
+        side(dy, stream, row, column, dy_scale, amax, delayed, words)
+        if not pools:
+            transients = None
         x_column, x_scale, w_column, w_scale = saved
         dx = dw = None
         if self.wants_dx:
-            w_column = _laid(w_column, self._w.column)
+            if w_column.stride() != self._w.column.stride():  # type: ignore[union-attr]
+                w_column = _laid(w_column, self._w.column)
             dx = _scaled_mm(row, w_column, dy_scale, w_scale, None, None, self.dtype, self._fast[1])
             del row  # its memory serves dw
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if self.wants_dw:
-            x_column = _laid(x_column, self._x.column)
+            if x_column.stride() != self._x.column.stride():  # type: ignore[union-attr]
+                x_column = _laid(x_column, self._x.column)
             dw = _scaled_mm(column, x_column, dy_scale, x_scale, None, None, self.dtype, self._fast[2])
+        if transients is not None:
+            if len(_TRANSIENTS) >= _MOST_TRANSIENTS:
+                _TRANSIENTS.clear()
+            _TRANSIENTS[pool_key] = transients
         return dx, dw
 
     def operands(self, saved: tuple[torch.Tensor | None, ...]) -> tuple[Operand | None, Operand | None]:
@@ -221,13 +250,16 @@ class TensorwisePlan:
         )  # type: ignore[return-value]  # fmt: skip
 
 
-def _scaled_mm(*arguments: Any) -> torch.Tensor:
-    return torch._scaled_mm(*arguments)  # pyright: ignore[reportPrivateImportUsage]
+_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _is_capturing(device: int) -> bool:
+    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _laid(saved: Any, template: Any) -> torch.Tensor:
-    """A saved tensor in the layout that the GEMM needs, should a saved-tensor hook have returned another."""
-    return saved if saved.stride() == template.stride() else torch.empty_like(template).copy_(saved)
+    """A saved tensor in the layout that the GEMM needs, where a saved-tensor hook has returned another."""
+    return torch.empty_like(template).copy_(saved)
 
 
 def tensorwise_plan(

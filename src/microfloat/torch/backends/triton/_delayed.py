@@ -66,6 +66,6 @@ def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) ->
         key = (constants, slots.length, delayed.margin, device)
         update = _UPDATE.prepared(key, slots.count, (2.0**-delayed.margin, slots.length), constants)
         slots.updates[live is not None, most_recent, delayed.margin] = update
-    tensors = (slots.addresses, previous if live is None else live, previous, slots.maxima)
-    update(0 if device < 0 else torch._C._cuda_getCurrentRawStream(device), *tensors)
+    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    update(stream, slots.addresses, previous if live is None else live, previous, slots.maxima)
     return previous

@@ -6,12 +6,17 @@ and the ordinary path remains where none fits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Start", "starter"]
 
-# start(programs, stream, addresses, rest): `rest` = scalars and constants in the kernel's order.
-Start = Callable[[int, int, Sequence[int | None], tuple], None]
+
+class Start(NamedTuple):
+    """How to start a compiled kernel. `rest`: scalars and constants in the kernel's order, after all addresses."""
+
+    start: Callable[[int, int, Sequence[int | None], tuple], None]  # (programs, stream, addresses, rest)
+    bind: Callable[[int, tuple], Callable[..., None]]  # (programs, rest) -> (stream, *addresses) -> None
+
 
 # The arguments before the kernel's own in the launcher of Triton 3.5 and 3.6: grid (3), stream, function, cooperative
 # and dependent launch, both scratch buffers, metadata, launch metadata, both hooks.
@@ -36,8 +41,11 @@ def starter(compiled: Any) -> Start | None:
         about = compiled.launch_metadata((programs, 1, 1), stream, *addresses, *rest)
         launcher(programs, 1, 1, stream, function, metadata, about, enter, leave, *addresses, *rest)
 
+    def bind_ordinary(programs: int, rest: tuple) -> Callable[..., None]:
+        return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
+
     if not _is_known(launcher):
-        return ordinary
+        return Start(ordinary, bind_ordinary)
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
     entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place
 
@@ -50,7 +58,19 @@ def starter(compiled: Any) -> Start | None:
             *addresses, *rest,
         )  # fmt: skip
 
-    return start
+    def bind(programs: int, rest: tuple) -> Callable[..., None]:
+        def at(stream: int, *addresses: int | None) -> None:
+            if entering or leaving:
+                ordinary(programs, stream, addresses, rest)
+                return
+            launch(
+                programs, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
+                *addresses, *rest,
+            )  # fmt: skip
+
+        return at
+
+    return Start(start, bind)
 
 
 def _hooks() -> tuple[Any, Any]:

@@ -146,7 +146,7 @@ class Kernel:
         if start is None:
             self.compile(key, programs, tensors, scalars, constants, warps)
             return
-        start(programs, torch._C._cuda_getCurrentRawStream(device), addresses, (*scalars, *constants))
+        start.start(programs, torch._C._cuda_getCurrentRawStream(device), addresses, (*scalars, *constants))
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
@@ -169,40 +169,38 @@ class Kernel:
 
 
 class Prepared:
-    """A launch of a kernel that lacks only its stream and addresses, for callers that make it again and again."""
+    """A launch of a kernel that lacks only its stream and addresses, for callers that make it again and again.
 
-    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_rest", "_scalars", "_warps", "start")
+    ``at(stream, *addresses)`` starts it on a stream of the current device; None until the first call, which takes
+    tensors, has compiled it (always in the interpreter).
+    """
+
+    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_scalars", "_warps", "at")
 
     def __init__(
         self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps
     ) -> None:
         self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
-        self._scalars, self._constants, self._rest = scalars, constants, (*scalars, *constants)
-        self.start: Start | None = None  # None until the first launch has compiled it
+        self._scalars, self._constants = scalars, constants
+        self.at: Callable[..., None] | None = None
 
     def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
         """Start it on a stream of the current device. The tensors begin at multiples of 16 bytes."""
-        if self.start is None:
-            self.first(stream, tensors)
-        else:
-            self.start(self._programs, stream, [None if t is None else t.data_ptr() for t in tensors], self._rest)
-
-    def at(self, stream: int, *addresses: int | None) -> None:
-        """The same by the tensors' addresses, once `start` is there."""
-        self.start(self._programs, stream, addresses, self._rest)  # type: ignore[misc]
-
-    def first(self, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """The first start, Triton's way unless the kernel is compiled already."""
-        kernel = self._kernel
-        if INTERPRETED:
-            kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *self._rest)
+        if self.at is not None:
+            self.at(stream, *[None if t is None else t.data_ptr() for t in tensors])
             return
-        self.start = kernel._compiled.get(self._key)
-        if self.start is not None:
+        kernel, rest = self._kernel, (*self._scalars, *self._constants)
+        if INTERPRETED:
+            kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *rest)
+            return
+        start = kernel._compiled.get(self._key)
+        if start is not None:
+            self.at = start.bind(self._programs, rest)
             self(stream, *tensors)
-        else:
-            arguments = self._programs, tensors, self._scalars, self._constants, self._warps
-            self.start = kernel.compile(self._key, *arguments)
+            return
+        start = kernel.compile(self._key, self._programs, tensors, self._scalars, self._constants, self._warps)
+        if start is not None:
+            self.at = start.bind(self._programs, rest)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
