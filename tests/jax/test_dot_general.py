@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -13,6 +13,7 @@ from microfloat.recipes import (
     RECIPES,
     CustomRecipe,
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
     Gemm,
@@ -84,9 +85,8 @@ def test_residuals_high_gives_the_same_gradients():
 
 @st.composite
 def dot_problems(draw):
-    """Shapes and dimension numbers of random rank, pairing and order."""
-    sizes = {name: draw(st.lists(st.integers(1, 5), min_size=low, max_size=2)) for name, low in
-             (("batch", 0), ("contract", 0), ("lhs", 0), ("rhs", 0))}  # fmt: skip
+    """Shapes and dimension numbers of random pairing and order: 0 to 2 axes of each kind, ranks up to 4 and beyond."""
+    sizes = {name: draw(st.lists(st.integers(1, 5), max_size=2)) for name in ("batch", "contract", "lhs", "rhs")}
     shapes, numbers = [], []
     for side in ("lhs", "rhs"):
         labels = [("batch", i) for i in range(len(sizes["batch"]))]
@@ -101,19 +101,25 @@ def dot_problems(draw):
     return *shapes, ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
 
 
-# Integers up to 8 are exact in E4M3 under a power-of-two scale, so the op must equal lax.dot_general bit for bit.
+# Integers up to 8 are exact in E4M3 under a power-of-two scale, so the op must equal lax.dot_general bit for bit:
+# one scale per tensor, per row, and per block of 32, where every contraction is ragged and padded inside.
 EXACT = Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True)
+EXACT_RECIPES = [EXACT, Float8RowScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
 
 
 @settings(max_examples=12)
-@given(problem=dot_problems(), seed=st.integers(0, 1000))
-def test_dimension_numbers_equal_lax(problem, seed):
+@given(problem=dot_problems(), seed=st.integers(0, 1000), recipe=st.sampled_from(EXACT_RECIPES))
+@example(problem=((5, 3, 40), (40, 2, 5), (((0, 2), (2, 0)), ((), ()))), seed=0, recipe=MXFP8BlockScaling())
+@example(problem=((2, 33), (3, 33, 4), (((1,), (1,)), ((), ()))), seed=1, recipe=Float8BlockScaling())
+@example(problem=((4,), (4,), (((0,), (0,)), ((), ()))), seed=2, recipe=Float8RowScaling())
+@example(problem=((2, 3), (4,), (((), ()), ((), ()))), seed=3, recipe=EXACT)
+def test_dimension_numbers_equal_lax(problem, seed, recipe):
     lhs_shape, rhs_shape, numbers = problem
     rng = np.random.default_rng(seed)
     lhs, rhs = (rng.integers(-8, 9, shape).astype(np.float32) for shape in (lhs_shape, rhs_shape))
     expected = lax.dot_general(lhs, rhs, numbers, precision="highest")
     dy = rng.integers(-8, 9, expected.shape).astype(np.float32)
-    op = mj.dot_general(EXACT)
+    op = mj.dot_general(recipe)
 
     @jax.jit
     def both(lhs, rhs, dy):

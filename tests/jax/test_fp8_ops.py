@@ -1,10 +1,12 @@
 """Flax-compatible operators: Flax's own outputs, and what must be better than Flax."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 from microfloat.jax import fp8_ops
@@ -18,6 +20,20 @@ HISTORY = jnp.zeros((3,), F32)
 ONE = jnp.ones((1,), F32)
 PLAIN = (((1,), (0,)), ((), ()))
 GOLDEN = golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz"
+
+
+def test_every_name_of_flax_is_there():
+    """What Flax's module defines, but the halves of its differentiation rules; and the five classes of flax.linen."""
+    theirs = [
+        name for name, value in vars(flax_ops).items()
+        if getattr(value, "__module__", None) == flax_ops.__name__ and not name.startswith("_")
+    ]  # fmt: skip
+    names = {name for name in theirs if not name.endswith(("_fwd", "_bwd", "_jvp", "_wrapper"))}
+    assert len(names) > 20
+    assert not names - set(fp8_ops.__all__)
+    assert {"quantize_dequantize", "fm32", "fp32_max_grad", "OVERWRITE_WITH_GRADIENT"} <= set(fp8_ops.__all__)
+    for name in ("Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"):
+        assert getattr(fp8_ops, name).__name__ == getattr(nn, name).__name__
 
 
 def array(case, role, side="inputs"):
