@@ -5,7 +5,6 @@ the innermost autocast, nothing (high precision). Backward never reads this: it 
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from typing import Any
@@ -86,7 +85,8 @@ class autocast(contextlib.ContextDecorator):
             if region is None and (self._state.enabled or self._state.calibrating):
                 scaling.flush_backward()
                 region = self._opened = scaling.Region()
-            self._token = set_ambient(dataclasses.replace(self._state, region=region))
+            own = self._state
+            self._token = set_ambient(Ambient(own.enabled, own.recipe, own.calibrating, own.group, own.backend, region))
         except BaseException:
             self._busy.release()
             raise

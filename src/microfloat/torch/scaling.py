@@ -81,7 +81,7 @@ class Region:
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside. After an exception nothing is rolled; amaxes stay live."""
         self.closed = True
-        if completed:
+        if completed and self._layers:
             layers = [layer for reference in self._layers if (layer := reference()) is not None]
             _roll(layers, ("x", "w"), lambda entry: entry.region is self)
         self._layers.clear()
