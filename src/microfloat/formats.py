@@ -5,8 +5,9 @@ Code reads ``fmt.element.max`` or ``fmt.block``; nothing here is a class hierarc
 """
 
 import functools
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import ml_dtypes
 import numpy as np
@@ -152,6 +153,18 @@ class ScaledFormat:
             raise invalid_value(
                 "ScaledFormat.tensor_scale", "'row' with a tile of several rows", "a block of one row, such as (1, 16)"
             )
+        numbers = {
+            "name": self.name, "element": asdict(self.element), "scale": asdict(self.scale), "block": self.block,
+            "tensor_scale": self.tensor_scale,
+        }  # fmt: skip
+        # Beside the fields, since Dynamo rebuilds a dataclass from its fields; it guards a string, but takes no
+        # dataclass for a constant.
+        object.__setattr__(self, "_contents", json.dumps(numbers, sort_keys=True))
+
+    @property
+    def contents(self) -> str:
+        """All numbers of the format, as JSON."""
+        return self._contents  # type: ignore[attr-defined]
 
     @property
     def is_per_tensor(self) -> bool:

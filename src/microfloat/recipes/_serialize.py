@@ -1,20 +1,21 @@
 """Recipes as JSON-ready dictionaries, and back."""
 
+import json
 from dataclasses import asdict
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe
 
-__all__ = ["recipe_from_dict", "recipe_to_dict"]
+__all__ = ["cast_from_data", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
 
 
-def _format_to_data(fmt: ScaledFormat) -> str | dict:
+def format_to_data(fmt: ScaledFormat) -> str | dict:
     """The name of a stock format, all numbers of a user's own."""
-    return fmt.name if FORMATS.get(fmt.name) == fmt else asdict(fmt)
+    return fmt.name if FORMATS.get(fmt.name) == fmt else json.loads(fmt.contents)
 
 
-def _format_from_data(data: str | dict) -> ScaledFormat:
+def format_from_data(data: str | dict) -> ScaledFormat:
     if isinstance(data, str):
         if data not in FORMATS:
             raise unknown_name("format", data, FORMATS)
@@ -33,14 +34,14 @@ def _not_serializable(argument: str, value: object) -> InvalidValueError:
     )  # fmt: skip
 
 
-def _cast_to_data(cast: Cast | None) -> dict | None:
+def cast_to_data(cast: Cast | None) -> dict | None:
     if cast is None:
         return None
     scaling = asdict(cast.scaling)
     if callable(scaling.get("amax_compute_algo")):
         raise _not_serializable("amax_compute_algo", scaling["amax_compute_algo"])
     return {
-        "format": _format_to_data(cast.format),
+        "format": format_to_data(cast.format),
         "scale_rule": cast.scale_rule,
         "rounding": cast.rounding,
         "hadamard": asdict(cast.hadamard) if cast.hadamard else None,
@@ -48,7 +49,7 @@ def _cast_to_data(cast: Cast | None) -> dict | None:
     }
 
 
-def _cast_from_data(data: dict | None) -> Cast | None:
+def cast_from_data(data: dict | None) -> Cast | None:
     if data is None:
         return None
     scaling = dict(data["scaling"])
@@ -57,7 +58,7 @@ def _cast_from_data(data: dict | None) -> Cast | None:
     if kind not in kinds:
         raise unknown_name("scaling.kind", kind, kinds)
     hadamard = Hadamard(**data["hadamard"]) if data["hadamard"] else None
-    fmt = _format_from_data(data["format"])
+    fmt = format_from_data(data["format"])
     return Cast(fmt, data["scale_rule"], data["rounding"], hadamard, kinds[kind](**scaling))
 
 
@@ -74,7 +75,7 @@ def recipe_to_dict(recipe: Recipe) -> dict:
     for name in GEMMS:
         gemm = getattr(recipe, name)
         gemms[name] = {
-            "lhs": _cast_to_data(gemm.lhs), "rhs": _cast_to_data(gemm.rhs),
+            "lhs": cast_to_data(gemm.lhs), "rhs": cast_to_data(gemm.rhs),
             "accumulate": gemm.accumulate, "path": gemm.path,
         }  # fmt: skip
     return {"recipe": type(recipe).__name__, "fields": gemms}
@@ -96,7 +97,7 @@ def recipe_from_dict(data: dict) -> Recipe:
         if issubclass(cls, NamedRecipe):
             return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
         gemms = {
-            name: Gemm(_cast_from_data(entry["lhs"]), _cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"])
+            name: Gemm(cast_from_data(entry["lhs"]), cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"])
             for name, entry in fields.items()
         }
         return cls(**gemms)

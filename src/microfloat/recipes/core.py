@@ -6,8 +6,9 @@ asks a recipe what it is.
 """
 
 import functools
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, ScaledFormat, get_format
@@ -120,6 +121,23 @@ class Cast:
         if not isinstance(self.scaling, Current | Delayed):
             raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
         self._check_combination()
+        object.__setattr__(self, "_contents", self._write_contents())
+
+    def _write_contents(self) -> str:
+        scaling = asdict(self.scaling)
+        if callable(scaling.get("amax_compute_algo")):
+            scaling = asdict(Delayed())  # how a history is read plays no part in a cast
+        data = {
+            "format": json.loads(self.format.contents), "scale_rule": self.scale_rule, "rounding": self.rounding,
+            "hadamard": asdict(self.hadamard) if self.hadamard else None,
+            "scaling": {"kind": type(self.scaling).__name__, **scaling},
+        }  # fmt: skip
+        return json.dumps(data, sort_keys=True)
+
+    @property
+    def contents(self) -> str:
+        """All that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string."""
+        return self._contents  # type: ignore[attr-defined]
 
     def _check_combination(self) -> None:
         if self.hadamard is not None and self.format.is_per_tensor:

@@ -5,7 +5,6 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
-import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Cast, Delayed, as_cast
-from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
+from microfloat.recipes import Cast, as_cast
+from microfloat.recipes._serialize import cast_from_data, format_from_data
 from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
 from microfloat.torch.backends.reference._elements import codes_dtype
 
-__all__ = ["cast_of", "constant_cast", "constant_token", "has_tensor_scale", "is_tracing"]
+__all__ = ["cast_of", "constant_cast", "constant_token", "has_tensor_scale", "is_tracing", "token_of"]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -42,28 +41,50 @@ def is_tracing() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _token_of(cast: Cast) -> str:
-    if isinstance(cast.scaling, Delayed) and callable(cast.scaling.amax_compute_algo):
-        cast = dataclasses.replace(cast, scaling=Delayed())  # how the history is read plays no part in a cast
-    return json.dumps(_cast_to_data(cast), sort_keys=True)
-
-
-@functools.lru_cache(maxsize=1024)
 def cast_of(token: str) -> Cast:
     """The Cast that a token describes."""
-    cast = _cast_from_data(json.loads(token))
+    cast = cast_from_data(json.loads(token))
     assert cast is not None
     return cast
 
 
-def constant_token(cast: Cast | ScaledFormat | str) -> str:
-    """The token of a Cast; Dynamo takes the result as a constant."""
-    return _token_of(as_cast(cast))
+def token_of(cast: Cast) -> str:
+    """The token of a Cast; Dynamo takes the result as a constant, if it holds the Cast as one."""
+    return cast.contents
 
 
 def constant_cast(cast: Cast | ScaledFormat | str) -> Cast:
-    """`as_cast`; Dynamo takes the result as a constant."""
-    return as_cast(cast)
+    """`as_cast` as a constant for Dynamo, which takes functions of strings for that, but (torch 2.11) not of Casts."""
+    if isinstance(cast, Cast):
+        return _written_cast(cast.contents)
+    return _default_cast(cast.contents) if isinstance(cast, ScaledFormat) else _named_cast(cast)
+
+
+def constant_token(cast: Cast | ScaledFormat | str) -> str:
+    """The token of `constant_cast`, by the same ways."""
+    if isinstance(cast, Cast):
+        return cast.contents
+    return _default_token(cast.contents) if isinstance(cast, ScaledFormat) else _named_token(cast)
+
+
+def _written_cast(contents: str) -> Cast:
+    return cast_of(contents)
+
+
+def _default_cast(contents: str) -> Cast:
+    return as_cast(format_from_data(json.loads(contents)))
+
+
+def _default_token(contents: str) -> str:
+    return _default_cast(contents).contents
+
+
+def _named_cast(name: str) -> Cast:
+    return as_cast(name)
+
+
+def _named_token(name: str) -> str:
+    return as_cast(name).contents
 
 
 def has_tensor_scale(token: str) -> bool:
@@ -74,7 +95,7 @@ def has_tensor_scale(token: str) -> bool:
 
 
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
-for _function in (constant_token, constant_cast, has_tensor_scale):
+for _function in (token_of, _written_cast, _default_cast, _default_token, _named_cast, _named_token, has_tensor_scale):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -13,7 +13,7 @@ import torch
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, get_format
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
-from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
+from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
@@ -156,7 +156,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def token(self) -> str:
         """The Cast as a string, which is how compiled code carries it."""
-        return _operators.constant_token(self.cast)
+        return _operators.token_of(self.cast)
 
     def map_parts(self, function: Any, dtype: torch.dtype | None = None) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
@@ -252,7 +252,7 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         is_parameter = isinstance(self, torch.nn.Parameter)
         description = {
-            "cast": _cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
+            "cast": cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
             "requires_grad": self.requires_grad if is_parameter else None,
         }  # fmt: skip
         codes = self.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
@@ -263,7 +263,7 @@ def _rebuild_quantized_tensor(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: dict[str, Any]
 ) -> QuantizedTensor:
     """What a file or a pickle says in place of a QuantizedTensor; checks the parts, since a file may be damaged."""
-    cast = _cast_from_data(description["cast"])
+    cast = cast_from_data(description["cast"])
     if cast is None:
         raise invalid_value("cast", "None in a saved tensor", "a description of a Cast", "The file is damaged.")
     axis, shape = description["axis"], tuple(description["shape"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from microfloat.recipes import Cast
-from microfloat.recipes._serialize import _cast_from_data, _cast_to_data
+from microfloat.recipes._serialize import cast_from_data
 from microfloat.torch.backends.base import Operand, record_amax_
 from microfloat.torch.backends.triton import _fused
 from microfloat.torch.backends.triton._blocks import empty_scale
@@ -39,16 +39,12 @@ _library.define(
 
 
 def _token(cast: Cast | None) -> str:
-    """A cast as a string; Dynamo takes the result as a constant."""
-    return "" if cast is None else json.dumps(_cast_to_data(cast), sort_keys=True)
-
-
-_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return "" if cast is None else cast.contents
 
 
 @functools.lru_cache(maxsize=1024)
 def _cast(token: str) -> Cast | None:
-    return _cast_from_data(json.loads(token)) if token else None
+    return cast_from_data(json.loads(token)) if token else None
 
 
 def _flatten(both: Both) -> list[torch.Tensor]:
