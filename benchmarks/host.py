@@ -26,20 +26,24 @@ def inputs(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[to
 
 
 def forward_backward(report: Report, names: list[str], count: int) -> None:
-    """h.fwdbwd: every recipe in turn with nn.Linear."""
+    """h.fwdbwd: every recipe in turn with nn.Linear; then again with backward on the calling thread for all of them."""
     options, shape = report.options, QUICK if report.options.quick else FWDBWD
     x, dy = inputs(shape, options)
     calls = {"nn.Linear": functools.partial(step, make_layer(None, shape, options), x, dy)}
     calls |= {name: functools.partial(step, make_layer(RECIPES[name], shape, options), x, dy) for name in names}
     add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count))
+    with torch.autograd.set_multithreading_enabled(False):
+        add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count), "one thread")
 
 
-def add_rows(report: Report, row_id: str, shape: tuple[int, ...], found: dict[str, float]) -> None:
+def add_rows(
+    report: Report, row_id: str, shape: tuple[int, ...], found: dict[str, float], variant: str | None = None
+) -> None:
     """A row per recipe, as a multiple of nn.Linear's time."""
     for name, microseconds in found.items():
         if name == "nn.Linear":
             continue
-        row = Row(row_id, shape, name, backend=backend_of(report.options), value=microseconds, unit="us")
+        row = Row(row_id, shape, name, variant, backend=backend_of(report.options), value=microseconds, unit="us")
         row.ratio, row.ratio_of = microseconds / found["nn.Linear"], "nn.Linear"
         row.extra = {"nn_linear_us": round(found["nn.Linear"], 1)}
         report.add(row)
