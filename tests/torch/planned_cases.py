@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
@@ -27,15 +28,15 @@ def native_on(device: str):
     if device == "cuda":
         yield
         return
-    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of, rolling._update_kernel
+    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, rolling._update_kernel
     rolling._update_kernel = lambda device: _delayed
     backends.choose = lambda name, device: native
     planned._ON_CPU_TOO = True
-    native.chip_of = _tensorwise.chip_of = lambda device: Chip((9, 0))
+    native.chip_of = lambda device: Chip((9, 0))
     try:
         yield
     finally:
-        backends.choose, planned._ON_CPU_TOO, native.chip_of, _tensorwise.chip_of, rolling._update_kernel = saved
+        backends.choose, planned._ON_CPU_TOO, native.chip_of, rolling._update_kernel = saved
         planned._PLANS.clear()
 
 
@@ -189,6 +190,82 @@ def same_bits_by_addresses(device, name):
         with without_plans():
             general = results(layer, steps)
     assert_same(by_plan, general)
+
+
+@contextlib.contextmanager
+def block_gemms(device, seen):
+    """On the CPU, which has no block-scaled GEMM: one in float32, which keeps what it was given."""
+    if device == "cuda":
+        yield
+        return
+
+    def scaled_mm(a, b, a_scale, a_kind, b_scale, b_kind, *, output_dtype):
+        kinds = F.ScalingType
+        assert a_kind == kinds.BlockWise1x128
+        seen.append([(t.shape, t.stride(), t.dtype) for t in (a, b, a_scale, b_scale)] + [b_kind, output_dtype])
+        left = a.float() * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
+        if b_kind == kinds.BlockWise128x128:
+            spread = b_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            right = b.float() * spread[: b.shape[0], : b.shape[1]]
+        else:
+            right = b.float() * b_scale.t().repeat_interleave(128, 0)[: b.shape[0]]
+        return (left @ right).to(output_dtype)
+
+    saved = F.scaled_mm
+    F.scaled_mm = scaled_mm
+    try:
+        yield
+    finally:
+        F.scaled_mm = saved
+
+
+def _width(device):
+    """Sizes whose tiles make four scales; the interpreter is slow."""
+    return 512 if device == "cuda" else 400
+
+
+def blocks(device, by_address):
+    """`Float8BlockScaling` by plan: the arguments of every GEMM and the bits of every result."""
+    recipe, outcomes, arguments = RECIPES["fp8_block"](), [], []
+    width = _width(device)
+    steps = [inputs(device, (2, 32, width), out=width, seed=seed) for seed in range(2)]
+    plans = []
+    with native_on(device):
+        for guard in (by_addresses if by_address and device == "cpu" else contextlib.nullcontext, without_plans):
+            seen: list = []
+            layer = make(recipe, device, features=(width, width))
+            with guard(), block_gemms(device, seen):
+                outcomes.append(results(layer, steps))
+                if guard is not without_plans:
+                    plans = [type(plan).__name__ for _, plan in planned._PLANS.values()]
+            arguments.append(seen)
+    assert plans == ["BlockwisePlan"]
+    assert_same(*outcomes)
+    assert arguments[0] == arguments[1]
+    assert len(arguments[0]) == (6 if device == "cpu" else 0)
+
+
+def blocks_elsewhere(device):
+    """What the block plan leaves to the general path, and what the general path takes over from it."""
+    recipe = RECIPES["fp8_block"]()
+    width = _width(device)
+    with native_on(device), block_gemms(device, []):
+        layer = make(recipe, device, features=(width, width))
+        x, dy = inputs(device, (64, width), out=width)
+        dx, dw = torch.autograd.grad(layer(x), (x, layer.weight), dy)
+        got = layer(x)
+        assert torch.equal(torch.autograd.grad(got, x, dy, retain_graph=True)[0], dx)
+        assert torch.equal(torch.autograd.grad(got, layer.weight, dy)[0], dw)
+        kept = layer(x, is_first_microbatch=True), layer(x, is_first_microbatch=False)
+        assert torch.equal(*kept)
+        assert torch.equal(kept[0], got)
+        assert len({id(plan) for _, plan in planned._PLANS.values()}) == 1
+        for features, bias in (((128, width), False), ((width, 128), True)):
+            planned._PLANS.clear()
+            other = make(recipe, device, features=features, bias=bias)
+            x, dy = inputs(device, (64, features[0]), out=features[1])
+            other(x).backward(dy)
+            assert [plan for _, plan in planned._PLANS.values()] == [None], (features, bias)
 
 
 def general_path_serves_the_rest(device, what):

@@ -16,6 +16,8 @@ CASES = [
     *[("same_bits", (name, (2, 16, 48), True, "float16")) for name in ("fp8_current", "delayed")],
     ("same_bits", ("fp8_current", (32, 48), False, "float32")),
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed")],
+    *[("blocks", (by_address,)) for by_address in (False, True)],
+    ("blocks_elsewhere", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),

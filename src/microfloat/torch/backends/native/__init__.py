@@ -17,6 +17,7 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
+from microfloat.torch.backends.native._blockwise import BlockwisePlan, blockwise_plan
 from microfloat.torch.backends.native._forms import Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
 from microfloat.torch.backends.native._lossy import FoldCounts, gemm_forms
@@ -142,12 +143,17 @@ def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) 
 
 def linear_plan(
     recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
-) -> TensorwisePlan | None:
+) -> TensorwisePlan | BlockwisePlan | None:
     """How an eager Linear of this kind runs with little host time; None where only the general path serves it."""
-    plan = tensorwise_plan(recipe, x, weight, bias, wants_dx, wants_dw)
-    if plan is not None:
-        plan.module = sys.modules[__name__]
-    return plan
+    chip = chip_of(x.device)
+    if not all(route_of(gemm, chip).accelerated for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)):
+        return None
+    for make in (tensorwise_plan, blockwise_plan):
+        plan = make(recipe, x, weight, bias, wants_dx, wants_dw)
+        if plan is not None:
+            plan.module = sys.modules[__name__]
+            return plan
+    return None
 
 
 def scaled_matmul(

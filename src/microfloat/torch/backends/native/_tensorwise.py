@@ -16,12 +16,11 @@ from microfloat.recipes import Cast, Recipe
 from microfloat.torch.backends import shared
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.native._forms import chip_of, route_of
 from microfloat.torch.backends.triton._launch import Matrix, Prepared, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import AMAX, GIVEN, amax_launch, cast_launch
 
-__all__ = ["Delayed", "TensorwisePlan", "tensorwise_plan"]
+__all__ = ["Delayed", "TensorwisePlan", "aligned_for_plan", "tensorwise_plan"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 16
@@ -262,13 +261,8 @@ def _laid(saved: Any, template: Any) -> torch.Tensor:
     return torch.empty_like(template).copy_(saved)
 
 
-def tensorwise_plan(
-    recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
-) -> TensorwisePlan | None:
-    """The plan of a call, or None where only the general path serves it.
-
-    x [..., K], weight [N, K] and bias [N] of one dtype on one device, x and weight 16-byte aligned.
-    """
+def aligned_for_plan(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dw: bool) -> bool:
+    """Whether dtypes, devices, sizes, strides and addresses are those that FP8 GEMMs and prepared launches take."""
     columns = x.shape[-1] if x.dim() > 1 else 0
     if (
         columns == 0 or x.numel() == 0 or weight.numel() == 0 or weight.dim() != 2 or weight.shape[1] != columns
@@ -276,17 +270,25 @@ def tensorwise_plan(
         or x.dtype not in (torch.bfloat16, torch.float16, torch.float32)
         or (bias is not None and (bias.dtype != x.dtype or x.dtype == torch.float32 or bias.device != x.device))
     ):  # fmt: skip
-        return None
+        return False
     rows = x.numel() // columns
     if (columns | weight.shape[0] | (rows if wants_dw else 0)) % _ALIGNMENT:
-        return None
+        return False
     if not weight.is_contiguous() or not (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)):
+        return False
+    return (x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())) & (_ALIGNMENT - 1) == 0
+
+
+def tensorwise_plan(
+    recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
+) -> TensorwisePlan | None:
+    """The plan of a call, or None where only the general path serves it.
+
+    x [..., K], weight [N, K] and bias [N] of one dtype on one device, x and weight 16-byte aligned.
+    """
+    if not aligned_for_plan(x, weight, bias, wants_dw):
         return None
-    if (x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())) & (_ALIGNMENT - 1):
-        return None
-    if not _is_tensorwise(recipe) or not all(
-        route_of(gemm, chip_of(x.device)).accelerated for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    ):
+    if not _is_tensorwise(recipe):
         return None
     return TensorwisePlan(recipe, x, weight, wants_dx, wants_dw)
 

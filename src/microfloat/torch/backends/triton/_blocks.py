@@ -9,8 +9,9 @@ from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand
+from microfloat.torch.backends.triton._scaled import Launch
 
-__all__ = ["empty_scale", "fold_blocks", "quantize_blocks", "values_blocks"]
+__all__ = ["blocks_launch", "empty_scale", "fold_blocks", "quantize_blocks", "values_blocks"]
 
 _QUANTIZE = Kernel(block_kernels.quantize_blocks)
 _FOLD = Kernel(fold_kernels.fold_blocks)
@@ -34,25 +35,37 @@ def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> st
     return "blocks" if column else "block_rows"
 
 
-def _launch(
-    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
-    output: int,
-    seed: torch.Tensor | None, row_stream: int, column_stream: int, batch: int,
-) -> None:  # fmt: skip
-    device = matrix.tensor.get_device()
+def blocks_launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, output: int = _CODES, *, row_stream: int = 0,
+    column_stream: int = 0, batch: int = 0,
+) -> Launch:  # fmt: skip
+    """The launch that casts a matrix into one or both operands.
+
+    Its tensors: the matrix; codes (or values) and scales of the row operand, those of the column operand; the call
+    seed. None what is not there.
+    """
     tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
     constants = (
         row.constant(output) if row else None,
         column.constant(output) if column else None,
         matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(device), tile_rows, tile_columns,
+        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
     scalars = (
         row_stream, column_stream, batch, row.epsilon if row else 0.0, column.epsilon if column else 0.0, *matrix.sizes
     )  # fmt: skip
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    _QUANTIZE(key, programs, device, (matrix.tensor, *outputs, seed), scalars, constants, warps)
+    return Launch(_QUANTIZE, key, programs, scalars, constants, warps)
+
+
+def _launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
+    output: int,
+    seed: torch.Tensor | None, row_stream: int, column_stream: int, batch: int,
+) -> None:  # fmt: skip
+    launch = blocks_launch(matrix, row, column, output, row_stream=row_stream, column_stream=column_stream, batch=batch)
+    launch(matrix.tensor.get_device(), matrix.tensor, *outputs, seed)
 
 
 def quantize_blocks(
