@@ -110,7 +110,9 @@ def _passes(cast: Cast) -> tuple[int, float]:
 
 
 def _is_planned(recipe: Recipe) -> bool:
-    return all(
-        cast is not None and cast.format.block == (None, None) and not cast.is_stochastic
-        for cast in recipe.casts.values()
-    )
+    """Whether an eager step on a Hopper runs by plan: FP8 per tensor, or in 1x128 blocks with weights in tiles."""
+    casts = list(recipe.casts.values())
+    if any(cast is None or cast.is_stochastic or cast.format.scale.name != "FP32" for cast in casts):
+        return False
+    blocks = {cast.format.block for cast in casts if cast is not None}
+    return blocks in ({(None, None)}, {(1, 128), (128, 128)})
