@@ -1,4 +1,7 @@
-"""Eight host devices for the sharding tests; without jax nothing here is collected, and the run says so."""
+"""Eight host devices for the sharding tests; without jax nothing here is collected, and the run says so.
+
+Modules that compare bytes of casts compile as users do. The others compile with XLA's cheaper passes, a fifth faster.
+"""
 
 import importlib.util
 import os
@@ -24,6 +27,21 @@ def pytest_ignore_collect(collection_path):
     if not HAVE_JAX or (not HAVE_FLAX and name.startswith(_NEED_FLAX)):
         return True
     return None
+
+
+_AS_USERS_DO = ("test_bits", "test_every_cast", "test_fp8_ops", "test_guide", "test_quantize")
+
+
+@pytest.fixture(autouse=True)
+def compile_effort(request):
+    """How hard XLA tries in this test; integer arithmetic and the order of float operations do not depend on it."""
+    import jax
+
+    cheaper = not request.module.__name__.rpartition(".")[2].startswith(_AS_USERS_DO)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", cheaper and os.environ.get("HYPOTHESIS_PROFILE") != "thorough")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -62,10 +62,9 @@ def test_nbytes_and_repr():
     assert "QuantizedArray" in repr(jax.tree.map(lambda leaf: None, q))
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp6_e3m2", "mxfp4", "nvfp4_row", "nvfp4_2d"]
-)
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_128x128", "mxfp4", "nvfp4_row"])
 def test_scaled_matmul(name):
+    """A sample of what tests/contract has; here also the exact sum, bit for bit."""
     a, b = mj.quantize(A_MK, name), mj.quantize(B_NK, name)
     expected = reference.scaled_matmul(reference.quantize(A_MK, name), reference.quantize(B_NK, name))
     y = mj.scaled_matmul(a, b)
