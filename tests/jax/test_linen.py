@@ -310,6 +310,16 @@ def test_stochastic_recipes_need_the_stream_only_for_gradients():
         ml.dot_general_cls("mxfp8")
 
 
+@pytest.mark.usefixtures("x64")
+def test_state_is_float32_with_x64():
+    model = one_layer(OPS["direct"], dtype=jnp.float32, param_dtype=jnp.float32)
+    variables = model.init(jax.random.key(0), X)
+    state = ml.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(np.float32(0.1)))
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(state.apply_fn(p, X))))(state.params)
+    after = state.apply_gradients(grads=grads).params
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, after))} == {jnp.dtype("float32")}
+
+
 def test_attention_einsum_and_dense_general():
     recipe = MXFP8BlockScaling()
     x = X[None]
