@@ -122,6 +122,15 @@ def test_files(name, axis, tmp_path):
         np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
 
 
+@pytest.mark.parametrize("shape", [(), (70,), (2, 12, 70)], ids=str)
+def test_parts_of_every_rank(shape):
+    x = A_MK.reshape(2, 12, 70)[(0,) * (3 - len(shape))] if shape else A_MK[0, 0]
+    q = mj.quantize(x, "nvfp4_2d")
+    back = mj.QuantizedArray.from_parts(q.codes, q.scale, q.tensor_scale, q.format, shape=shape)
+    assert fields(back) == fields(q)
+    np.testing.assert_array_equal(np.asarray(back.dequantize()), np.asarray(q.dequantize()))
+
+
 def test_orbax(tmp_path):
     """A tree with quantized leaves, saved and restored into the structure it had."""
     with warnings.catch_warnings():

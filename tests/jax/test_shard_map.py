@@ -146,6 +146,20 @@ def test_gathered_operands():
         gathering("varying")(x, w, DY[:, :64])
 
 
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4_2d", "mxfp8"])
+def test_quantize_of_shards(name):
+    """`quantize` measures what it is given; with the reduced amax the shards are those of the whole tensor's codes."""
+
+    def local(x):
+        if name == "mxfp8":
+            return mj.quantize(x, name).codes
+        return mj.quantize(x, name, amax=lax.pmax(jnp.max(jnp.abs(x)), "data")).codes
+
+    mapped = jax.shard_map(local, mesh=mesh_of(4), in_specs=P("data"), out_specs=P("data"))
+    whole = mj.quantize(X, name).codes
+    assert np.asarray(jax.jit(mapped)(X)).tobytes() == np.asarray(whole).tobytes()
+
+
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_eager_shard_map(check_vma):
     """Outside of jit too."""
