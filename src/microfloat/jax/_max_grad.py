@@ -33,12 +33,7 @@ try:  # private modules that have moved between JAX versions
     from jax._src.interpreters import pxla as _pxla
 
     _ExtendedDType: Any = _private_dtypes.ExtendedDType
-    CAN_USE_EARRAY = all(
-        hasattr(module, name)
-        for module, name in (
-            (_pxla, "global_result_handlers"), (_earray, "EArray"), (_ad_util, "raw_jaxval_adders"),
-        )
-    )  # fmt: skip
+    CAN_USE_EARRAY = hasattr(_pxla, "global_result_handlers") and hasattr(_earray, "EArray")
 except (ImportError, AttributeError):  # pragma: no cover - depends on the installed JAX
     _ad_util = _core = _earray = _pxla = cast(Any, None)
     _ExtendedDType = object
@@ -116,7 +111,7 @@ def _add_outside_of_jit(x: Any, y: Any) -> Any:
     return x.dtype._rules.add(x.dtype, x, y)
 
 
-if CAN_USE_EARRAY:
+if CAN_USE_EARRAY and hasattr(_ad_util, "raw_jaxval_adders"):
     # Autodiff outside of jit looks adders up by the class of array, and JAX registers none for this class.
     _ad_util.raw_jaxval_adders.setdefault(_earray.EArray, _add_outside_of_jit)
 
