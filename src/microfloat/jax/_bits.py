@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 from microfloat.formats import ElementFormat
 
 __all__ = [
-    "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide", "encode", "is_nan",
-    "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4", "round_to_bf16", "sixth",
+    "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide", "encode",
+    "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4", "round_to_bf16", "sixth",
     "square", "unpack_fp4", "where",
 ]  # fmt: skip
 
@@ -22,7 +22,7 @@ INFINITY_BITS = np.uint32(0x7F800000)
 _SIGN = np.uint32(0x80000000)
 _MANTISSA = np.uint32(0x7FFFFF)
 _HIDDEN_BIT = np.uint32(1 << 23)
-_FLOAT8 = {"E4M3": jnp.float8_e4m3fn, "E5M2": jnp.float8_e5m2}
+FLOAT8 = {"E4M3": jnp.float8_e4m3fn, "E5M2": jnp.float8_e5m2}
 
 
 def bits_of(x: Array) -> Array:
@@ -169,8 +169,8 @@ def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) 
 
 def decode(codes: Array, element: ElementFormat) -> Array:
     """The exact float32 value of each unpacked uint8 code."""
-    if element.name in _FLOAT8:
-        return lax.bitcast_convert_type(codes, _FLOAT8[element.name]).astype(jnp.float32)
+    if element.name in FLOAT8:
+        return lax.bitcast_convert_type(codes, FLOAT8[element.name]).astype(jnp.float32)
     mantissa_bits = element.mantissa_bits
     wide = codes.astype(jnp.uint32)
     magnitude = wide & np.uint32(element.sign_code - 1)
@@ -186,7 +186,7 @@ def as_code_dtype(codes: Array, element: ElementFormat) -> Array:
     """uint8 codes as the dtype of `QuantizedArray.codes`: a float8 dtype for 8-bit elements, packed bytes for FP4."""
     if element.codes_per_byte == 2:
         return pack_fp4(codes)
-    return lax.bitcast_convert_type(codes, _FLOAT8[element.name]) if element.name in _FLOAT8 else codes
+    return lax.bitcast_convert_type(codes, FLOAT8[element.name]) if element.name in FLOAT8 else codes
 
 
 def code_bytes(codes: Array, element: ElementFormat, length: int) -> Array:

@@ -23,6 +23,12 @@ class DotDimensions(NamedTuple):
     rhs_free: tuple[int, ...]
     contracted: tuple[int, ...]
 
+    @property
+    def rhs_is_transposed(self) -> bool:
+        """Whether the [N, K] of `matrices` is the transpose of rhs as it is stored, [K, N]."""
+        count = len(self.contracted)
+        return not self.batch and 0 < count < len(self.rhs_order) and self.rhs_order[-count:] == tuple(range(count))
+
     def matrices(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         """[*B, M, K] and [*B, N, K] with B as one axis, or without it when there are no batch dimensions."""
         return self._form(lhs, self.lhs_order, self.lhs_free), self._form(rhs, self.rhs_order, self.rhs_free)

@@ -228,6 +228,7 @@ def _apply(
 ) -> tuple[Array, DelayedState | None]:
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
+        config = config._replace(w_is_transposed=dimensions.rhs_is_transposed)
         y, state = cast(tuple[Array, DelayedState | None], linear(config, x, w, Seed(words, None), state))
         return dimensions.result(y), state
     # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).

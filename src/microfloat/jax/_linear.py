@@ -28,7 +28,7 @@ from microfloat.jax._collectives import (
 )
 from microfloat.jax._max_grad import from_max_grad
 from microfloat.jax._scales import tensor_amax
-from microfloat.jax.backends import reference, select
+from microfloat.jax.backends import cuda, reference, select
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes.core import GEMMS, OPERANDS
@@ -50,6 +50,8 @@ class Config(NamedTuple):
     backend: str
     axis_names: tuple[str, ...]
     residuals: str
+    # w_NK is the transpose of an array stored as [K, N]
+    w_is_transposed: bool = False
 
 
 class Seed(NamedTuple):
@@ -100,6 +102,12 @@ class _Call(NamedTuple):
             )
         scale_enc = self.scales[tensor] if isinstance(cast.scaling, Delayed) else None
         axes = sharding_axes(x_RC, self.config.axis_names)
+        if tensor == "w" and self.config.w_is_transposed and cast.transposes and cuda.converts(cast.format.element):
+            # As it is stored: the codes are transposed, not what they are made of, and dgrad reads them as they are.
+            matrix = reference.cast_matrix(x_RC.T, cast, noise, scale_enc=scale_enc, axes=axes)
+            return reference.transposed(matrix, cast.format, x_RC.shape[0])
+        if tensor == "w" and self.config.w_is_transposed and operand == _FIRST_USE["w"]:
+            x_RC = cuda.row_major(x_RC)
         return reference.cast_matrix(x_RC, cast, noise, scale_enc=scale_enc, axes=axes)
 
     def is_shared(self, tensor: str) -> bool:
@@ -112,7 +120,7 @@ class _Call(NamedTuple):
         second = _SECOND_USE[tensor]
         if self.config.recipe.cast(*second) is None or self.config.residuals == "high":
             return x_RC
-        matrix = first if self.is_shared(tensor) else self.cast(x_RC.T, tensor, second)
+        matrix = first if self.is_shared(tensor) else self.cast(cuda.turned(x_RC), tensor, second)
         codes, scale, tensor_scale = typing.cast(reference.Matrix, matrix)  # a Cast made it
         if tensor_scale is not None:
             tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
@@ -121,17 +129,19 @@ class _Call(NamedTuple):
     def second_form(self, kept: reference.Operand, tensor: str, first_cols: int) -> reference.Operand:
         """The operand of the second use, from what `keep` saved; `first_cols`: contraction length of the first."""
         if not isinstance(kept, reference.Matrix):
-            return self.cast(kept.T, tensor, _SECOND_USE[tensor])
+            return self.cast(cuda.turned(kept), tensor, _SECOND_USE[tensor])
         if not self.is_shared(tensor):
             return kept
         second = typing.cast(Cast, self.config.recipe.cast(*_SECOND_USE[tensor]))  # shared, so not None
         return reference.transposed(kept, second.format, first_cols)
 
-    def gemm(self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype) -> Array:
-        """One GEMM of the recipe, float32; `dtype` is the compute dtype."""
+    def gemm(
+        self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype, out: np.dtype
+    ) -> Array:
+        """One GEMM of the recipe, summed in float32, rounded once to `out`; `dtype` is the compute dtype."""
         gemm = getattr(self.config.recipe, name)
         kinds = [reference.kind_of(cast, cols) for cast in gemm.casts]
-        plan = select.GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, self.config.backend, dtype)
+        plan = select.GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, self.config.backend, dtype, out)
         return select.run_gemm(a, b, plan)
 
 
@@ -147,7 +157,7 @@ def linear(
     call = _Call(config, seed, _encode_scales(state))
     check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
-    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype).astype(config.dtype), state
+    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype), state
 
 
 def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, Kept]:
@@ -156,14 +166,14 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
     call = _Call(config, seed, _encode_scales(state))
     check_shards(config.recipe, x_MK, w_NK, GEMMS)
     x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
-    y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype)
+    y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype)
     amaxes = {
         tensor: live_amax(value, config.axis_names, state)
         for tensor, value in (("x", x_MK), ("w", w_NK))
         if tensor in call.scales
     }
     kept = Kept(call.keep(w_NK, "w", w), call.keep(x_MK, "x", x), seed, state, amaxes, x_MK[:0], w_NK[:0])
-    return (checkpoint_name(y_MN.astype(config.dtype), OUTPUT_NAME), state), kept
+    return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
 
 
 def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
@@ -171,19 +181,27 @@ def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Arr
     call = _Call(config, kept.seed, _encode_scales(kept.state))
     (rows, outputs), inputs, dtype = dy_MN.shape, kept.no_x.shape[1], kept.no_x.dtype
     dy = call.cast(dy_MN, "dy", _FIRST_USE["dy"])
-    dx_MK = call.gemm("dgrad", dy, call.second_form(kept.w, "w", inputs), outputs, dtype)
+    w_KN = call.second_form(kept.w, "w", inputs)
+    dx_MK = call.gemm("dgrad", dy, w_KN, outputs, dtype, _gradient_dtype(kept.no_x, dy, w_KN))
     if call.is_shared("dy"):
         second = typing.cast(Cast, config.recipe.wgrad.lhs)
         dy_NM = reference.transposed(typing.cast(reference.Matrix, dy), second.format, outputs)
     else:
-        dy_NM = call.cast(dy_MN.T, "dy", _SECOND_USE["dy"])
-    dw_NK = call.gemm("wgrad", dy_NM, call.second_form(kept.x, "x", inputs), rows, dtype)
+        dy_NM = call.cast(cuda.turned(dy_MN), "dy", _SECOND_USE["dy"])
+    x_KM = call.second_form(kept.x, "x", inputs)
+    dw_NK = call.gemm("wgrad", dy_NM, x_KM, rows, dtype, _gradient_dtype(kept.no_w, dy_NM, x_KM))
     dx_MK = sum_to_type_of(dx_MK, kept.no_x).astype(kept.no_x.dtype)
     dw_NK = sum_to_type_of(dw_NK, kept.no_w).astype(kept.no_w.dtype)
     return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN, later)
 
 
 linear.defvjp(_forward, _backward)
+
+
+def _gradient_dtype(primal: Array, *operands: reference.Operand) -> np.dtype:
+    """The primal's dtype; float32 for a product that is summed over mesh axes before it is rounded."""
+    summed = varying_axes(*jax.tree.leaves(operands)) - varying_axes(primal)
+    return jnp.dtype(jnp.float32) if summed else primal.dtype
 
 
 def _encode_scales(state: DelayedState | None) -> dict[str, Array]:

@@ -160,8 +160,8 @@ def scaled_matmul(
         if bias.shape != (rows_b,):
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
     compute = dtype_b if kind_a is not None and kind_b is None else dtype_a
-    plan = select.GemmPlan(kind_a, kind_b, accumulate, "auto", check_backend(backend), compute)
-    multiply = partial(_scaled_matmul, plan=plan, dtype=dtype)
+    plan = select.GemmPlan(kind_a, kind_b, accumulate, "auto", check_backend(backend), compute, dtype)
+    multiply = partial(_scaled_matmul, plan=plan)
     if _explicit.is_explicit(*jax.tree.leaves((a, b, bias))):
         rows = [_explicit.spec_of(jax.tree.leaves(operand)[0])[0] for operand in (a, b)]
         y = _explicit.run_automatically(multiply, lambda _: PartitionSpec(*rows), a, b, bias)
@@ -170,11 +170,9 @@ def scaled_matmul(
     return y.reshape(*leading, rows_b) if len(leading) > 1 else y
 
 
-@partial(jax.jit, static_argnames=("plan", "dtype"))
-def _scaled_matmul(
-    a: reference.Operand, b: reference.Operand, bias: Array | None, *, plan: "select.GemmPlan", dtype: np.dtype
-) -> Array:
-    return select.run_gemm(a, b, plan, bias).astype(dtype)
+@partial(jax.jit, static_argnames=("plan",))
+def _scaled_matmul(a: reference.Operand, b: reference.Operand, bias: Array | None, *, plan: "select.GemmPlan") -> Array:
+    return select.run_gemm(a, b, plan, bias)
 
 
 def _operand(

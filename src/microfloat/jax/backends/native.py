@@ -8,7 +8,9 @@ Four ways, chosen by `choose` from the formats and the chip alone:
 * `mx`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
 * None of these fits: the reference GEMM.
 
-Casts are those of the reference backend on every platform. Source: docs/numerics.md 8.2, docs/jax.md.
+Casts have the bytes of the reference backend on every platform; `cuda` has faster ways to them.
+
+Source: docs/numerics.md 8.2, docs/jax.md.
 """
 
 from typing import NamedTuple, cast
@@ -17,8 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
-from microfloat.jax.backends import reference
+from microfloat.jax._bits import FLOAT8, where
+from microfloat.jax._tiles import from_tiles, spread, to_tiles
+from microfloat.jax.backends import cuda, reference
+from microfloat.jax.backends.cuda import capability
 from microfloat.support import Support
 
 __all__ = ["Choice", "capability", "choose", "gemm"]
@@ -34,17 +40,6 @@ class Choice(NamedTuple):
     way: str
     kernel: str
     support: Support
-
-
-def capability() -> tuple[int, int] | None:
-    """(major, minor) compute capability of the first CUDA device that JAX sees, or None."""
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return None
-    text = getattr(jax.devices()[0], "compute_capability", None)
-    if not text:
-        return None
-    major, _, minor = str(text).partition(".")
-    return int(major), int(minor or 0)
 
 
 def choose(
@@ -87,31 +82,50 @@ def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:
 
 
 def gemm(
-    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, way: str, accumulate: str
+    a: reference.Matrix,
+    b: reference.Matrix,
+    kind_a: reference.Kind,
+    kind_b: reference.Kind,
+    way: str,
+    accumulate: str,
+    out: DTypeLike = jnp.float32,
 ) -> Array:
-    """``a @ b.T`` in float32 [M, N] by one of the ways of `choose`."""
+    """``a @ b.T`` [M, N] by one of the ways of `choose`, summed in float32 and rounded once to `out`."""
     if way == "fp8":
-        return _fp8(a, b, kind_a, kind_b, accumulate)
-    if way == "mx":
-        return _mx(a, b, kind_a, kind_b)
-    return _bf16(a, b, kind_a, kind_b)
+        return _fp8(a, b, kind_a, kind_b, accumulate, out)
+    product = _mx(a, b, kind_a, kind_b) if way == "mx" else _bf16(a, b, kind_a, kind_b, out)
+    return product.astype(out)
 
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def _fp8(
-    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, accumulate: str
+    a: reference.Matrix,
+    b: reference.Matrix,
+    kind_a: reference.Kind,
+    kind_b: reference.Kind,
+    accumulate: str,
+    out: DTypeLike,
 ) -> Array:
     """FP8 codes into one dot. Precision HIGHEST makes XLA add partial sums in float32 ("split")."""
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     precision = lax.Precision.DEFAULT if accumulate == "fast" else lax.Precision.HIGHEST
-    product = lax.dot_general(
-        _padded(a.codes), _padded(b.codes), _CONTRACT_LAST, precision=precision, preferred_element_type=jnp.float32
-    )
+    codes_a, codes_b = _padded(a.codes), _padded(b.codes)
+    if _can_fold(kind_a, kind_b, out) and cuda.folds_scales(rows, cols, codes_a.shape[1]):
+        product = cuda.scaled_product(codes_a, codes_b, a.scale.reshape(()), b.scale.reshape(()), precision)
+        return product[:rows, :cols]
+    product = lax.dot_general(codes_a, codes_b, _CONTRACT_LAST, precision=precision, preferred_element_type=jnp.float32)
     outer_a = a.scale if kind_a.format.is_per_tensor else a.scale[:, 0]
     outer_b = b.scale if kind_b.format.is_per_tensor else b.scale[:, 0]
-    return reference.apply_outer(product[:rows, :cols], outer_a, outer_b)
+    return reference.apply_outer(product[:rows, :cols], outer_a, outer_b).astype(out)
+
+
+def _can_fold(kind_a: reference.Kind, kind_b: reference.Kind, out: DTypeLike) -> bool:
+    """Both scales are scalars, and cuBLASLt has a GEMM of these elements."""
+    per_tensor = kind_a.format.is_per_tensor and kind_b.format.is_per_tensor
+    elements = {kind_a.format.element.name, kind_b.format.element.name}
+    return per_tensor and "E4M3" in elements and out == jnp.bfloat16
 
 
 def _padded(codes: Array) -> Array:
@@ -122,14 +136,31 @@ def _padded(codes: Array) -> Array:
     return lax.pad(codes, jnp.zeros((), codes.dtype), [(0, extra, 0) for extra in missing])
 
 
-def _bf16(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind) -> Array:
+def _bf16(
+    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, out: DTypeLike
+) -> Array:
     """Codes times block scales fit bfloat16 exactly (docs/numerics.md 8.2); the dot accumulates in float32."""
-    values_a, outer_a = reference.factored_values(a, kind_a.format, kind_a.length)
-    values_b, outer_b = reference.factored_values(b, kind_b.format, kind_b.length)
-    product = lax.dot_general(
-        values_a.astype(jnp.bfloat16), values_b.astype(jnp.bfloat16), _CONTRACT_LAST, preferred_element_type=jnp.float32
-    )
+    values_a, outer_a = _bf16_values(a, kind_a)
+    values_b, outer_b = _bf16_values(b, kind_b)
+    # Without outer scales the GEMM's own rounding is the only one.
+    last = out == jnp.bfloat16 and outer_a is None and outer_b is None and cuda.rounds_in_gemm()
+    result = jnp.bfloat16 if last else jnp.float32
+    product = lax.dot_general(values_a, values_b, _CONTRACT_LAST, preferred_element_type=result)
     return reference.apply_outer(product, outer_a, outer_b)
+
+
+def _bf16_values(matrix: reference.Matrix, kind: reference.Kind) -> tuple[Array, Array | None]:
+    """Codes times block scales in bfloat16, exactly, and the outer scale that is left."""
+    fmt = kind.format
+    if fmt.scale.name != "E8M0" or fmt.element.name not in FLOAT8:
+        values, outer = reference.factored_values(matrix, fmt, kind.length)
+        return values.astype(jnp.bfloat16), outer
+    # 2^(byte - 127) is a bfloat16, 2^-127 a subnormal one, which a GPU keeps.
+    byte = matrix.scale.astype(jnp.uint16)
+    bits = where(byte == 255, np.uint16(0x7FC0), where(byte == 0, np.uint16(0x40), byte << 7))
+    tiles = to_tiles(matrix.codes, fmt.block).astype(jnp.bfloat16)
+    scaled = tiles * spread(lax.bitcast_convert_type(bits, jnp.bfloat16))
+    return from_tiles(scaled, (matrix.codes.shape[0], kind.length)), None
 
 
 def _mx(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from microfloat import reference as oracle
-from microfloat.formats import E4M3, ScaledFormat
+from microfloat.formats import E4M3, ElementFormat, ScaledFormat
 from microfloat.jax._bits import (
     as_code_dtype,
     as_float,
@@ -30,6 +30,7 @@ from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, store
 from microfloat.jax._random import random_bytes
 from microfloat.jax._scales import block_scales, tensor_amax
 from microfloat.jax._tiles import from_tiles, spread, to_tiles
+from microfloat.jax.backends import cuda
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
@@ -79,10 +80,22 @@ def cast_matrix(
     if axes and amax is None and scale_enc is None and measures_tensor(cast):
         amax = max_over(tensor_amax(x_RC), axes)
     scales = block_scales(tiles, cast, amax, scale_enc)
-    codes = encode(multiply(tiles, spread(scales.encode)), element, _noise_tiles(shape_RC, cast, noise))
+    codes = _codes(tiles, spread(scales.encode), element, _noise_tiles(shape_RC, cast, noise))
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
-    return Matrix(as_code_dtype(from_tiles(codes, shape_RC), element), scales.stored, scales.tensor_scale)
+    stored = as_code_dtype(from_tiles(codes, shape_RC), element)
+    return Matrix(cuda.row_major(stored), scales.stored, scales.tensor_scale)
+
+
+def _codes(tiles: Array, factor: Array, element: ElementFormat, noise: Array | None) -> Array:
+    """``encode(tiles * factor)``; on CUDA by the chip's conversion where it has one, to the same bytes."""
+
+    def by_integers(tiles: Array, factor: Array) -> Array:
+        return encode(multiply(tiles, factor), element, noise)
+
+    if noise is not None or not tiles.size or not cuda.converts(element):
+        return by_integers(tiles, factor)
+    return lax.platform_dependent(tiles, factor, cuda=partial(cuda.converted, element=element), default=by_integers)
 
 
 def measures_tensor(cast: Cast) -> bool:

@@ -16,7 +16,8 @@ __all__ = ["GemmPlan", "choice_of", "run_gemm"]
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
 
-    `dtype` is the compute dtype: what a quantized operand beside one in high precision is dequantized to.
+    `dtype` is the compute dtype: what a quantized operand beside one in high precision is dequantized to. `out` is that
+    of the result, rounded once after scales and bias.
     """
 
     kind_a: reference.Kind | None
@@ -25,6 +26,7 @@ class GemmPlan(NamedTuple):
     path: str
     backend: str
     dtype: np.dtype
+    out: np.dtype = np.dtype(np.float32)
 
 
 def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> native.Choice:
@@ -45,9 +47,9 @@ def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> native.Choice:
 
 
 def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: Array | None = None) -> Array:
-    """``a @ b.T + bias`` in float32 [M, N]."""
+    """``a @ b.T + bias`` [M, N], summed in float32, in the plan's `out`."""
     if plan.accumulate == "exact":
-        return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias)
+        return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
     choice = choice_of(plan, native.capability())
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
     if choice.way == "reference":
@@ -55,7 +57,9 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
     else:
         # `choose` names another way than the reference only for two quantized operands.
         kind_a, kind_b = cast(reference.Kind, plan.kind_a), cast(reference.Kind, plan.kind_b)
-        on_gpu = partial(native.gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate)
+        out = plan.out if bias is None else jnp.dtype(jnp.float32)
+        on_gpu = partial(native.gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate, out=out)
         # A program may still be lowered for another platform than the default one.
-        product = lax.platform_dependent(a, b, cuda=on_gpu, default=emulate)
-    return product if bias is None else product + bias.astype(jnp.float32)[None, :]
+        product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
+    product = product if bias is None else product + bias.astype(jnp.float32)[None, :]
+    return product.astype(plan.out)

@@ -1,0 +1,206 @@
+"""What XLA does faster on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
+
+Chosen where a program is lowered for CUDA and `capability` names a chip; everywhere else the integers of
+`microfloat.jax._bits` and float32 epilogues stand. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from importlib.metadata import version
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+
+from microfloat.formats import ElementFormat
+from microfloat.jax._bits import FLOAT8, bits_of, where
+
+__all__ = [
+    "capability", "converted", "converts", "folds_scales", "rounds_in_gemm", "row_major", "scaled_product", "turned",
+]  # fmt: skip
+
+_LOGGER = logging.getLogger("microfloat")
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+_KNOWN_JAXLIB = ("0.11.",)  # measured with 0.11.2
+# XLA merges dots that share an operand if one of them moves less than 64 MiB.
+_NEVER_MERGED = 1 << 27
+
+
+def capability() -> tuple[int, int] | None:
+    """(major, minor) compute capability of the first CUDA device that JAX sees, or None."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    text = getattr(jax.devices()[0], "compute_capability", None)
+    if not text:
+        return None
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)
+
+
+def converts(element: ElementFormat) -> bool:
+    """Whether the chip converts float32 to this element: FP8 from sm_89 on."""
+    chip = capability()
+    return element.name in FLOAT8 and chip is not None and chip >= (8, 9)
+
+
+def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
+    """uint8 codes of ``clip(tiles * factor, -max, max)`` by the chip's conversion, NaN as the canonical code.
+
+    Byte for byte what ``encode(multiply(tiles, factor))`` gives on a platform that keeps subnormal numbers, as CUDA
+    does: after the clip only the rounding is left, and it is nearest even in both. `factor`: one per block, [.., 1,
+    .., 1].
+    """
+    if factor.size == 1:
+        # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
+        never = (bits_of(tiles[:1, :1, :1, :1]) >> 31) > np.uint32(1)
+        factor = where(never, np.float32(1), factor)
+    scaled, largest = tiles * factor, np.float32(element.max)
+    rounded = lax.min(lax.max(scaled, -largest), largest).astype(FLOAT8[element.name])
+    codes = where(scaled != scaled, np.uint8(element.nan_code), lax.bitcast_convert_type(rounded, jnp.uint8))
+    # XLA may drop a narrowing conversion that is widened again at once: the selection above stands between. Codes of a
+    # whole tensor go into a GEMM or a result, and are kept apart in any case.
+    return lax.optimization_barrier(codes) if factor.size == 1 else codes
+
+
+def row_major(x_RC: Array) -> Array:
+    """`x_RC`, kept in rows by the compiler when it is lowered for a machine with a CUDA device.
+
+    A transposed use would otherwise pull its layout through every elementwise operation up to the input, which is
+    then transposed in float32. Where JAX partitions or batches programs the layout is left alone.
+    """
+    if capability() is None or not _is_alone():
+        return x_RC
+    return _row_major(x_RC)
+
+
+@custom_vmap
+def _row_major(x_RC: Array) -> Array:
+    def on_gpu(x_RC: Array) -> Array:
+        return with_layout_constraint(x_RC, Layout((0, 1)))
+
+    return lax.platform_dependent(x_RC, cuda=on_gpu, default=lambda x_RC: x_RC)
+
+
+@_row_major.def_vmap
+def _row_major_batched(axis_size: int, in_batched: Sequence[bool], x_BRC: Array) -> tuple[Array, bool]:
+    del axis_size, in_batched
+    return x_BRC, True
+
+
+def turned(x_RC: Array) -> Array:
+    """``x.T``, on CUDA written out in rows: maxima over blocks along the slow axis take longer than the copy."""
+    return row_major(x_RC.T)
+
+
+def _is_alone() -> bool:
+    """One device, and no mesh: XLA partitions nothing, and adds no rounded partial products."""
+    return jax.device_count() == 1 and not jax.sharding.get_abstract_mesh().axis_names
+
+
+def rounds_in_gemm() -> bool:
+    """Whether a GEMM may give a result in less than float32: XLA adds the partial products of several devices in it."""
+    return _is_alone()
+
+
+def scaled_product(a_MK: Array, b_NK: Array, scale_a: Array, scale_b: Array, precision: lax.Precision) -> Array:
+    """``bf16((a @ b.T) * scale_a * scale_b)`` of FP8 codes under float32 scalars, rounded once, where `folds_scales`.
+
+    Written as the product of dequantized bfloat16 operands, which XLA turns into its FP8 GEMM with both scales, as
+    float32, inside. Both scales are multiplied first: their product must be a float32. Under vmap scales are no
+    scalars: a dot and its float32 epilogue.
+    """
+    return _scaled_product(precision)(a_MK, b_NK, scale_a, scale_b)
+
+
+@lru_cache(maxsize=4)
+def _scaled_product(precision: lax.Precision) -> Callable[[Array, Array, Array, Array], Array]:
+    def dot(a_MK: Array, b_NK: Array, dtype: DTypeLike) -> Array:
+        return lax.dot_general(a_MK, b_NK, _CONTRACT_LAST, precision=precision, preferred_element_type=dtype)
+
+    def epilogue(a_MK: Array, b_NK: Array, scale_a: Array, scale_b: Array) -> Array:
+        return (dot(a_MK, b_NK, jnp.float32) * scale_a * scale_b).astype(jnp.bfloat16)
+
+    @custom_vmap
+    def product(a_MK: Array, b_NK: Array, scale_a: Array, scale_b: Array) -> Array:
+        # Behind the barrier the scales are scalars, whose conversion XLA undoes when it takes them into the GEMM.
+        # Without it the conversion moves in front of a reshape, where it stays, and rounds.
+        scale_a, scale_b = lax.optimization_barrier((scale_a, scale_b))
+        values_a, values_b = (
+            codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
+            for codes, scale in ((a_MK, scale_a), (b_NK, scale_b))
+        )
+        return dot(values_a, values_b, jnp.bfloat16)
+
+    @product.def_vmap
+    def _batched(axis_size: int, in_batched: Sequence[bool], *arguments: Array) -> tuple[Array, bool]:
+        del axis_size
+        return jax.vmap(epilogue, in_axes=[0 if batched else None for batched in in_batched])(*arguments), True
+
+    return cast(Callable[[Array, Array, Array, Array], Array], product)
+
+
+def folds_scales(rows: int, cols: int, length: int) -> bool:
+    """Whether XLA compiles `scaled_product` of [rows, length] and [cols, length] as it reads.
+
+    Elsewhere the same expression would be a bfloat16 GEMM on scales rounded to bfloat16: with XLA's Triton GEMMs, its
+    default, and for small dots that share an operand, which XLA merges. So: FP8 tensor cores, one device, an XLA on
+    which this was measured, a large product, and a probe in this process.
+    """
+    chip = capability()
+    known = version("jaxlib").startswith(_KNOWN_JAXLIB)
+    large = 2 * (rows * length + cols * length + rows * cols) >= _NEVER_MERGED
+    return large and known and _is_alone() and chip is not None and chip >= (8, 9) and _probed()
+
+
+@lru_cache(maxsize=1)
+def _probed() -> bool:
+    """Compiles and runs small products, once per process: the outcome depends on XLA's flags."""
+    try:
+        # Another thread has no trace and no configuration of the caller's.
+        with ThreadPoolExecutor(1) as executor:
+            exact = all(executor.submit(_folds_exactly, *case).result() for case in _PROBED)
+    except Exception as error:  # whatever XLA raises where it cannot compile one: then nothing is folded
+        _LOGGER.info("FP8 GEMMs keep their scales in the epilogue: %s", error)
+        return False
+    if not exact:
+        _LOGGER.info(
+            "FP8 GEMMs keep their scales in the epilogue: XLA would round them to bfloat16. "
+            "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false lets it put them into the GEMM."
+        )
+    return exact
+
+
+# Pairs of elements, and precisions; E5M2 x E5M2 is no GEMM of cuBLASLt.
+_PROBED = (
+    ("E4M3", "E4M3", lax.Precision.DEFAULT),
+    ("E4M3", "E4M3", lax.Precision.HIGHEST),
+    ("E5M2", "E4M3", lax.Precision.HIGHEST),
+    ("E4M3", "E5M2", lax.Precision.DEFAULT),
+)
+
+
+def _folds_exactly(name_a: str, name_b: str, precision: lax.Precision) -> bool:
+    """Whether a product of small integers under a scale between two bfloat16 numbers is rounded once."""
+    rng = np.random.default_rng(0)
+    # Sums of 64 such integers are exact in bfloat16; a scale rounded to bfloat16 would become 1.
+    a, b, scale = rng.integers(0, 3, (256, 64)), rng.integers(0, 2, (128, 64)), np.float32(1 + 3 * 2.0**-10)
+    device = jax.local_devices()[0]
+    arguments = [jax.device_put(np.float32(value), device) for value in (a, b, 1 / scale)]
+
+    def product(values_a: Array, values_b: Array, factor: Array) -> Array:
+        # Made as a cast makes it: the reciprocal of a factor, on a grid of one block.
+        scale = (np.float32(1) / factor.reshape(1, 1)).reshape(())
+        codes = (values_a.astype(FLOAT8[name_a]), values_b.astype(FLOAT8[name_b]))
+        codes_a, codes_b = lax.optimization_barrier(codes)
+        return scaled_product(codes_a, codes_b, scale, scale, precision)
+
+    result = np.asarray(jax.jit(product)(*arguments)).astype(np.float64)
+    exact = (a @ b.T) * float(scale) ** 2
+    return bool(np.all(np.abs(result - exact) <= 2.0**-8 * np.abs(exact)))

@@ -1,0 +1,251 @@
+"""What is lowered for CUDA: conversions, layouts, the FP8 GEMM with its scales; and that other platforms see none."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import microfloat.jax as mj
+from microfloat import reference
+from microfloat.formats import ELEMENTS
+from microfloat.jax._bits import encode, multiply
+from microfloat.jax.backends import cuda, native
+from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, as_cast
+from tests.jax.compare import relative_error
+
+DENSE = (((1,), (0,)), ((), ()))
+LARGE = (16384, 4096, 4096)
+HAS_GPU = cuda.capability() is not None
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that sees one H200. Traces are cached by shape: every test has shapes of its own."""
+    for module in (cuda, native):
+        monkeypatch.setattr(module, "capability", lambda: (9, 0))
+    monkeypatch.setattr(cuda, "_is_alone", lambda: True)
+    return monkeypatch
+
+
+def lowered(recipe, shape, platform):
+    """StableHLO of one layer, forward and backward."""
+    rows, inputs, outputs = shape
+    op = mj.dot_general(recipe)
+
+    def step(x, w, dy):
+        y, backward = jax.vjp(lambda x, w: op(x, w, DENSE), x, w)
+        return y, *backward(dy)
+
+    arguments = [
+        jax.ShapeDtypeStruct(sizes, jnp.bfloat16) for sizes in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    ]
+    return jax.jit(step).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+def conversions(text):
+    """Elements that float32 is converted to."""
+    return re.findall(r"stablehlo.convert .*xf32>\) -> tensor<[0-9x]*x(f8\w+)>", text)
+
+
+def test_scales_go_into_the_gemm(hopper):
+    hopper.setattr(cuda, "folds_scales", lambda *_: True)
+    text = lowered(Float8CurrentScaling(), (80, 144, 112), "cuda")
+    assert conversions(text) == ["f8E4M3FN", "f8E4M3FN", "f8E5M2"], "x, w and dy are converted once each"
+    dots = re.findall(r"dot_general.*: \((.*?)\) -> (\S+)", text)
+    assert dots == [
+        ("tensor<80x144xbf16>, tensor<112x144xbf16>", "tensor<80x112xbf16>"),
+        ("tensor<80x112xbf16>, tensor<144x112xbf16>", "tensor<80x144xbf16>"),
+        ("tensor<112x80xbf16>, tensor<144x80xbf16>", "tensor<112x144xbf16>"),
+    ]
+    widened = re.findall(r"stablehlo.convert .*\(tensor<(\S+)xf8(\w+)>\) -> tensor<\S+xbf16>", text)
+    assert len(widened) == 6, "what XLA looks for: codes, converted, times a broadcast scalar"
+    assert len(re.findall(r"stablehlo.convert .*\(tensor<f32>\) -> tensor<bf16>", text)) == 6
+
+
+def test_scales_are_scalars_when_they_are_converted(hopper):
+    """XLA undoes the conversion of a scale only if nothing stands between it and the GEMM."""
+    hopper.setattr(cuda, "folds_scales", lambda *_: True)
+    text = lowered(Float8CurrentScaling(), (80, 144, 96), "cuda")
+    names = re.findall(r"(%\w+)(?:#\d)? = stablehlo.convert (%\w+)(?:#\d)? : \(tensor<f32>\) -> tensor<bf16>", text)
+    barriers = set(
+        re.findall(r"(%\w+):2 = stablehlo.optimization_barrier %\w+(?:#\d)?, %\w+(?:#\d)? : tensor<f32>", text)
+    )
+    assert len(names) == 6
+    assert {source for _, source in names} <= barriers
+
+
+def test_scales_stay_in_the_epilogue(hopper):
+    hopper.setattr(cuda, "folds_scales", lambda *_: False)
+    text = lowered(Float8CurrentScaling(), (80, 144, 128), "cuda")
+    assert len(conversions(text)) == 3
+    dots = re.findall(r"dot_general.*: \((.*?)\) -> (\S+)", text)
+    assert [kinds.count("xf8") for kinds, _ in dots] == [2, 2, 2]
+    assert all(out.endswith("xf32>") for _, out in dots)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()])
+def test_other_platforms_see_nothing_of_it(hopper, recipe):
+    hopper.setattr(cuda, "folds_scales", lambda *_: True)
+    text = lowered(recipe, (96, 160, 128), "cpu")
+    assert not conversions(text)
+    assert "LayoutConstraint" not in text
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a CUDA device is there")
+def test_a_machine_without_a_gpu_traces_nothing_of_it():
+    for platform in ("cpu", "cuda"):
+        text = lowered(Float8CurrentScaling(), (96, 176, 128), platform)
+        assert not conversions(text)
+        assert "LayoutConstraint" not in text
+    assert not cuda.folds_scales(*LARGE)
+
+
+def test_block_casts_along_rows(hopper):
+    """MXFP8 converts all six operands, and writes out what it casts against the order in memory."""
+    text = lowered(MXFP8BlockScaling(), (96, 192, 160), "cuda")
+    assert len(conversions(text)) == 6
+    turned = re.findall(r"@LayoutConstraint.*-> tensor<(\S+)xbf16>", text)
+    assert sorted(turned) == sorted(["160x192", "192x96", "192x160", "160x96"])
+    dots = re.findall(r"dot_general.*: \((.*?)\) -> (\S+)", text)
+    assert all(kinds.count("xbf16") == 2 and out.endswith("xbf16>") for kinds, out in dots), "rounded once, in the GEMM"
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1.7e-5, 3.1e20])
+def test_conversion_has_the_bytes_of_the_integers(name, scale):
+    """All bfloat16 values; a CPU flushes subnormal operands, which a GPU does not."""
+    values = np.arange(1 << 16, dtype=np.uint32) << 16
+    if not HAS_GPU:
+        values = values[(values & 0x7F800000) != 0]
+    tiles = jnp.asarray(values.view(np.float32)).reshape(1, 1, 1, -1)
+    factor = jnp.full((1, 1, 1, 1), scale, jnp.float32)
+    element = ELEMENTS[name]
+    actual = jax.jit(lambda tiles, factor: cuda.converted(tiles, factor, element))(tiles, factor)
+    expected = jax.jit(lambda tiles, factor: encode(multiply(tiles, factor), element))(tiles, factor)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_batches_keep_the_epilogue():
+    """Under vmap a scale is no scalar: the same product by a dot, and layouts are left alone."""
+    rng = np.random.default_rng(3)
+    a, b = (jnp.asarray(rng.integers(-2, 3, (2, rows, 32)), jnp.float32) for rows in (16, 48))
+    scales = jnp.asarray([0.75, 1.003], jnp.float32)
+
+    def product(a, b, scale_a, scale_b):
+        codes = [cuda._row_major(matrix.astype(jnp.float8_e4m3fn)) for matrix in (a, b)]
+        return cuda.scaled_product(*codes, scale_a, scale_b, lax.Precision.HIGHEST).astype(jnp.float32)
+
+    batched = jax.jit(jax.vmap(product, in_axes=(0, 0, 0, None)))
+    text = batched.trace(a, b, scales, scales[1]).lower(lowering_platforms=("cuda",)).as_text()
+    assert "LayoutConstraint" not in text
+    expected = np.einsum("bmk,bnk->bmn", a, b) * np.asarray(scales)[:, None, None] * np.float32(1.003)
+    assert relative_error(batched(a, b, scales, scales[1]), expected) < 3e-3
+    assert len(re.findall(r"dot_general.*f8E4M3FN.*f8E4M3FN.*xf32>", text)) == 1
+
+
+def test_meshes_keep_the_epilogue(monkeypatch):
+    monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert cuda.rounds_in_gemm()
+    seen = []
+
+    def inside(x):
+        seen.append((cuda.rounds_in_gemm(), cuda.folds_scales(*LARGE)))
+        return cuda.row_major(x)
+
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    spec = PartitionSpec("data")
+    jaxpr = jax.make_jaxpr(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec))(np.ones((16, 16)))
+    assert seen == [(False, False)]
+    assert "layout_constraint" not in str(jaxpr)
+
+
+def test_several_devices_keep_the_epilogue(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not cuda.rounds_in_gemm()
+    assert not cuda.folds_scales(*LARGE)
+
+
+def test_another_jaxlib_keeps_the_epilogue(hopper):
+    hopper.setattr(cuda, "_probed", lambda: True)
+    for version, known in (("0.10.2", False), ("0.12.0", False), ("0.11.2", True)):
+        hopper.setattr(cuda, "version", lambda _, version=version: version)
+        assert cuda.folds_scales(*LARGE) is known
+    assert not cuda.folds_scales(1024, 1024, 1024), "XLA merges small dots"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a CUDA device is there")
+def test_the_probe_sees_rounded_scales(caplog, monkeypatch):
+    """A CPU multiplies what is written: scales of bfloat16. So the probe says no, and why."""
+    cuda._probed.cache_clear()
+    with caplog.at_level("INFO", logger="microfloat"):
+        assert cuda._probed() is False
+    assert "XLA would round them to bfloat16" in caplog.text
+    cuda._probed.cache_clear()
+
+    def exact(codes_a, codes_b, scale_a, scale_b, precision):
+        wide = [codes.astype(jnp.float32) for codes in (codes_a, codes_b)]
+        product = lax.dot_general(*wide, (((1,), (1,)), ((), ())), precision=precision)
+        return (product * scale_a * scale_b).astype(jnp.bfloat16)
+
+    monkeypatch.setattr(cuda, "scaled_product", exact)
+    assert cuda._probed() is True
+    cuda._probed.cache_clear()
+
+
+def test_a_probe_that_fails_to_compile_is_an_answer(caplog, monkeypatch):
+    def refuses(*_):
+        raise RuntimeError("GEMM is not supported")
+
+    monkeypatch.setattr(cuda, "_folds_exactly", refuses)
+    cuda._probed.cache_clear()
+    with caplog.at_level("INFO", logger="microfloat"):
+        assert cuda._probed() is False
+    assert "in the epilogue: GEMM is not supported" in caplog.text
+    cuda._probed.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "mxfp8", "fp8_1x128"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_bytes_on_a_gpu_beside_the_gemm(name, axis):
+    """Codes that leave a program in which a GEMM and a dequantization read them too."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((256, 384)).astype(np.float32) * np.exp2(rng.integers(-20, 20, (256, 384))).astype(
+        np.float32
+    )
+    x[3, 5], x[7, 40], x[9], x[10], x[12, :4] = np.nan, np.inf, 0, 1e-42, (-0.0, 3e38, -3e38, 1e-45)
+    cast = as_cast(name)
+
+    def step(x):
+        q = mj.quantize(x, cast, axis=axis)
+        return q, mj.scaled_matmul(q, q, out_dtype=jnp.bfloat16), mj.dequantize(q)
+
+    q, _, values = jax.jit(step)(x)
+    expected = reference.quantize(x, cast, axis=axis)
+    np.testing.assert_array_equal(np.asarray(q.codes).view(np.uint8), np.asarray(expected.codes).view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(q.scale), np.asarray(expected.scale).reshape(q.scale.shape))
+    np.testing.assert_array_equal(np.asarray(values), reference.dequantize(expected))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_large_products_on_a_gpu():
+    """docs/numerics.md 8.3: Hopper split, plus one rounding; large enough for the scales to go into the GEMM."""
+    rng = np.random.default_rng(7)
+    x, w = (rng.integers(-8, 9, (rows, 544)).astype(np.float32) for rows in (8208, 8192))
+    # The scales become 1 + 3 * 2^-10, which is between two bfloat16 numbers.
+    x[0, 0], w[0, 0] = 57344 * (1 + 3 * 2.0**-10), 448 * (1 + 3 * 2.0**-10)
+
+    def product(x, w):
+        a, b = mj.quantize(x, "fp8_tensor_e5m2"), mj.quantize(w, "fp8_tensor")
+        return mj.scaled_matmul(a, b, out_dtype=jnp.bfloat16)[1:65, 1:], a.dequantize()[1:65], b.dequantize()[1:]
+
+    actual, a, b = (np.asarray(value).astype(np.float64) for value in jax.jit(product)(x, w))
+    expected = a @ b.T
+    assert relative_error(actual, expected) < 3e-3
+    # Roundings of the result average out; a rounded scale would be off by 2.9e-3 everywhere.
+    assert abs((actual * expected).sum() / (expected * expected).sum() - 1) < 2e-4
