@@ -219,6 +219,18 @@ def block_gemms(device, seen):
         F.scaled_mm = saved
 
 
+@contextlib.contextmanager
+def every_plan():
+    """Plans for CUDA tensors that have not been released to them yet, too."""
+    from microfloat.torch.backends import native
+
+    saved, native._PLANS_ON_CUDA = native._PLANS_ON_CUDA, native._PLANS
+    try:
+        yield
+    finally:
+        native._PLANS_ON_CUDA = saved
+
+
 def _width(device):
     """Sizes whose tiles make four scales; the interpreter is slow."""
     return 512 if device == "cuda" else 400
@@ -230,7 +242,7 @@ def blocks(device, by_address):
     width = _width(device)
     steps = [inputs(device, (2, 32, width), out=width, seed=seed) for seed in range(2)]
     plans = []
-    with native_on(device):
+    with native_on(device), every_plan():
         for guard in (by_addresses if by_address and device == "cpu" else contextlib.nullcontext, without_plans):
             seen: list = []
             layer = make(recipe, device, features=(width, width))
@@ -249,7 +261,7 @@ def blocks_elsewhere(device):
     """What the block plan leaves to the general path, and what the general path takes over from it."""
     recipe = RECIPES["fp8_block"]()
     width = _width(device)
-    with native_on(device), block_gemms(device, []):
+    with native_on(device), every_plan(), block_gemms(device, []):
         layer = make(recipe, device, features=(width, width))
         x, dy = inputs(device, (64, width), out=width)
         dx, dw = torch.autograd.grad(layer(x), (x, layer.weight), dy)

@@ -37,6 +37,10 @@ __all__ = [
     "scaled_matmul",
 ]
 
+_PLANS = (tensorwise_plan, blockwise_plan)
+# The plan for blocks has run in Triton's interpreter only; until it has on a GPU, CUDA tensors keep the general path.
+_PLANS_ON_CUDA = (tensorwise_plan,)
+
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
 COLUMN_VALUES_ARE_VIEWS = True
@@ -148,7 +152,7 @@ def linear_plan(
     chip = chip_of(x.device)
     if not all(route_of(gemm, chip).accelerated for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)):
         return None
-    for make in (tensorwise_plan, blockwise_plan):
+    for make in _PLANS_ON_CUDA if x.is_cuda else _PLANS:
         plan = make(recipe, x, weight, bias, wants_dx, wants_dw)
         if plan is not None:
             plan.module = sys.modules[__name__]
