@@ -2,7 +2,8 @@
 
 Four ways, chosen by `choose` from the formats and the chip alone:
 
-* `fp8`: the FP8 codes go into one dot, tensor and row scales multiply its float32 result (sm_89 and newer).
+* `fp8`: the FP8 codes go into one dot, tensor and row scales multiply its float32 result (sm_89 and newer); scales of
+  whole tensors may go into the GEMM (`cuda.folds_scales`).
 * `bf16`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
   GPU).
 * `mx`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
