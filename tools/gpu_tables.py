@@ -118,12 +118,12 @@ def quantize_table(path: Path) -> str:
     cells = []
     for name, mean in summary.items():
         own = [row for row in rows if row["id"] == name and "median_ms" in row and not row.get("variant")]
-        equal = [row["extra"]["equal_copy_ratio"] for row in own]
+        equal = [row["extra"]["equal_copy_ratio"] for row in own if "equal_copy_ratio" in row.get("extra", {})]
         apart = [row["ratio"] for row in rows if row["id"] == name and row.get("variant") == "unfused"]
-        peer = [row["extra"]["torchao_ms"] / row["median_ms"] for row in own if "torchao_ms" in row["extra"]]
+        peer = [row["extra"]["torchao_ms"] / row["median_ms"] for row in own if "torchao_ms" in row.get("extra", {})]
         cells.append([
             f"`{name}`", figure(mean, mean["ratio"]), number(mean["worst"]), number(_mean(equal)),
-            number(mean["target"]), number(mean["stretch"]), number(_mean(apart)), number(_mean(peer)),
+            number(mean.get("target")), number(mean.get("stretch")), number(_mean(apart)), number(_mean(peer)),
         ])  # fmt: skip
     header = [
         "id", "share of a 2 GiB copy", "worst shape", "of a copy of equal bytes", "target", "stretch",
