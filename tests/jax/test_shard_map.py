@@ -95,11 +95,13 @@ def assert_equal_results(results, expected):
         assert relative_error(actual, wanted) < 1e-6
 
 
-# State in all of them; the other recipes under each layout once.
-CASES = [("delayed", 8, layout, check_vma) for layout in LAYOUTS for check_vma in (True, False)]
+# Every layout with state and check_vma, and once without either; stateless recipes in turn.
+STATELESS = [("current", 4), ("mxfp8", 8), ("nvfp4", 4)]
+CASES = [("delayed", 8, layout, True) for layout in LAYOUTS]
+CASES += [("delayed", 8, "tensor K", False), ("delayed", 8, "data x tensor", False)]
 CASES += [
-    (name, devices, layout, (turn + first) % 2 == 0)
-    for first, (name, devices) in enumerate([("current", 4), ("mxfp8", 8), ("nvfp4", 4)])
+    (*STATELESS[(turn + first) % 3], layout, check_vma)
+    for first, check_vma in enumerate((True, False))
     for turn, layout in enumerate(LAYOUTS)
 ]
 
