@@ -20,9 +20,7 @@ from marked_block import ROOT, command, table
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = RESULTS / "demo.json"
 CPU_QUANTIZE = RESULTS / "cpu_quantize.json"
-GPU_LINEAR = RESULTS / "gpu_linear.json"
 GPU_PROFILE = RESULTS / "gpu_profile.json"
-GPU_BLOCKS = (RESULTS / "gpu_block_eager.json", RESULTS / "gpu_block_compiled.json")
 
 
 def demo_table(path: Path = DEMO) -> str:
@@ -67,31 +65,6 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
 
-def gpu_linear_table(path: Path = GPU_LINEAR) -> str:
-    """One Linear, forward and backward, on a GPU: a row per recipe, a column per shape."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    timed = [entry for entry in data["rows"] if "shape" in entry]
-    shapes = list(dict.fromkeys(tuple(entry["shape"]) for entry in timed))
-    by_name: dict[str, dict[tuple, dict]] = {}
-    for entry in timed:
-        by_name.setdefault(entry["id"], {})[tuple(entry["shape"])] = entry
-    rows = []
-    for name, entries in by_name.items():
-        cells = [f"`{name}`"]
-        for shape in shapes:
-            entry = entries[shape]
-            cells += [f"{entry['bf16_ms']:.2f}", f"{entry['median_ms']:.2f}", f"{entry['ratio']:.2f}"]
-        target = next((entry["target"] for entry in entries.values() if entry["target"]), None)
-        rows.append([*cells, f"{target:.2f}" if target else ""])
-    titles = [f"{m} x {k} -> {n}" for m, k, n in shapes]
-    header = [
-        "id",
-        *(text for title in titles for text in (f"{title}: bf16, ms", "ms", "ratio")),
-        "target (first shape)",
-    ]
-    return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
-
-
 def gpu_profile_table(path: Path = GPU_PROFILE) -> str:
     """GPU time of one step by kind of kernel: the three GEMMs, casts, amaxes, the rest."""
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -106,30 +79,6 @@ def gpu_profile_table(path: Path = GPU_PROFILE) -> str:
         rows.append([f"`{name}`", *shown, f"{rest / 1e3:.2f}", f"{total / 1e3:.2f}"])
     header = ["recipe", "fprop + dgrad + wgrad, ms", "casts", "amaxes", "rest", "sum"]
     return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
-
-
-def gpu_host_table(path: Path = GPU_LINEAR) -> str:
-    """Host time of a small eager step, a row per recipe."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    timed = [entry for entry in data["rows"] if entry["id"] == "h.fwdbwd"]
-    rows = [[f"`{entry['recipe']}`", f"{entry['host_us']:.0f}", f"{entry['ratio']:.1f}"] for entry in timed]
-    header = ["recipe", "microseconds", "x nn.Linear (target 2.5)"]
-    return f"{table(header, rows, right=(1, 2))}\n\n{_gpu_provenance(data)}"
-
-
-def gpu_block_table(paths: tuple[Path, ...] = GPU_BLOCKS) -> str:
-    """The Llama-like block, eager and compiled, a row per variant."""
-    rows, sources = [], []
-    for path in paths:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        sources.append(_gpu_provenance(data))
-        for entry in data["rows"]:
-            memory = f"{entry['peak_gib']:.2f} ({entry['peak_ratio']:.2f})" if "eager" in entry["id"] else ""
-            times = [f"{entry['bf16_ms']:.2f}", f"{entry['median_ms']:.2f}", f"{entry['ratio']:.2f}"]
-            cells = [*times, f"{entry['tflops']:.0f}", memory]
-            rows.append([f"`{entry['id']}`", *cells])
-    header = ["variant", "bf16 in the same mode, ms", "ms", "ratio", "TFLOP/s", "peak GiB (of bf16)"]
-    return "\n\n".join([table(header, rows, right=range(1, len(header))), *sources])
 
 
 def _gpu_provenance(data: dict[str, Any]) -> str:
@@ -164,19 +113,10 @@ def _missing(path: Path, what: str) -> str:
     return f"No result of {what} is committed yet (`{path.relative_to(ROOT).as_posix()}`)."
 
 
-# Of the first GPU runs, whose files have another form; a file of `python -m benchmarks` takes their place.
-FIRST_RUNS = {
-    "linear": gpu_linear_table,
-    "profile": gpu_profile_table,
-    "host": gpu_host_table,
-    "block": gpu_block_table,
-}
-
-
 def gpu_table(name: str) -> str:
     """The table of a GPU result."""
-    if name in FIRST_RUNS and not (RESULTS / f"{name}.json").exists():
-        return FIRST_RUNS[name]()
+    if name == "profile" and not (RESULTS / "profile.json").exists():
+        return gpu_profile_table()  # a first run, whose file has another form
     return gpu_tables.generated(name)
 
 
