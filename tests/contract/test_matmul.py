@@ -56,6 +56,8 @@ def test_mixed_formats_and_axes(adapter, names, axes):
 @every_adapter
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_per_tensor], ids=str)
 def test_hadamard_operands_meet_in_the_transformed_domain(adapter, fmt):
+    if adapter.compiles_every_shape and list(FORMATS.values()).index(fmt) % 2:
+        pytest.skip(f"{adapter.name} compiles every shape: takes half of the formats")
     cast = Cast(fmt, hadamard=Hadamard())
     a, b, handles = operands(adapter, (cast, cast), (30, 90, 20))
     assert a.length == 96
