@@ -1,16 +1,16 @@
 """Recipes as JSON-ready dictionaries, and back."""
 
+import functools
 import json
-from dataclasses import asdict
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe
 
-__all__ = ["cast_from_data", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
+__all__ = ["cast_from_data", "cast_of", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
 
 
-def format_to_data(fmt: ScaledFormat) -> str | dict:
+def _format_to_data(fmt: ScaledFormat) -> str | dict:
     """The name of a stock format, all numbers of a user's own."""
     return fmt.name if FORMATS.get(fmt.name) == fmt else json.loads(fmt.contents)
 
@@ -35,18 +35,21 @@ def _not_serializable(argument: str, value: object) -> InvalidValueError:
 
 
 def cast_to_data(cast: Cast | None) -> dict | None:
+    """The contents of a Cast, a stock format by its name."""
     if cast is None:
         return None
-    scaling = asdict(cast.scaling)
-    if callable(scaling.get("amax_compute_algo")):
-        raise _not_serializable("amax_compute_algo", scaling["amax_compute_algo"])
-    return {
-        "format": format_to_data(cast.format),
-        "scale_rule": cast.scale_rule,
-        "rounding": cast.rounding,
-        "hadamard": asdict(cast.hadamard) if cast.hadamard else None,
-        "scaling": {"kind": type(cast.scaling).__name__, **scaling},
-    }
+    algorithm = getattr(cast.scaling, "amax_compute_algo", None)
+    if callable(algorithm):
+        raise _not_serializable("amax_compute_algo", algorithm)
+    return {**json.loads(cast.contents), "format": _format_to_data(cast.format)}
+
+
+@functools.lru_cache(maxsize=1024)
+def cast_of(contents: str) -> Cast:
+    """The Cast whose `contents` these are."""
+    cast = cast_from_data(json.loads(contents))
+    assert cast is not None
+    return cast
 
 
 def cast_from_data(data: dict | None) -> Cast | None:

@@ -188,14 +188,17 @@ class Cast:
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
 
 
+@functools.lru_cache(maxsize=256)
+def _default_cast(fmt: ScaledFormat | str) -> Cast:
+    return Cast(get_format(fmt) if isinstance(fmt, str) else fmt)
+
+
 def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
     """A Cast from a Cast, a ScaledFormat (its defaults), or a lower-case format name."""
     if isinstance(cast, Cast):
         return cast
-    if isinstance(cast, ScaledFormat):
-        return Cast(cast)
-    if isinstance(cast, str):
-        return Cast(get_format(cast))
+    if isinstance(cast, ScaledFormat | str):
+        return _default_cast(cast)
     raise invalid_type(
         "cast", type(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
         "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe) else "",

@@ -5,7 +5,6 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, as_cast
-from microfloat.recipes._serialize import cast_from_data, format_from_data
+from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
 from microfloat.torch.backends.reference._elements import codes_dtype
 
-__all__ = ["cast_of", "constant_cast", "constant_token", "has_tensor_scale", "is_tracing", "token_of"]
+__all__ = ["constant_cast", "constant_token", "has_tensor_scale", "is_tracing", "token_of"]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -38,14 +37,6 @@ _library.define(
 def is_tracing() -> bool:
     """Whether this Python code runs under a compiler's tracing rather than on values."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-@functools.lru_cache(maxsize=1024)
-def cast_of(token: str) -> Cast:
-    """The Cast that a token describes."""
-    cast = cast_from_data(json.loads(token))
-    assert cast is not None
-    return cast
 
 
 def token_of(cast: Cast) -> str:

@@ -5,14 +5,12 @@ operands of; what they look like is told to the compiler by `_like`. None of the
 the live amaxes come back last, and are recorded outside.
 """
 
-import functools
-import json
 from typing import Any
 
 import torch
 
 from microfloat.recipes import Cast
-from microfloat.recipes._serialize import cast_from_data
+from microfloat.recipes._serialize import cast_of
 from microfloat.torch.backends.base import Operand, record_amax_
 from microfloat.torch.backends.triton import _fused
 from microfloat.torch.backends.triton._blocks import empty_scale
@@ -42,9 +40,8 @@ def _token(cast: Cast | None) -> str:
     return "" if cast is None else cast.contents
 
 
-@functools.lru_cache(maxsize=1024)
 def _cast(token: str) -> Cast | None:
-    return cast_from_data(json.loads(token)) if token else None
+    return cast_of(token) if token else None
 
 
 def _flatten(both: Both) -> list[torch.Tensor]:
