@@ -2,6 +2,7 @@
 block-scaled GEMM byte for byte, exact products of decoded values, and what folding counts lead to."""
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,3 +185,15 @@ def test_plain_layers_report_no_folded_elements() -> None:
     layer = mf.Linear(32, 16, recipe=CustomRecipe(*[Gemm("mxfp8", "mxfp8")] * 3))
     layer(torch.randn(4, 32))
     assert layer.folded_elements() == {}
+
+
+@pytest.mark.parametrize(("is_cuda", "expected"), [(True, "released"), (False, "any")])
+def test_cuda_tensors_take_plans_that_have_run_on_a_gpu(monkeypatch, is_cuda, expected):
+    seen = []
+    monkeypatch.setattr(native, "chip_of", lambda _: None)
+    monkeypatch.setattr(native, "route_of", lambda *_: SimpleNamespace(accelerated=True))
+    monkeypatch.setattr(native, "_PLANS", (lambda *_: seen.append("any"),))
+    monkeypatch.setattr(native, "_PLANS_ON_CUDA", (lambda *_: seen.append("released"),))
+    x = SimpleNamespace(is_cuda=is_cuda, device=None)
+    assert native.linear_plan(RECIPES["fp8_block"](), x, None, None, True, True) is None
+    assert seen == [expected]
