@@ -59,6 +59,18 @@ def test_precedence(layer, pinned, contexts, expected) -> None:
     assert layer.effective_recipe() == (None if pinned == "unpinned" else pinned)
 
 
+def test_unpinned_layers_follow_the_autocast_again():
+    layer = mf.Linear(32, 32, recipe=MX4)
+    x = torch.ones(2, 32)
+    with mf.autocast(recipe=MX8):
+        assert layer.effective_recipe() == MX4
+        by_pin = layer(x)
+        assert layer.unpin() is layer
+        assert layer.effective_recipe() == MX8
+        assert not torch.equal(layer(x), by_pin), "the weight cast for the pinned recipe is gone"
+    assert layer.effective_recipe() is None
+
+
 def test_state_is_restored_on_exceptions(layer) -> None:
     with mf.autocast(recipe=MX8):
         with pytest.raises(KeyError), mf.autocast(recipe=MX4):
