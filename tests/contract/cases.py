@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -103,7 +104,31 @@ def edge_inputs(element: ElementFormat) -> dict[str, np.ndarray]:
         "empty 1-D": np.zeros(0, np.float32),
         "column": normal[:, :1],
         "two tiles and a bit": rng.standard_normal((130, 260)).astype(np.float32),
-    }
+        "specials in whole words": _with(
+            (rng.standard_normal((36, 72)) * np.exp2(rng.integers(-40, 12, (36, 72)))).astype(np.float32),
+            ((0, 0), nan_bits[0]), ((5, 70), np.inf), ((17, 33), -np.inf), (np.s_[16:32, 32:64], 0.0), (34, -0.0),
+        ),
+    }  # fmt: skip
+
+
+def edge_cases(cast: Cast, dtype: str, *, sample: bool) -> Iterator[tuple[str, np.ndarray, int]]:
+    """(name, input in `dtype`, axis) of the edge inputs of a Cast.
+
+    A `sample` holds all of 33 x 77 elements, where most special values are, on both axes, and of the others every one
+    in one dtype and on one axis, another for the next Cast of the same format: so that every Cast meets every edge
+    input, and every format every edge input in every dtype on both axes (`test_samples_span_what_they_stand_for`).
+    """
+    casts = [other for other in EVERY_CAST if other.format == cast.format]
+    turn = casts.index(cast)
+    for number, (name, edge) in enumerate(edge_inputs(cast.format.element).items()):
+        x = in_dtype(edge, dtype)
+        axes = axes_of(x)
+        if sample and x.shape != (33, 77) and len(casts) >= 2 * len(DTYPES):
+            if (turn + number) % len(DTYPES) != list(DTYPES).index(dtype):
+                continue
+            axes = (axes[(turn // len(DTYPES) + number) % len(axes)],)
+        for axis in axes:
+            yield name, x, axis
 
 
 def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from microfloat.formats import ELEMENTS, FORMATS, SCALE_FP32, ScaledFormat, encode
 from microfloat.recipes import Cast, Current, Delayed
 from tests.contract.adapters import COMPARED
-from tests.contract.cases import DTYPES, EVERY_CAST, SEED, axes_of, cast_id, edge_inputs, in_dtype
+from tests.contract.cases import DTYPES, EVERY_CAST, SEED, cast_id, edge_cases, edge_inputs, in_dtype
 from tests.contract.comparison import arguments_of, check_dequantize, check_quantize, first_difference
 
 every_adapter = pytest.mark.parametrize("adapter", COMPARED, ids=lambda adapter: adapter.name)
@@ -33,14 +33,25 @@ def test_every_format_rule_rounding_and_transform_is_there():
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_inputs(adapter, cast, dtype):
+    """Every one of them, on both axes; where a kernel is compiled for every kind of shape, those of other shapes than
+    33 x 77 take turns (`edge_cases`), and where one is for every shape, the second axis is that of 33 x 77 alone.
+    """
     supported(adapter, cast, dtype)
-    for name, edge in edge_inputs(cast.format.element).items():
-        x = in_dtype(edge, dtype)
-        for axis in axes_of(x):
-            if adapter.compiles_every_shape and axis == -2 and x.shape != (33, 77):
-                continue
-            found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
-            check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+    for name, x, axis in edge_cases(cast, dtype, sample=adapter.compiles_kinds_of_shapes):
+        if adapter.compiles_every_shape and axis == -2 and x.shape != (33, 77):
+            continue
+        found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
+        check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+
+
+def test_samples_span_what_they_stand_for():
+    every, taken = set(), set()
+    for sample, met in ((False, every), (True, taken)):
+        for cast in EVERY_CAST:
+            for dtype in DTYPES:
+                for name, _, axis in edge_cases(cast, dtype, sample=sample):
+                    met |= {(cast, name), (cast, dtype, axis), (cast.format, name, dtype, axis)}
+    assert taken == every
 
 
 @every_adapter
@@ -138,19 +149,20 @@ def arrays(draw):
 
 
 @every_adapter
-@settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
-@given(
-    x=arrays(), cast=st.sampled_from(EVERY_CAST), dtype=st.sampled_from(list(DTYPES)), transposed=st.booleans(),
-    seed=st.integers(0, 2**64 - 1), stream=st.integers(0, 2**32 - 1),
-)  # fmt: skip
-def test_random_inputs(adapter, x, cast, dtype, transposed, seed, stream):
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@given(data=st.data())
+def test_random_inputs(adapter, fmt, data):
+    cast = data.draw(st.sampled_from([cast for cast in EVERY_CAST if cast.format == fmt]))
+    x = in_dtype(data.draw(arrays()), data.draw(st.sampled_from(list(DTYPES))))
     if not adapter.supports(cast):
         return
-    x = in_dtype(x, dtype)
-    axis = -2 if transposed and x.ndim == 2 else -1
-    given_seed = {"seed": seed, "stream": stream} if cast.is_stochastic else {}
-    found, expected = check_quantize(adapter, x, cast, f"{dtype} {x.shape}", axis=axis, **given_seed)
-    check_dequantize(adapter, found, expected, f"{cast} {dtype} {x.shape}")
+    axis = -2 if x.ndim == 2 and data.draw(st.booleans()) else -1
+    words = {"seed": data.draw(st.integers(0, 2**64 - 1)), "stream": data.draw(st.integers(0, 2**32 - 1))}
+    found, expected = check_quantize(
+        adapter, x, cast, f"{x.dtype} {x.shape}", axis=axis, **words if cast.is_stochastic else {}
+    )
+    check_dequantize(adapter, found, expected, f"{cast} {x.dtype} {x.shape}")
 
 
 @every_adapter
