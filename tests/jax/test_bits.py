@@ -83,6 +83,27 @@ def test_arithmetic_is_not_rewritten():
         np.testing.assert_array_equal(np.asarray(actual[name]).view(np.uint32), values.view(np.uint32), err_msg=name)
 
 
+def test_division_by_integers():
+    """What runs where XLA's division is only nearly right: all bits, subnormal numbers, quotients near one, extremes."""
+    rng = np.random.default_rng(5)
+    extremes = np.array([0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000], np.uint32)
+    extremes = np.concatenate([extremes, extremes | np.uint32(1 << 31)])
+    tops = [rng.integers(0, 1 << 32, 1_000_000), rng.integers(0, 1 << 24, 300_000), np.repeat(extremes, 16)]
+    bottoms = [
+        rng.integers(0, 1 << 32, 1_000_000),
+        rng.integers(0x3F000000, 0x41000000, 300_000),
+        np.tile(extremes, 16),
+    ]
+    x, divisor = (np.concatenate(parts).astype(np.uint32).view(np.float32) for parts in (tops, bottoms))
+    with np.errstate(all="ignore"):
+        expected = x / divisor
+    for divide in (_bits.divide_by_integers, *([_bits.divide] if jax.default_backend() != "cpu" else [])):
+        actual = np.asarray(jax.jit(divide)(x, divisor))
+        numbers = ~np.isnan(expected)
+        np.testing.assert_array_equal(actual[numbers].view(np.uint32), expected[numbers].view(np.uint32))
+        assert np.isnan(actual[~numbers]).all()
+
+
 def test_a_constant_factor_is_not_merged_into_its_operand():
     x = np.random.default_rng(4).standard_normal(50_000).astype(np.float32)
     product = jax.jit(lambda x: _bits.multiply(x * np.float32(1.1), jnp.float32(3.7)))(x)

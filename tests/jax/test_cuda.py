@@ -171,9 +171,7 @@ def test_several_devices_keep_the_epilogue(monkeypatch):
 
 
 def test_another_jaxlib_keeps_the_epilogue(hopper):
-    assert not cuda.folds_scales(*LARGE), "no release has been seen to keep scales float32"
     hopper.setattr(cuda, "_probed", lambda: True)
-    hopper.setattr(cuda, "_KNOWN_JAXLIB", ("0.11.",))
     for version, known in (("0.10.2", False), ("0.12.0", False), ("0.11.2", True)):
         hopper.setattr(cuda, "version", lambda _, version=version: version)
         assert cuda.folds_scales(*LARGE) is known

@@ -11,11 +11,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from microfloat.formats import ElementFormat
+from microfloat.jax._collectives import in_common_variance
 
 __all__ = [
-    "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide", "encode",
-    "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4", "round_to_bf16", "sixth",
-    "square", "unpack_fp4", "where",
+    "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide",
+    "divide_by_integers", "encode", "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4",
+    "round_to_bf16", "sixth", "square", "unpack_fp4", "where",
 ]  # fmt: skip
 
 INFINITY_BITS = np.uint32(0x7F800000)
@@ -97,12 +98,65 @@ def multiply_code(values: Array, significand: Array, exponent: Array, product: A
     return where(is_small, as_float(subnormal | (bits & _SIGN)), product)
 
 
-def divide(x: Array, divisor: ArrayLike) -> Array:
-    """``f32(x / divisor)`` for x >= 0, correctly rounded; the divisor is a constant, or broadcasts against x.
+def divide(x: ArrayLike, divisor: ArrayLike) -> Array:
+    """``f32(x / divisor)``, correctly rounded; the operands broadcast against each other.
 
-    XLA must see neither: it would multiply by the reciprocal, in two roundings.
+    XLA's own division is that on a CPU alone: for NVIDIA's chips it asks LLVM for one that may be two steps off.
     """
+    shape = jnp.broadcast_shapes(np.shape(x), np.shape(divisor))
+    x, divisor = (jnp.broadcast_to(jnp.asarray(operand, jnp.float32), shape) for operand in (x, divisor))
+    return lax.platform_dependent(*in_common_variance(x, divisor), cpu=_divide_by_hardware, default=divide_by_integers)
+
+
+def _divide_by_hardware(x: Array, divisor: Array) -> Array:
+    # XLA must not see a constant or a broadcast: it would multiply by the reciprocal, in two roundings.
     return x / where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), divisor)
+
+
+def divide_by_integers(x: Array, divisor: Array) -> Array:
+    """`divide` where a division of floats is no more than nearly right: its quotient, put right by the remainder.
+
+    Significands lie in [2^23, 2^24), that of x doubled if it is the smaller, so the quotient of significands has 25
+    bits, the last of them for rounding. The remainder of an estimate that is a few units off is exact modulo 2^32.
+    """
+    top, top_exponent = _significand(x)
+    bottom, bottom_exponent = _significand(divisor)
+    smaller = (top < bottom).astype(jnp.int32)
+    top = top << smaller
+    estimate = (top.astype(jnp.float32) / bottom.astype(jnp.float32) * np.float32(1 << 24)).astype(jnp.int32)
+    remainder = (top << 24) - estimate * bottom + 8 * bottom
+    correction = lax.div(remainder, bottom)
+    quotient, inexact = estimate + correction - 8, remainder != correction * bottom
+    exponent = top_exponent - bottom_exponent - smaller
+    # A result below 2^-126 loses as many bits as its exponent is lower.
+    lost = 1 + jnp.clip(-126 - exponent, 0, 25)
+    kept, rest, half = quotient >> lost, quotient & ((1 << lost) - 1), 1 << (lost - 1)
+    round_up = (rest > half) | ((rest == half) & (inexact | ((kept & 1) == 1)))
+    rounded = kept + round_up.astype(jnp.int32) + (jnp.maximum(exponent + 126, 0) << 23)
+    result = where(exponent > 127, as_float(INFINITY_BITS + jnp.zeros_like(bits_of(x))), as_float(rounded))
+    sign = (bits_of(x) ^ bits_of(divisor)) & _SIGN
+    ordinary = _is_ordinary(x) & _is_ordinary(divisor)
+    return where(ordinary, as_float(bits_of(result) | sign), _as_extreme(x) / _as_extreme(divisor))
+
+
+def _significand(x: Array) -> tuple[Array, Array]:
+    """int32 significands in [2^23, 2^24) of the magnitudes of finite x and the exponents of their leading bits."""
+    bits = magnitude_bits(x).astype(jnp.int32)
+    field, fraction = bits >> 23, bits & 0x7FFFFF
+    zeros = lax.clz(jnp.maximum(fraction, 1)) - 8
+    significand = where(field == 0, fraction << zeros, fraction | (1 << 23))
+    return significand, where(field == 0, -126 - zeros, field - 127)
+
+
+def _as_extreme(x: Array) -> Array:
+    """x where it is zero, infinite or NaN, elsewhere 1 with its sign: no subnormal number, which might be flushed."""
+    return where(_is_ordinary(x), as_float((bits_of(x) & _SIGN) | np.float32(1).view(np.uint32)), x)
+
+
+def _is_ordinary(x: Array) -> Array:
+    """Where x is neither zero nor infinite nor NaN."""
+    bits = magnitude_bits(x)
+    return (bits != 0) & (bits < INFINITY_BITS)
 
 
 def sixth(x: Array) -> Array:

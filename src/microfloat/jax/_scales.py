@@ -101,14 +101,14 @@ def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> Array:
     if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
         bits = jnp.maximum(bits, _f32_bits(cast.scaling.amax_epsilon))
     clamped = as_float(jnp.maximum(bits, _f32_bits(largest * 2.0**-126)))
-    factor = where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), np.float32(largest) / clamped)
+    factor = where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), divide(np.float32(largest), clamped))
     if cast.rule.power_of_two:
         factor = as_float(bits_of(factor) & np.uint32(0xFF800000))
     return factor
 
 
 def _fp32_scales(factor: Array) -> BlockScales:
-    return BlockScales(np.float32(1) / factor, factor)
+    return BlockScales(divide(np.float32(1), factor), factor)
 
 
 def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> _TensorLevel:
@@ -124,7 +124,7 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     if not constants.tensor_scale:
         ones = jnp.ones_like(amax)
         return _TensorLevel(amax, ones, ones)
-    encode_factor = where(unscaled, one, capacity / clamped)
+    encode_factor = where(unscaled, one, divide(capacity, clamped))
     stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
     return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)))
@@ -147,7 +147,7 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
         )
         byte = encode(target, E4M3)
         # Without the barrier XLA may divide once, by the product of both divisors.
-        factor = lax.optimization_barrier(np.float32(1) / tensor.stored) / decode(byte, E4M3)
+        factor = divide(lax.optimization_barrier(divide(np.float32(1), tensor.stored)), decode(byte, E4M3))
     lost = is_nan(_block_max(magnitude_bits(tiles)))
     stored = where(lost, np.uint8(E4M3.nan_code), byte)
     return BlockScales(stored, factor, lost, tensor.stored if constants.tensor_scale else None)
@@ -156,8 +156,8 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
 def _block_level(target: Array, tensor: _TensorLevel) -> tuple[Array, Array]:
     """``sb = enc(min(target, FMAX), E4M3)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
     byte = encode(jnp.minimum(target, _FMAX), E4M3)
-    divisor = decode(byte, E4M3) * (np.float32(1) / tensor.encode)
-    return byte, jnp.minimum(np.float32(1) / divisor, _FMAX)
+    divisor = decode(byte, E4M3) * divide(np.float32(1), tensor.encode)
+    return byte, jnp.minimum(divide(np.float32(1), divisor), _FMAX)
 
 
 def _four_over_six(
@@ -190,18 +190,12 @@ def _block_error(
     lift_tiles, amax_tiles = (_over_tiles(value, tiles) for value in (lift, tensor.amax * lift))
     values = decode(encode(multiply(tiles, spread(factor)), element), element)
     scaled = values * spread(decode(byte, E4M3)) * amax_tiles
-    difference = divide_signed(scaled, constants.capacity) - multiply(tiles, lift_tiles)
+    difference = divide(scaled, np.float32(constants.capacity)) - multiply(tiles, lift_tiles)
     errors = as_float(magnitude_bits(difference)) if constants.four_over_six == "mae" else square(difference)
     sums = jnp.zeros(errors.shape[:3], jnp.float32)
     for column in range(errors.shape[3]):
         sums = sums + errors[..., column]
     return _pairwise_rows(sums)
-
-
-def divide_signed(x: Array, constant: float) -> Array:
-    """``f32(x / constant)`` for x of either sign."""
-    quotient = divide(as_float(magnitude_bits(x)), np.float32(constant))
-    return as_float(bits_of(quotient) | (bits_of(x) & np.uint32(0x80000000)))
 
 
 def _over_tiles(value: Array, tiles: Array) -> Array:

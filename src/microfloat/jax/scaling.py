@@ -21,7 +21,7 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ELEMENTS, ElementFormat
-from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, magnitude_bits, where
+from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.core import OPERANDS
@@ -106,7 +106,7 @@ def next_scale(history: Array, scale_enc: Array, element: ElementFormat, delayed
         bits = magnitude_bits(history)
         amax_bits = jnp.max(bits) if algo == "max" else bits[0]
     smallest = np.float32(element.max * 2.0**-126).view(np.uint32)
-    ratio = np.float32(element.max) / as_float(jnp.maximum(amax_bits, smallest))
+    ratio = divide(np.float32(element.max), as_float(jnp.maximum(amax_bits, smallest)))
     scale = jnp.minimum(ratio * np.float32(2.0**-delayed.margin), np.float32(2.0**126))
     usable = (amax_bits > 0) & (amax_bits < INFINITY_BITS)
     return where(usable, scale, scale_enc)

