@@ -4,14 +4,32 @@ The framework-free core: formats, recipes and the NumPy oracle. `microfloat.torc
 on their own, so that neither framework is needed for the other.
 """
 
-from microfloat import formats, metrics, recipes, reference
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from microfloat import formats, recipes
 from microfloat._version import __version__
 from microfloat.formats import *  # noqa: F403
 from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe
 from microfloat.support import Support
+
+if TYPE_CHECKING:
+    from microfloat import metrics, reference
 
 __all__ = [
     *formats.__all__,
     "Cast", "Current", "Delayed", "Gemm", "Hadamard", "Placement", "Recipe", "Support",
     "__version__", "formats", "metrics", "recipes", "reference",
 ]  # fmt: skip
+
+_LOADED_WHEN_USED = ("metrics", "reference")  # nothing else needs them, and importing should cost little
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_WHEN_USED:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LOADED_WHEN_USED})

@@ -11,7 +11,7 @@ LAYERS = (
     ("errors",),
     ("_environment", "support"),
     ("formats",),
-    ("scale_rules",),
+    ("scale_rules", "operand_shapes"),
     ("recipes",),
     ("metrics", "reference"),
     ("kernels", "checkpoint"),

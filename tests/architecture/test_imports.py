@@ -84,6 +84,19 @@ def test_import_microfloat_loads_numpy_and_ml_dtypes_alone(fresh_python):
     assert loaded <= {"microfloat", "numpy", "ml_dtypes"}
 
 
+LOADED_WHEN_USED = """
+import sys, microfloat
+print("microfloat.reference" in sys.modules, "microfloat.metrics" in sys.modules, "metrics" in dir(microfloat))
+print(float(microfloat.reference.quantize([448.0], microfloat.FP8_TENSOR).scale), microfloat.metrics.__name__)
+"""
+
+
+def test_the_oracle_is_loaded_when_it_is_used(fresh_python):
+    done = fresh_python(LOADED_WHEN_USED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False", "True", "1.0", "microfloat.metrics"]
+
+
 @pytest.mark.parametrize(("front_end", "other"), [("torch", "jax"), ("jax", "torch")])
 def test_a_front_end_does_not_load_the_other_framework(fresh_python, repository, front_end, other):
     if not (repository / "src" / "microfloat" / front_end).is_dir():

@@ -9,8 +9,9 @@ import numpy as np
 
 from microfloat.errors import invalid_value
 from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
+from microfloat.operand_shapes import codes_shape, scale_shape
 from microfloat.reference._dequantize import scale_grid
-from microfloat.reference._operand import block_max, codes_shape, scale_shape, spread
+from microfloat.reference._operand import block_max, spread
 from microfloat.reference._quantized import Quantized, check_quantized
 
 __all__ = ["fold"]

@@ -3,17 +3,12 @@
 Source: docs/numerics.md, "Operand form of an array".
 """
 
-import operator
-
 import ml_dtypes
 import numpy as np
 
-from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import ScaledFormat
+from microfloat.errors import invalid_type
 
-__all__ = [
-    "as_float32", "block_max", "codes_shape", "leading_axes", "normalize_axis", "operand_form", "scale_shape", "spread",
-]  # fmt: skip
+__all__ = ["as_float32", "block_max", "operand_form", "spread"]
 
 _INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 
@@ -32,26 +27,6 @@ def as_float32(x: object) -> np.ndarray:
         return array.astype(np.float32)
 
 
-def normalize_axis(axis: int, ndim: int) -> int:
-    """The contraction axis as an index >= 0: the last axis, or the first of exactly two. Else InvalidValueError."""
-    if isinstance(axis, bool):
-        raise invalid_type("axis", "bool", "an int: -1, or -2 for a matrix")
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        raise invalid_type("axis", type(axis), "an int: -1, or -2 for a matrix") from None
-    if ndim == 0 and number in (-1, 0):
-        return 0
-    if -ndim <= number < ndim:
-        normal = number % ndim
-        if normal == ndim - 1 or ndim == 2:
-            return normal
-    raise invalid_value(
-        "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes",
-        "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
-    )  # fmt: skip
-
-
 def operand_form(x: np.ndarray, axis: int) -> np.ndarray:
     """[R, C] with the contraction axis last; leading axes are flattened; 1-D is [1, C], 0-d is [1, 1]."""
     if x.ndim == 2 and axis == 0:
@@ -59,25 +34,6 @@ def operand_form(x: np.ndarray, axis: int) -> np.ndarray:
     length = x.shape[-1] if x.ndim else 1
     rows = int(np.prod(x.shape[:-1], dtype=np.int64)) if x.ndim else 1
     return x.reshape(rows, length)
-
-
-def leading_axes(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """What stands in place of R in the shapes of codes and one-row scales."""
-    if len(shape) == 2 and axis == 0:
-        return (shape[1],)
-    return shape[:-1] if len(shape) > 1 else (1,)
-
-
-def codes_shape(shape: tuple[int, ...], axis: int, last: int) -> tuple[int, ...]:
-    """Shape of the codes of an array: its leading axes and `last` bytes."""
-    return (*leading_axes(shape, axis), last)
-
-
-def scale_shape(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the stored scales whose operand form has `grid` blocks (docs/numerics.md 7.1)."""
-    if fmt.is_per_tensor:
-        return ()
-    return grid if fmt.is_tile else (*leading_axes(shape, axis), grid[1])
 
 
 def block_max(values_RC: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:

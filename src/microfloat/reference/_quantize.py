@@ -8,9 +8,10 @@ import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
+from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.reference._hadamard import hadamard_transform
-from microfloat.reference._operand import as_float32, codes_shape, normalize_axis, operand_form, scale_shape, spread
+from microfloat.reference._operand import as_float32, operand_form, spread
 from microfloat.reference._packing import pack_fp4
 from microfloat.reference._philox import random_bytes
 from microfloat.reference._quantized import Quantized

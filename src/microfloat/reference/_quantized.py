@@ -6,9 +6,9 @@ import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
+from microfloat.operand_shapes import codes_shape, leading_axes, scale_shape
 from microfloat.recipes import Hadamard
 from microfloat.reference._hadamard import stored_length
-from microfloat.reference._operand import codes_shape, leading_axes, scale_shape
 from microfloat.reference._packing import unpack_fp4
 
 __all__ = ["Quantized", "check_quantized"]

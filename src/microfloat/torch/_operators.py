@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from microfloat.formats import ScaledFormat
+from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
-from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
 from microfloat.torch.backends.reference._elements import codes_dtype
 
 __all__ = ["constant_cast", "constant_token", "has_tensor_scale", "is_tracing", "token_of"]

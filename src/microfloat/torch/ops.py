@@ -12,8 +12,8 @@ import torch
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
+from microfloat.operand_shapes import normalize_axis
 from microfloat.recipes import Cast, Delayed, as_cast
-from microfloat.reference._operand import normalize_axis
 from microfloat.torch import _operators, backends
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor

@@ -12,9 +12,9 @@ import torch
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, get_format
+from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
-from microfloat.reference._operand import codes_shape, normalize_axis, scale_shape
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference._elements import codes_dtype
