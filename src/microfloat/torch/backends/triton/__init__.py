@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from microfloat.errors import NotSupportedError
+from microfloat.kernels.casts import share_a_launch
 from microfloat.recipes import Cast
 from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand, Values
@@ -85,7 +86,7 @@ def quantize_both(
     if x.numel() == 0:
         return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
     row, column = _plan(row_cast), _plan(column_cast)
-    if row and column and not _share(row, column):
+    if row and column and not share_a_launch(row, column):
         first, _ = quantize_both(
             x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch, amax=amax, scale_enc=scale_enc,
             record=record
@@ -134,7 +135,7 @@ def quantize_to_bf16(
         raise NotSupportedError("quantize_to_bf16: got an empty matrix, needed elements. Quantize it and dequantize.")
     row, column = _plan(row_cast), _plan(column_cast)
     options = {"seed": seed, "batch": batch, "amax": amax}
-    if row and column and not _share(row, column):
+    if row and column and not share_a_launch(row, column):
         first, _ = quantize_to_bf16(x, row_cast, None, row_stream=row_stream, **options)
         _, second = quantize_to_bf16(x, None, column_cast, column_stream=column_stream, **options)
         return first, second
@@ -219,17 +220,6 @@ def _plan(cast: Cast | None) -> CastPlan | None:
     if plan.refusal:
         raise NotSupportedError(f"the triton backend has no kernel for {plan.refusal}. Use backend='reference'.")
     return plan
-
-
-def _share(row: CastPlan, column: CastPlan) -> bool:
-    """Whether one launch serves both casts."""
-    if row.family != column.family or row.bare is not None or column.bare is not None:
-        return False
-    if row.family == "scaled":
-        return (row.block, row.rule, row.epsilon, row.mantissa_bits) == (
-            column.block, column.rule, column.epsilon, column.mantissa_bits,
-        )  # fmt: skip
-    return True
 
 
 def _empty(

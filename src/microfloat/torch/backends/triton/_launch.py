@@ -8,12 +8,13 @@ path runs.
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from microfloat.kernels import _convert
+from microfloat.kernels.casts import TILES, Warps, ceil_div
 from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [
@@ -24,46 +25,9 @@ __all__ = [
 INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
 
 
-class Warps(NamedTuple):
-    """How many warps run a program, and the most registers a thread may use (None: the compiler's choice).
-
-    Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
-    """
-
-    number: int
-    registers: int | None = None
-
-
-# Rows, columns and warps of one program, by kernel: chosen by measurement (`python -m benchmarks quantize --sweep`).
-TILES = {
-    "cast": (128, 128, Warps(4)),
-    "axes": (128, 128, Warps(4)),
-    "blocks": (128, 128, Warps(16, 64)),
-    "blocks_long": (128, 128, Warps(8)),  # blocks of 128
-    "block_rows": (32, 256, Warps(8, 64)),
-    "block_values": (32, 128, Warps(8, 64)),
-    "fold": (128, 128, Warps(8, 64)),
-    "nvfp4": (64, 128, Warps(4, 96)),
-    "nvfp4_tiles": (32, 256, Warps(4, 128)),
-    "nvfp4_rows": (32, 256, Warps(4, 112)),
-    "nvfp4_values": (32, 128, Warps(4, 80)),
-    "nvfp4_amax": (128, 128, Warps(8)),
-    "dequantize": (64, 128, Warps(4)),
-    "fused_scaled": (64, 128, Warps(8)),
-    "fused_blocks": (128, 128, Warps(8)),
-    "fused_values": (32, 256, Warps(4)),
-    "statistics": (4, 1024, Warps(4)),
-    "norm": (32, 512, Warps(16)),  # one program per SM: its 32 rows are read again from the L2 cache
-}
-
 _FOUR_WARPS = Warps(4)
 _KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
 _INT32_MAX = 2**31 - 1
-
-
-def ceil_div(a: int, b: int) -> int:
-    """ceil(a / b) of non-negative integers."""
-    return -(-a // b)
 
 
 def _specialization(value: int) -> int:

@@ -1,0 +1,164 @@
+"""What a Cast means to the kernels, and the tiles they run on: numbers alone, the same for every framework."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
+from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.recipes import Cast, Current
+from microfloat.scale_rules import e8m0_threshold
+
+__all__ = ["MOST_CASTS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch"]
+
+MOST_CASTS = 512
+
+
+class Warps(NamedTuple):
+    """How many warps run a program, and the most registers a thread may use (None: the compiler's choice).
+
+    Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
+    """
+
+    number: int
+    registers: int | None = None
+
+
+# Rows, columns and warps of one program, by kernel: chosen by measurement (`python -m benchmarks quantize --sweep`).
+TILES = {
+    "cast": (128, 128, Warps(4)),
+    "axes": (128, 128, Warps(4)),
+    "blocks": (128, 128, Warps(16, 64)),
+    "blocks_long": (128, 128, Warps(8)),  # blocks of 128
+    "block_rows": (32, 256, Warps(8, 64)),
+    "block_values": (32, 128, Warps(8, 64)),
+    "fold": (128, 128, Warps(8, 64)),
+    "nvfp4": (64, 128, Warps(4, 96)),
+    "nvfp4_tiles": (32, 256, Warps(4, 128)),
+    "nvfp4_rows": (32, 256, Warps(4, 112)),
+    "nvfp4_values": (32, 128, Warps(4, 80)),
+    "nvfp4_amax": (128, 128, Warps(8)),
+    "dequantize": (64, 128, Warps(4)),
+    "fused_scaled": (64, 128, Warps(8)),
+    "fused_blocks": (128, 128, Warps(8)),
+    "fused_values": (32, 256, Warps(4)),
+    "statistics": (4, 1024, Warps(4)),
+    "norm": (32, 512, Warps(16)),  # one program per SM: its 32 rows are read again from the L2 cache
+}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b) of non-negative integers."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelCast:
+    """A Cast as kernels take it.
+
+    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`: the
+    mantissa threshold of E8M0, or 1 for powers of two. `codes_per_byte`, `block`: the shapes of what is written.
+    `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `kernels.scaled` and `kernels.fold`
+    take. `nvfp4_cast`: the constant that `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED). `bare`:
+    the cast without its Hadamard transform, where that is a pass of its own.
+    """
+
+    cast: Cast
+    family: str
+    refusal: str
+    mantissa_bits: int
+    bias: int
+    rule: int
+    block: tuple[int | None, int | None]
+    stochastic: bool
+    epsilon: float
+    codes_per_byte: int
+    float_scale: bool
+    scaled_cast: tuple
+    nvfp4_cast: tuple
+    bare: Cast | None
+
+    def block_cast(self, output: int, scale_layout: int) -> tuple:
+        """The constant that `kernels.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
+        return (
+            self.mantissa_bits, self.bias, int(self.float_scale), self.rule, self.block[1], self.stochastic, output,
+            scale_layout, self.block[0] != 1,
+        )  # fmt: skip
+
+    @property
+    def usual_scale_layout(self) -> int:
+        """FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order."""
+        is_gemm_block = self.block == (1, 128) and self.float_scale
+        return (SCALE_COLUMN_MAJOR if is_gemm_block else SCALE_ROW_MAJOR).value
+
+
+@functools.lru_cache(MOST_CASTS)
+def kernel_cast(cast: Cast) -> KernelCast:
+    """The numbers of a Cast; made once."""
+    fmt, element = cast.format, cast.format.element
+    family, refusal = _family(cast)
+    is_e8m0 = fmt.scale.name == "E8M0"
+    rule = e8m0_threshold(cast.rule, element) if is_e8m0 else int(cast.rule.power_of_two)
+    return KernelCast(
+        cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
+        cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
+        element.codes_per_byte, fmt.scale.name == "FP32",
+        (element.mantissa_bits, element.bias, rule, cast.is_stochastic),
+        _nvfp4_cast(cast) if family == "nvfp4" else (), _bare(cast),
+    )  # fmt: skip
+
+
+def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
+    """Whether one launch serves both casts of a matrix."""
+    if row.family != column.family or row.bare is not None or column.bare is not None:
+        return False
+    if row.family == "scaled":
+        return (row.block, row.rule, row.epsilon, row.mantissa_bits) == (
+            column.block, column.rule, column.epsilon, column.mantissa_bits,
+        )  # fmt: skip
+    return True
+
+
+_ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
+_BLOCKS = (16, 32, 64, 128)
+
+
+def _family(cast: Cast) -> tuple[str, str]:
+    """Which kernels serve a Cast; "" and the reason where none does."""
+    fmt, element = cast.format, cast.format.element
+    if (element.name, element.mantissa_bits, element.bias) not in _ELEMENTS:
+        return "", f"element {element.name} is not one of the stock elements"
+    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
+        return "nvfp4", ""
+    if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
+        return "scaled", ""
+    if (
+        fmt.block[0] in (1, fmt.block[1])
+        and fmt.block[1] in _BLOCKS
+        and (element.bits == 8 or fmt.scale.name == "E8M0")
+    ):
+        return "blocks", ""
+    return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+def _bare(cast: Cast) -> Cast | None:
+    """The cast to run on the transformed matrix, for formats whose kernels do not transform."""
+    if cast.hadamard is None or (cast.format.scale.name == "E4M3" and cast.format.tensor_scale != "row"):
+        return None
+    return replace(cast, hadamard=None)
+
+
+def _nvfp4_cast(cast: Cast) -> tuple:
+    level = cast.rule.two_level
+    assert level is not None
+    if level.four_over_six is not None:
+        rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
+    elif level.inverse_six is not None:
+        rule = TWO_LEVEL
+    else:
+        rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
+    signs = -1 if cast.hadamard is None else cast.hadamard.sign_mask
+    per_row = cast.format.tensor_scale == "row" and level.tensor_scale
+    return (
+        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row
+    )  # fmt: skip
