@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _PLANS = (tensorwise_plan, blockwise_plan)
-# The plan for blocks has run in Triton's interpreter only; until it has on a GPU, CUDA tensors keep the general path.
-_PLANS_ON_CUDA = (tensorwise_plan,)
+# A plan that has run in Triton's interpreter only would be left out here: CUDA tensors would keep the general path.
+_PLANS_ON_CUDA = _PLANS
 
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
