@@ -1,4 +1,4 @@
-"""Compile what the launchers would launch, for Hopper, on a machine without a GPU; count instructions in the result.
+"""Compile what the launchers would launch, for a GPU that is not there; count instructions in the result.
 
 Run in a process of its own: Triton's driver is replaced by one that only names the target.
 """
@@ -8,11 +8,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-CAPABILITY = 90
+HOPPER, AMPERE, TURING = 90, 80, 75
 
 
 class _NamedTarget:
     """The part of a Triton driver that compiling needs."""
+
+    def __init__(self, capability):
+        self.capability = capability
 
     def get_current_device(self):
         return 0
@@ -23,7 +26,7 @@ class _NamedTarget:
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def instructions_of(cubin):
@@ -49,23 +52,24 @@ def unwritten_reads(instructions):
     for line in instructions:
         operation = line.split(";")[0]
         if re.search(r"\bR1\b(?!\d)", re.sub(r"\[[^\]]*\]", "", operation)) and not re.match(
-            r"^(@!?U?P\d+ )?(LDC|MOV|S2R|IADD3|UIADD3|VIADD)\S* R1\b", operation.strip()
+            r"^(@!?U?P\d+ )?(LDC|MOV|IMAD\.MOV|S2R|IADD3|UIADD3|VIADD)\S* R1\b", operation.strip()
         ):
             wrong.append(operation.strip())
     return wrong
 
 
-def compile_all(workloads):
-    """``{name: (instructions per element, misread registers)}`` of the last kernel that each workload launches.
+def compile_all(workloads, capability=HOPPER):
+    """``{name: (instructions per element, misread registers, conversions)}`` of the kernels that workloads launch.
 
-    On whole bfloat16 tiles; the second is `unwritten_reads` over all kernels that it launches.
+    On whole bfloat16 tiles. The first is that of the last kernel of a workload; the second is `unwritten_reads` over
+    all of them, the third all conversions to or from FP8 and FP4 that their PTX asks the hardware for.
     """
     import torch
     from triton.runtime import driver
 
     from microfloat.torch.backends.triton import _blocks, _dequantize, _fused, _launch, _nvfp4, _scaled
 
-    driver.set_active(_NamedTarget())
+    driver.set_active(_NamedTarget(capability))
     launched = []
 
     usual = _launch.Warps(4)
@@ -75,19 +79,22 @@ def compile_all(workloads):
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
         program = instructions_of(compiled.asm["cubin"])
-        launched.append((len(program), constants[-2] * constants[-1] / (32 * warps.number), unwritten_reads(program)))
+        elements = constants[-2] * constants[-1] / (32 * warps.number)
+        conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
+        launched.append((len(program), elements, unwritten_reads(program), conversions))
 
     _launch.Kernel.__call__ = compile_only
     for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled):
-        module.compiled_conversions = lambda device: True
+        module.compiled_conversions = lambda device: capability >= 89
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
     counts = {}
     for name in workloads:
         launched.clear()
         WORKLOADS[name](torch.zeros(256, 1024, dtype=torch.bfloat16))
-        instructions, elements, _ = launched[-1]
-        counts[name] = instructions / elements, [line for *_, wrong in launched for line in wrong]
+        instructions, elements, *_ = launched[-1]
+        wrong = [line for *_, wrong, _ in launched for line in wrong]
+        counts[name] = instructions / elements, wrong, sorted({line for *_, lines in launched for line in lines})
     return counts
 
 

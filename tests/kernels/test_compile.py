@@ -19,24 +19,28 @@ BUDGETS = {
 }  # fmt: skip
 
 
-def _count(names):
+def _compile(names, capability):
     from tests.kernels.compiling import compile_all
 
-    return compile_all(names)
+    return compile_all(names, capability)
+
+
+def compiled(capability):
+    """`compile_all` of every workload, in a process whose Triton has a target but no device."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_compile, list(BUDGETS), capability).result()
 
 
 @pytest.fixture(scope="module")
 def instructions():
-    """Instructions per element of every workload, counted in a process whose Triton has a target but no device."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_count, list(BUDGETS)).result()
+    return compiled(90)
 
 
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("workload", BUDGETS)
 def test_instructions_per_element(instructions, workload, record_property):
-    per_element, _ = instructions[workload]
+    per_element, *_ = instructions[workload]
     record_property("instructions per element", round(per_element, 1))
     assert 1.0 < per_element <= BUDGETS[workload]
 
@@ -47,10 +51,25 @@ def test_no_register_is_read_that_was_never_written(instructions, workload):
     assert instructions[workload][1] == []
 
 
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize("capability", [80, 75])
+def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, capability):
+    assert {line.split(".")[0] for *_, lines in instructions.values() for line in lines} == {"cvt"}  # Hopper has them
+    for workload, (_, wrong, conversions) in compiled(capability).items():
+        assert (wrong, conversions) == ([], []), workload
+
+
 def test_misread_registers_are_seen():
     from tests.kernels.compiling import unwritten_reads
 
-    fine = ["LDC R1, c[0x0][0x28]", "IADD3 R1, R1, -0x8, RZ", "STL [R1+0x4], R10", "LDL R2, [R1]", "MOV R11, R10"]
+    fine = [
+        "LDC R1, c[0x0][0x28]",
+        "IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]",
+        "IADD3 R1, R1, -0x8, RZ",
+        "STL [R1+0x4], R10",
+        "LDL R2, [R1]",
+        "MOV R11, R10",
+    ]
     assert unwritten_reads(fine) == []
     wrong = ["F2FP.F16.E4M3.UNPACK_B R22, R1", "@P0 LOP3.LUT R26, R1, 0xffff, RZ, 0xc0, !PT"]
     assert unwritten_reads(fine + wrong) == wrong

@@ -1,0 +1,98 @@
+"""compute-sanitizer over the kernel tests, on a machine with an NVIDIA GPU and the CUDA toolkit.
+
+    python tools/sanitize.py                       # memcheck, racecheck, initcheck and synccheck
+    python tools/sanitize.py memcheck --jobs 8     # one of them, in 8 processes
+    python tools/sanitize.py memcheck -k nvfp4     # only cases with this in their name
+
+Runs the cases of tests/kernels/test_kernels.py (compiled, against the oracle) under each tool and exits with 1 if a
+tool reports anything or a case fails. torch's caching allocator is switched off, so that every tensor is an allocation
+of its own and one byte beyond it is seen. Cases that call GEMMs of other libraries, or `torch.compile`, are left out:
+they launch the kernels of the other cases.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+LEFT_OUT = ("fused_linears", "traced", "refusals")
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+
+
+def selected(pattern: str) -> list[int]:
+    """Numbers of the cases to run."""
+    from tests.kernels.test_kernels import CASES
+
+    return [
+        number for number, case in enumerate(CASES) if pattern in str(case.id) and not str(case.id).startswith(LEFT_OUT)
+    ]
+
+
+def run_cases(numbers: list[int]) -> None:
+    """Run cases in this process (the one that a tool watches); raises what they raise."""
+    from tests.kernels import cases
+    from tests.kernels.test_kernels import CASES
+
+    for number in numbers:
+        cases.run(CASES[number].values[0], "cuda")
+        print("ran", CASES[number].id, flush=True)
+
+
+def watched(tool: str, numbers: list[int]) -> tuple[bool, str]:
+    """(whether nothing was found, what was said) of one process under a tool."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        environment = {
+            **os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        }  # fmt: skip
+        command = [
+            sanitizer, *options, "--log-file", str(log), sys.executable, __file__, "--cases",
+            ",".join(map(str, numbers)),
+        ]  # fmt: skip
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        text = log.read_text() if log.exists() else ""
+    clean = process.returncode == 0 and process.stdout.count("ran ") == len(numbers) and bool(SUMMARY.search(text))
+    return clean, text if clean else "\n".join([text, process.stdout[-3000:], process.stderr[-3000:]])
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tools", nargs="*", default=[], metavar="TOOL", help=f"of {', '.join(TOOLS)}; all of them")
+    parser.add_argument("-k", default="", dest="pattern", help="part of a case's name")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    if arguments.cases:
+        run_cases([int(number) for number in arguments.cases.split(",")])
+        return 0
+    unknown = set(arguments.tools) - set(TOOLS)
+    if unknown:
+        parser.error(f"unknown tool {', '.join(sorted(unknown))}; known: {', '.join(TOOLS)}")
+    numbers = selected(arguments.pattern)
+    parts = [numbers[start :: arguments.jobs] for start in range(arguments.jobs) if numbers[start :: arguments.jobs]]
+    failed = False
+    for tool in arguments.tools or TOOLS:
+        with ThreadPoolExecutor(max_workers=arguments.jobs) as pool:
+            for clean, text in pool.map(lambda part, tool=tool: watched(tool, part), parts):
+                failed |= not clean
+                print(f"{tool}: {'clean' if clean else 'FOUND'}: {' '.join(SUMMARY.findall(text))}", flush=True)
+                if not clean:
+                    print(text, flush=True)
+        print(f"{tool}: {len(numbers)} cases in {len(parts)} processes", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
