@@ -66,6 +66,7 @@ CASES = [
     case("folded", "mxfp8", False, STOCHASTIC),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
+    *[case("packed_codes", name, options) for name in ("mxfp6_e2m3", "mxfp6_e3m2") for options in ((), STOCHASTIC)],
     # All exponents: factors of blocks from the smallest normal number to the largest.
     *[
         case("operands", "nvfp4", (80, 144), dtype, options, spread=125)

@@ -18,6 +18,7 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
+from microfloat.torch.backends.triton._fp6 import dequantize_packed, quantize_packed
 from microfloat.torch.backends.triton._fused import (
     activation_backward_values,
     activation_values,
@@ -37,8 +38,8 @@ from microfloat.torch.backends.triton._swizzle import swizzle_scales
 
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
-    "dequantize", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize", "quantize_both", "quantize_to_bf16",
-    "refusal", "scaled_matmul", "swizzle_scales",
+    "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
+    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "swizzle_scales",
 ]  # fmt: skip
 
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
