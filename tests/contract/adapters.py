@@ -54,7 +54,7 @@ class Adapter:
         raise NotImplementedError
 
     # For runs of a sample: `supports` says which Casts, `compiles_every_shape` that tests of many shapes thin them out,
-    # `compiles_kinds_of_shapes` that edge inputs of every cast take turns (`cases.edge_cases`).
+    # `compiles_kinds_of_shapes` that they use few kinds of shapes and that dtypes and axes take turns (`cases.turns`).
     compiles_every_shape = False
     compiles_kinds_of_shapes = False
     left_out = "does not take this Cast"
@@ -101,8 +101,9 @@ class TorchAdapter(Adapter):
     """`microfloat.torch` with an explicit backend on one device.
 
     Triton compiles a kernel for every Cast, dtype, axis and kind of shape (sizes of 1, odd, even, multiples of 4 and of
-    16): 5600 of them for all edge inputs, 0.2 to 2 s each, of which its own passes take half, LLVM and ptxas the rest.
-    So edge inputs take turns there; HYPOTHESIS_PROFILE=thorough runs them all.
+    16): for all edge inputs 5600 of them, 0.2 to 2 s each on an idle processor and 2 s where 15 share one, spent in its
+    own passes, LLVM and ptxas alike. So dtypes and axes take turns there, and values go in arrays of one kind of shape;
+    HYPOTHESIS_PROFILE=thorough runs everything, as tests of the reference backends always do.
     """
 
     def __init__(self, backend: str, device: str) -> None:

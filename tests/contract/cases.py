@@ -111,24 +111,64 @@ def edge_inputs(element: ElementFormat) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def edge_cases(cast: Cast, dtype: str, *, sample: bool) -> Iterator[tuple[str, np.ndarray, int]]:
-    """(name, input in `dtype`, axis) of the edge inputs of a Cast.
-
-    A `sample` holds all of 33 x 77 elements, where most special values are, on both axes, and of the others every one
-    in one dtype and on one axis, another for the next Cast of the same format: so that every Cast meets every edge
-    input, and every format every edge input in every dtype on both axes (`test_samples_span_what_they_stand_for`).
-    """
-    casts = [other for other in EVERY_CAST if other.format == cast.format]
-    turn = casts.index(cast)
-    for number, (name, edge) in enumerate(edge_inputs(cast.format.element).items()):
+def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
+    """(name, input in `dtype`, axis) of every edge input of a Cast."""
+    for name, edge in edge_inputs(cast.format.element).items():
         x = in_dtype(edge, dtype)
-        axes = axes_of(x)
-        if sample and x.shape != (33, 77) and len(casts) >= 2 * len(DTYPES):
-            if (turn + number) % len(DTYPES) != list(DTYPES).index(dtype):
-                continue
-            axes = (axes[(turn // len(DTYPES) + number) % len(axes)],)
-        for axis in axes:
+        for axis in axes_of(x):
             yield name, x, axis
+
+
+# ---- where a kernel is compiled for every Cast, dtype, axis and kind of shape: edge inputs that share kernels
+
+# Odd sizes, no multiples of anything: arrays of any other such sizes run the same kernels.
+COMMON_SHAPE = (33, 77)
+# What these are about is their shape, not their values.
+SHAPES = (
+    "0-d", "one element", "1-D", "3-D", "4-D", "empty", "empty contraction", "empty 1-D", "column",
+    "two tiles and a bit", "specials in whole words",
+)  # fmt: skip
+EVERY_TURN = tuple(itertools.product(DTYPES, (-1, -2)))
+
+
+def turns(cast: Cast) -> tuple[tuple[str, int], ...]:
+    """The dtype and axis in which a Cast runs: another for the next one of its format, all of them for the format."""
+    casts = [other for other in EVERY_CAST if other.format == cast.format]
+    number, step = casts.index(cast), min(len(casts), len(EVERY_TURN))
+    return EVERY_TURN[number % step :: step]
+
+
+def in_common_shape(x: np.ndarray) -> list[np.ndarray]:
+    """The values of an edge input in arrays of COMMON_SHAPE: its corner, its repetitions, or 33 rows at a time."""
+    rows, columns = COMMON_SHAPE
+    if x.shape[0] <= 130 and x.shape[1] != 32:
+        return [np.resize(x, COMMON_SHAPE) if x.shape[0] < rows or x.shape[1] < columns else x[:rows, :columns]]
+    parts = [np.zeros(COMMON_SHAPE, x.dtype) for _ in range(-(-x.shape[0] // rows))]
+    for number, part in enumerate(parts):
+        block = x[number * rows : (number + 1) * rows]
+        part[: block.shape[0], : block.shape[1]] = block
+    return parts
+
+
+@functools.cache
+def sampled_edge_cases(cast: Cast, dtype: str) -> list[tuple[str, np.ndarray, int]]:
+    """A sample of `edge_cases`, few of whose inputs need kernels of their own.
+
+    Every Cast meets all values, in arrays of one shape, in the dtype and on the axis of its turn; every format meets
+    every shape once, with one of its Casts, in a dtype and on an axis that change from one to the next.
+    """
+    found = []
+    formats, casts = list(FORMATS.values()), [other for other in EVERY_CAST if other.format == cast.format]
+    for number, (name, edge) in enumerate(edge_inputs(cast.format.element).items()):
+        if name not in SHAPES:
+            parts = in_common_shape(in_dtype(edge, dtype))
+            found += [(name, x, axis) for turn, axis in turns(cast) if turn == dtype for x in parts]
+        elif casts[(5 * number + formats.index(cast.format)) % len(casts)] == cast:
+            turn, axis = EVERY_TURN[(number + formats.index(cast.format)) % len(EVERY_TURN)]
+            if turn == dtype:
+                x = in_dtype(edge, dtype)
+                found.append((name, x, axis if axis in axes_of(x) else -1))
+    return found
 
 
 def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
