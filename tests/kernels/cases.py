@@ -243,6 +243,16 @@ def wide_offsets(device):
         for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
             operands(device, name, (37, 75), "float32", **{"special": True})
             operands(device, name, (64, 128), "bfloat16")
+        noisy = (("rounding", "stochastic"),)
+        for name in ("fp8_tensor", "mxfp8", "nvfp4"):
+            operands(device, name, (37, 75), "float32", noisy)
+        operands(device, "nvfp4", (48, 72), "bfloat16", (("rht", True), *noisy))
+        packed_codes(device, "mxfp6_e3m2", noisy)
+        values_in_bf16(device, "nvfp4", (("rht", True),))
+        values_in_bf16(device, "mxfp4")
+        dequantized(device, "nvfp4")
+        fused_casts(device, "delayed")
+        fused_casts(device, "mxfp8")
         folded(device, "mxfp8", False)
         x = matrix((37, 75), "bfloat16")
         assert _launch.Matrix(x).index64

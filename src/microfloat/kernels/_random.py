@@ -44,6 +44,7 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
     """The four words (uint32) of block ``column // 16`` of a row; `row` and `block` broadcast against each other."""
+    row, block = row.to(tl.int32), block.to(tl.int32)  # counters are words, also where offsets are wider
     zero = tl.zeros_like(row + block)
     if HW:
         c0, c1, c2, c3 = zero + block, zero + row, zero + stream, zero + batch

@@ -105,14 +105,16 @@ def amax_strided(
 ):
     """amax of an R x C matrix of any strides: one program per tile."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     r = tl.arange(0, BM)[:, None]
     w = tl.arange(0, BN // 2)[None, :]
-    if INDEX64:
-        r, w = r.to(tl.int64), w.to(tl.int64)
     _raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
     m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
     publish_amax(tl.max(tl.max(m, 1), 0), out_ptr, scratch_ptr, STORE)
@@ -126,14 +128,15 @@ def amax_rows_columns(
 ):  # fmt: skip
     """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     rows = R - row0
     cols = C - col0
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c = stride_r * one, stride_c * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     t = tl.arange(0, BN // 8)[:, None, None]
     r = tl.arange(0, BM)[None, :, None]

@@ -60,12 +60,13 @@ def dequantize(
 ):  # fmt: skip
     """Grid: one program per BM x BN tile. `PAIRS`: rows of codes are whole pairs; LEVELS = 2 with a tensor scale."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        R, C = R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        R, C = R * one, C * one
     rows = R - row0
     cols = C - col0
     lane = tl.arange(0, BN // 8)[:, None, None]

@@ -265,12 +265,13 @@ def fold_blocks(
 ):  # fmt: skip
     """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; lossy counts go to int64[2]."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + 127) // 128
     row0 = (pid // tiles) * 128
     col0 = (pid % tiles) * 128
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     lossy_rows, lossy_columns = 0, 0
     if ROW is not None:

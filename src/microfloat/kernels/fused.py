@@ -55,10 +55,12 @@ def produce_scaled(
     BN: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes per tensor of produced values; with TWO, also those of UP_GRADIENT, under a scale of their own."""
-    row0, col0 = tile_of(tl.program_id(0), C, BM, BN)
+    pid = tl.program_id(0)
     if INDEX64:
+        pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    row0, col0 = tile_of(pid, C, BM, BN)
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0)
     amax = cast_tile(
         at, row_out, column_out, scale, scale, source, source, seed_ptr, row_stream, column_stream, epsilon, R, C,
@@ -109,10 +111,12 @@ def produce_blocks(
     INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """MX and FP8 1x128 codes of produced values; with TWO, also those of UP_GRADIENT."""
-    row0, col0 = tile_of(tl.program_id(0), C, BM, BN)
+    pid = tl.program_id(0)
     if INDEX64:
+        pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    row0, col0 = tile_of(pid, C, BM, BN)
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0)
     blocks_tile(
         at, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, epsilon, R, C, row0,
@@ -135,10 +139,12 @@ def produce_values(
     BN: tl.constexpr,
 ):  # fmt: skip
     """The produced values in the inputs' dtype, and their amax: what current scaling needs before its cast."""
-    row0, col0 = tile_of(tl.program_id(0), C, BM, BN)
+    pid = tl.program_id(0)
     if INDEX64:
+        pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    row0, col0 = tile_of(pid, C, BM, BN)
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0)
     out = out_ptr + row0.to(tl.int64) * C + col0
     amax = values_tile(at, out, R - row0, C - col0, C, PRODUCER, F, LOADS, KIND, EVEN, PAIRS, HW, BM, BN)
@@ -213,6 +219,7 @@ def row_statistics(
     """Statistics of all rows: one program per BM rows."""
     row0 = tl.program_id(0) * BM
     if INDEX64:
+        row0 = tl.program_id(0).to(tl.int64) * BM
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c = stride_r * one, stride_c * one
     mean_rows = inverse
@@ -236,6 +243,7 @@ def norm_scaled(
     row0 = tl.program_id(0) * BM
     LAYER: tl.constexpr = PRODUCER == LAYER_NORM
     if INDEX64:
+        row0 = tl.program_id(0).to(tl.int64) * BM
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     mean_rows = inverse
@@ -272,6 +280,7 @@ def norm_blocks(
     row0 = tl.program_id(0) * BM
     LAYER: tl.constexpr = PRODUCER == LAYER_NORM
     if INDEX64:
+        row0 = tl.program_id(0).to(tl.int64) * BM
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     mean_rows = inverse

@@ -334,12 +334,13 @@ def quantize_nvfp4(
 ):  # fmt: skip
     """Grid: one program per BM x BN tile. ROW and COLUMN are casts, or None; amaxes are float32 in device memory."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     if ROW is not None:
         nvfp4_operand_by_size(
@@ -361,12 +362,13 @@ def amax_transformed(
 ):  # fmt: skip
     """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c = stride_r * one, stride_c * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     if ALONG_ROWS:
         words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
@@ -394,12 +396,13 @@ def transform(
     own.
     """
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, False, BN // 16, BM)
     words, block = hadamard_row_blocks(block, MASK, KIND, HW)

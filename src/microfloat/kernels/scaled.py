@@ -199,12 +199,13 @@ def cast_scaled(
 ):  # fmt: skip
     """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
     pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
-    if INDEX64:
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
     amax = cast_tile(
