@@ -315,16 +315,21 @@ def activations(device, activation, dtype):
 
 def fused_casts(device, name):
     """Codes written by activations, their gradients and norms are those of the values that they would have written."""
-    is_delayed = name == "delayed"
-    cast = Cast("fp8_tensor_e5m2", scaling=Delayed()) if is_delayed else Cast(name)
+    is_delayed, noisy = name == "delayed", name.endswith(" stochastic")
+    cast = Cast("fp8_tensor_e5m2", scaling=Delayed()) if is_delayed else Cast(name.split()[0])
+    cast = replace(cast, rounding="stochastic") if noisy else cast
+    words, other_words = seed_words(device), seed_words(device).flip(0)
+    streams = {"row_stream": 2, "column_stream": 4} if noisy else {}
+    noise = {"seed": words, **streams} if noisy else {}
     generator = torch.Generator().manual_seed(8)
     gate, up, grad = (torch.randn(40, 92, generator=generator).to(torch.bfloat16).to(device) for _ in range(3))
     weight, bias = (torch.randn(92, generator=generator).to(torch.bfloat16).to(device) for _ in range(2))
     scale_enc = torch.tensor(3.0, device=device)
     live, live2 = torch.zeros(2, device=device), torch.zeros(2, device=device)
 
-    def check(both, values):
+    def check(both, values, seed=words):
         options = {"scale_enc": scale_enc} if is_delayed else {}
+        options |= {"seed": seed, **streams} if noisy else {}
         for got, want in zip(both, reference.quantize_both(values, cast, cast, **options), strict=True):
             check_operand(got, want, f"fused {name}")
 
@@ -336,7 +341,7 @@ def fused_casts(device, name):
         return {"amax": amax} if cast.format.is_per_tensor else {}
 
     product, _ = triton.activation_values(gate, up)
-    check(triton.activation_quantize(gate, up, cast, cast, **known(product)), product)
+    check(triton.activation_quantize(gate, up, cast, cast, **known(product), **noise), product)
     if is_delayed:
         assert float(live[0]) == float(product.float().abs().max())
     (first, first_amax), (second, second_amax) = triton.activation_backward_values(grad, gate, up)
@@ -346,14 +351,16 @@ def fused_casts(device, name):
         options = {"scale_enc": (scale_enc, scale_enc), "record": (live, live2)}
     elif cast.format.is_per_tensor:
         options = {"amax": (first_amax, second_amax)}
+    if noisy:  # the gradients belong to two layers, each with a seed of its own
+        options |= {"seed": (words, other_words), **streams}
     both, both2 = triton.activation_backward_quantize(grad, gate, up, cast, cast, **options)
     check(both, first)
-    check(both2, second)
+    check(both2, second, other_words)
     if is_delayed:
         assert (float(live[0]), float(live2[0])) == (float(first_amax), float(second_amax))
     for kind in ("rms", "layer"):
         values, _, _, _ = triton.norm_values(gate, weight, bias, eps=1e-5, kind=kind)
-        normed = triton.norm_quantize(gate, weight, bias, cast, cast, eps=1e-5, kind=kind, **known(values))
+        normed = triton.norm_quantize(gate, weight, bias, cast, cast, eps=1e-5, kind=kind, **known(values), **noise)
         # Sums of another order may give another last bit of the statistics: the codes are those of the ones returned.
         rows = gate.float()
         if kind == "layer":
@@ -371,6 +378,8 @@ def fused_casts(device, name):
 def traced(device):
     """Under torch.compile, without a graph break, fused functions are operators and give the same operands."""
     casts = [Cast("mxfp8"), Cast("fp8_1x128"), Cast("fp8_tensor", scaling=Delayed())]
+    casts.append(Cast("mxfp4", rounding="stochastic"))
+    words = seed_words(device)
     gate, up, grad = (matrix(shape, "bfloat16", spread=2).to(device) for shape in ((40, 72), (40, 72), (40, 72)))
     weight, scale_enc = torch.ones(72, dtype=torch.bfloat16, device=device), torch.tensor(2.0, device=device)
     for cast in casts:
@@ -379,6 +388,8 @@ def traced(device):
         def step(live, cast=cast, delayed_cast=delayed_cast):
             options = {"scale_enc": scale_enc, "record": live} if delayed_cast else {}
             both_options = {"scale_enc": (scale_enc, scale_enc), "record": (live, live)} if delayed_cast else {}
+            if cast.is_stochastic:
+                options, both_options = {"seed": words}, {"seed": (words, words.flip(0))}
             product = triton.activation_quantize(gate, up, cast, cast, **options)
             first, second = triton.activation_backward_quantize(grad, gate, up, cast, None, **both_options)
             normed = triton.norm_quantize(gate, weight, weight, cast, cast, eps=1e-5, kind="layer", **options)

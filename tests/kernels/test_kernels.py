@@ -83,6 +83,7 @@ CASES = [
     case("activations", "silu", "float32"),
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
+    *[case("fused_casts", name) for name in ("mxfp8 stochastic", "fp8_1x128 stochastic")],
     *[
         case("fused_linears", "triton", name)
         for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "noisy", "no wgrad")

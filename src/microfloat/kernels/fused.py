@@ -48,13 +48,14 @@ def source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride
 @triton.jit
 def produce_scaled(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, column_out, scale, source, record, row_out2, column_out2,
-    scale2, source2, record2, scratch_ptr, seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
+    scale2, source2, record2, scratch_ptr, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
+    stride_c,
     ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
     TWO: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes per tensor of produced values; with TWO, also those of UP_GRADIENT, under a scale of their own."""
+    """FP8 codes per tensor of produced values; with TWO, also those of UP_GRADIENT, under a scale and seed of their own."""
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
@@ -68,7 +69,7 @@ def produce_scaled(
     )  # fmt: skip
     if TWO:
         amax2 = cast_tile(
-            at, row_out2, column_out2, scale2, scale2, source2, source2, seed_ptr, row_stream, column_stream, epsilon,
+            at, row_out2, column_out2, scale2, scale2, source2, source2, seed2_ptr, row_stream, column_stream, epsilon,
             R, C, row0, col0, ROW, COLUMN, SOURCE, RECORDS, UP_GRADIENT, F, LOADS, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
     if RECORDS:
@@ -105,12 +106,13 @@ def blocks_tile(
 @triton.jit
 def produce_blocks(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, row_scale, column_out, column_scale, row_out2,
-    row_scale2, column_out2, column_scale2, seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
+    row_scale2, column_out2, column_scale2, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
+    stride_c,
     ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, TWO: tl.constexpr, F: tl.constexpr,
     LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
     INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """MX and FP8 1x128 codes of produced values; with TWO, also those of UP_GRADIENT."""
+    """MX and FP8 1x128 codes of produced values; with TWO, also those of UP_GRADIENT, under a seed of their own."""
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
@@ -125,7 +127,7 @@ def produce_blocks(
     )  # fmt: skip
     if TWO:
         blocks_tile(
-            at, row_out2, row_scale2, column_out2, column_scale2, seed_ptr, row_stream, column_stream, epsilon, R, C,
+            at, row_out2, row_scale2, column_out2, column_scale2, seed2_ptr, row_stream, column_stream, epsilon, R, C,
             row0, col0, ROW, COLUMN, UP_GRADIENT, F, LOADS, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
 

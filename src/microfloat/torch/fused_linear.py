@@ -129,15 +129,19 @@ class _Casts:
         return any(cast is not None and cast.is_stochastic for cast in self.both)
 
 
-def _may_share(parts: Sequence[_Part], casts: _Casts) -> bool:
-    """Whether all Linears read the same bytes: equal casts and forms, and no noise that each draws for itself."""
+def _are_alike(parts: Sequence[_Part]) -> bool:
+    """Whether all Linears cast in the same way."""
     first = parts[0].call
 
     def settings(call: LinearCall) -> tuple:
         return call.recipe, call.forms, call.backend, call.compute_dtype
 
-    alike = all(settings(part.call) == settings(first) for part in parts[1:])
-    return alike and (len(parts) == 1 or not casts.is_stochastic)
+    return all(settings(part.call) == settings(first) for part in parts[1:])
+
+
+def _may_share(parts: Sequence[_Part], casts: _Casts) -> bool:
+    """Whether all Linears read the same bytes: equal casts and forms, and no noise that each draws for itself."""
+    return _are_alike(parts) and (len(parts) == 1 or not casts.is_stochastic)
 
 
 def _cast_value(parts: Sequence[_Part], producer: Norm | Activation) -> tuple[list[tuple[Any, Any]], Statistics | None]:
@@ -209,7 +213,7 @@ class GradientLink:
         column = recipe.wgrad.lhs if any(part.wants_dw for part in self.parts) else _UNUSED
         casts = _Casts.of(first.call, "dy", row, column)
         kernels = fused_kernels(first.call.backend)
-        fuses = kernels is not None and casts.codes_only and _may_share(self.parts, casts)
+        fuses = kernels is not None and casts.codes_only and _are_alike(self.parts)
         return casts if fuses and kernels.fuses(*casts.both) else None  # type: ignore[union-attr]
 
     def pass_back(self, producer: ActivationGradient) -> list[torch.Tensor]:
@@ -220,6 +224,8 @@ class GradientLink:
             self.amaxes = [amax for _, amax in made] if casts is not None and waits_for_amax(*casts.both) else None
             return [value for value, _ in made]
         assert kernels is not None
+        first, *second = [part.call.seed for part in self.parts]
+        casts.options["seed"] = (first, second[0] if second else None)
         if casts.delayed is not None:
             states = [_delayed_state(part.call, "dy", None, casts.delayed) for part in self.parts]  # type: ignore[arg-type]
             states += [(None, None)] * (2 - len(states))  # type: ignore[list-item]
@@ -233,8 +239,8 @@ class GradientLink:
         """Both operands of a gradient whose amax came with it."""
         casts = self.casts()
         assert casts is not None
-        kernels = fused_kernels(part.call.backend)
-        return kernels.quantize_both(dy_MN, *casts.both, amax=amax, **casts.options)  # type: ignore[union-attr]
+        kernels, options = fused_kernels(part.call.backend), {**casts.options, "seed": part.call.seed}
+        return kernels.quantize_both(dy_MN, *casts.both, amax=amax, **options)  # type: ignore[union-attr]
 
 
 def _parts(calls: Sequence[LinearCall], tensors: Sequence[Any], wants_dx: bool, needs: Sequence[bool]) -> list[_Part]:

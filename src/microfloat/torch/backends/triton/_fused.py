@@ -158,10 +158,10 @@ class _Work:
 
 
 def _quantize(
-    work: _Work, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None, row_stream: int,
-    column_stream: int, amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
+    work: _Work, row_cast: Cast | None, column_cast: Cast | None, *, seed: tuple, row_stream: int, column_stream: int,
+    amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
 ) -> tuple[Both, Both | None]:  # fmt: skip
-    """Both operands of one produced matrix, or (`work.two`) of two."""
+    """Both operands of one produced matrix, or (`work.two`) of two; a seed, an amax and so on for each."""
     row, column, plan = _plans(row_cast, column_cast)
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
@@ -183,7 +183,7 @@ def _quantize(
             record[0] is not None, work.producer, work.two, work.function, *layout, tile_rows, tile_columns,
         )  # fmt: skip
         meeting = scratch(device) if record[0] is not None else None
-        tensors, kernel = (*pointers, *outputs, meeting, seed), _SCALED
+        tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
         both_scales = [(scale, scale) for scale in scales]
     else:
         both_scales = [
@@ -200,7 +200,7 @@ def _quantize(
             row.constant(0) if row else None, column.constant(0) if column else None, work.producer, work.two,
             work.function, *layout, tile_rows, tile_columns,
         )  # fmt: skip
-        tensors, kernel = (*pointers, *outputs, seed), _BLOCKS
+        tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
     key = (matrix.key, constants, warps, row_stream, column_stream)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)
     results = [_operands(row, column, matrix, codes[i], both_scales[i]) for i in range(count)]
@@ -247,7 +247,7 @@ def activation_quantize(
     """Both operands of ``f(x)``, or with `up` of ``f(x) * up`` (SwiGLU: activation="silu"), in one pass."""
     work = _forward(x_MF, up_MF, activation)
     result, _ = _quantize(
-        work, row_cast, column_cast, seed=seed, row_stream=row_stream, column_stream=column_stream,
+        work, row_cast, column_cast, seed=(seed, None), row_stream=row_stream, column_stream=column_stream,
         amax=(amax, None), scale_enc=(scale_enc, None), record=(record, None),
     )  # fmt: skip
     return result
@@ -262,12 +262,12 @@ def activation_values(
 
 def activation_backward_quantize(
     grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None,
-    column_cast: Cast | None, *, activation: str = "silu", seed: torch.Tensor | None = None, row_stream: int = 0,
+    column_cast: Cast | None, *, activation: str = "silu", seed: tuple = (None, None), row_stream: int = 0,
     column_stream: int = 0, amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
 ) -> tuple[Both, Both | None]:  # fmt: skip
     """Both operands of the gradient of x, and with `up` those of the gradient of up, in one pass.
 
-    `amax`, `scale_enc`, `record`: one for each gradient. Stochastic casts of the two draw the same random bytes.
+    `seed`, `amax`, `scale_enc`, `record`: one for each gradient, since each belongs to a layer (docs/numerics.md 5.3).
     """
     return _quantize(
         _backward(grad_MF, x_MF, up_MF, activation), row_cast, column_cast, seed=seed, row_stream=row_stream,
@@ -336,7 +336,7 @@ def norm_quantize(
     ):
         _measure_statistics(work, eps)
         (first, second), _ = _quantize(
-            work, row_cast, column_cast, seed=seed, row_stream=row_stream, column_stream=column_stream
+            work, row_cast, column_cast, seed=(seed, None), row_stream=row_stream, column_stream=column_stream
         )
         return Normed(first, second, mean, inverse)
     codes = _codes(row, column, matrix)

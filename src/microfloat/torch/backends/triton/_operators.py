@@ -27,8 +27,8 @@ _library.define(
     "bool records) -> Tensor[]"
 )
 _library.define(
-    f"activation_backward_quantize(Tensor grad, Tensor x, Tensor? up, str activation, {_CASTS}, Tensor? amax, "
-    "Tensor? amax2, Tensor? scale_enc, Tensor? scale_enc2, bool records) -> Tensor[]"
+    f"activation_backward_quantize(Tensor grad, Tensor x, Tensor? up, str activation, {_CASTS}, Tensor? seed2, "
+    "Tensor? amax, Tensor? amax2, Tensor? scale_enc, Tensor? scale_enc2, bool records) -> Tensor[]"
 )
 _library.define(
     f"norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, str kind, {_CASTS}, Tensor? amax, "
@@ -106,10 +106,10 @@ def _run_activation(
 
 def _run_backward(
     grad: Any, x: Any, up: Any, activation: str, row: str, column: str, seed: Any, row_stream: int, column_stream: int,
-    amax: Any, amax2: Any, scale_enc: Any, scale_enc2: Any, records: bool,
+    seed2: Any, amax: Any, amax2: Any, scale_enc: Any, scale_enc2: Any, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     live = [_live(x, records) for _ in range(2)]
-    options = _options(seed, row_stream, column_stream, (amax, amax2), (scale_enc, scale_enc2), tuple(live))
+    options = _options((seed, seed2), row_stream, column_stream, (amax, amax2), (scale_enc, scale_enc2), tuple(live))
     first, second = _fused.activation_backward_quantize(
         grad, x, up, _cast(row), _cast(column), activation=activation, **options
     )
@@ -182,7 +182,7 @@ def activation_quantize(
 
 def activation_backward_quantize(
     grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None,
-    column_cast: Cast | None, *, activation: str = "silu", seed: torch.Tensor | None = None, row_stream: int = 0,
+    column_cast: Cast | None, *, activation: str = "silu", seed: tuple = (None, None), row_stream: int = 0,
     column_stream: int = 0, amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
 ) -> tuple[Both, Both | None]:  # fmt: skip
     """See `_fused.activation_backward_quantize`; one operator under a tracing compiler."""
@@ -193,18 +193,9 @@ def activation_backward_quantize(
         )
     tokens = _token(row_cast), _token(column_cast)
     parts = _operators.activation_backward_quantize(
-        grad_MF,
-        x_MF,
-        up_MF,
-        activation,
-        *tokens,
-        seed,
-        row_stream,
-        column_stream,
-        *amax,
-        *scale_enc,
+        grad_MF, x_MF, up_MF, activation, *tokens, seed[0], row_stream, column_stream, seed[1], *amax, *scale_enc,
         record[0] is not None,
-    )
+    )  # fmt: skip
     _record(parts, *(record if up_MF is not None else record[:1]))
     first = _unflatten(parts, row_cast, column_cast, *x_MF.shape)
     if up_MF is None:
