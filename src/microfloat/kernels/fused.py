@@ -55,7 +55,7 @@ def produce_scaled(
     PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes per tensor of produced values; with TWO, also those of UP_GRADIENT, under a scale and seed of their own."""
+    """FP8 codes per tensor of produced values; with TWO, also those of UP_GRADIENT, under its own scale and seed."""
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
