@@ -27,7 +27,7 @@ THIRD_PARTY = {
     "kernels": frozenset({"triton"}),
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton", "safetensors"},
-    "jax": NUMERIC | {"jax", "jaxlib", "flax", "safetensors"},
+    "jax": NUMERIC | {"jax", "jaxlib", "flax", "triton", "safetensors"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors"},
 }
 

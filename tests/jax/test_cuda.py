@@ -109,7 +109,7 @@ def test_block_casts_along_rows(hopper):
     text = lowered(MXFP8BlockScaling(), (96, 192, 160), "cuda")
     assert len(conversions(text)) == 6
     turned = re.findall(r"@LayoutConstraint.*-> tensor<(\S+)xbf16>", text)
-    assert sorted(turned) == sorted(["160x192", "192x96", "192x160", "160x96"])
+    assert sorted(turned) == sorted(["160x192", "192x96", "160x96"])
     dots = re.findall(r"dot_general.*: \((.*?)\) -> (\S+)", text)
     assert all(kinds.count("xbf16") == 2 and out.endswith("xbf16>") for kinds, out in dots), "rounded once, in the GEMM"
 

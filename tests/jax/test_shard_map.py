@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import microfloat.jax as mj
+from microfloat.errors import InvalidValueError
 from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.jax.compare import relative_error
 
@@ -128,6 +129,36 @@ def test_parallelism(name, devices, layout, check_vma):
         shares = np.prod([mesh.shape[axis] for axis in repeated])
         expected = (*others, replace(new, dy=new.dy._replace(amax_history=new.dy.amax_history / shares)))
     assert_equal_results(results, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_amaxes_of_each_device(check_vma):
+    """reduce_amax=False: every device has a state of its own, and records its own amaxes."""
+    recipe, mesh = DelayedScaling(amax_history_len=4, reduce_amax=False), mesh_of(4)
+    op = mj.dot_general(recipe, axis_names=() if check_vma else ("data", "model"))
+    count, spec = 4, P(("data", "model"))
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), mj.scaling.init(recipe))
+
+    def local(x, w, states):
+        return op(x, w, PLAIN, state=jax.tree.map(lambda leaf: leaf[0], states))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), spec), out_specs=spec, check_vma=check_vma)
+    scaled = X * jnp.repeat(jnp.arange(1.0, count + 1), X.shape[0] // count)[:, None].astype(X.dtype)
+    *_, new = jax.jit(lambda x, w, dy, states: _pulled(mapped, x, w, dy, states))(scaled, W, DY, states)
+    parts = np.abs(np.asarray(scaled, np.float32)).reshape(count, -1)
+    np.testing.assert_array_equal(new.x.amax_history[:, 0], parts.max(axis=1))
+    np.testing.assert_array_equal(new.w.amax_history[:, 0], [np.abs(np.asarray(W, np.float32)).max()] * count)
+
+
+def test_one_state_cannot_hold_the_amaxes_of_each_device():
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    op, state = mj.dot_general(recipe), mj.scaling.init(recipe)
+    mapped = jax.shard_map(
+        lambda x, w, state: op(x, w, PLAIN, state=state), mesh=mesh_of(4), in_specs=(P("data"), P(), P()),
+        out_specs=P("data"),
+    )  # fmt: skip
+    with pytest.raises(InvalidValueError, match=r"state: got one for all devices of mesh axes \['data'\]"):
+        jax.grad(lambda x: mapped(x, W, state).astype(jnp.float32).sum())(X)
 
 
 def test_gathered_operands():

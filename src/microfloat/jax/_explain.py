@@ -11,6 +11,7 @@ import numpy as np
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax._dimensions import canonical_dimensions
 from microfloat.jax.backends import native, reference
+from microfloat.jax.backends.casts import why_no_kernel
 from microfloat.jax.backends.select import GemmPlan, choice_of
 from microfloat.jax.ops import check_backend
 from microfloat.recipes import (
@@ -21,11 +22,11 @@ from microfloat.recipes import (
     Recipe,
     from_name,
 )
-from microfloat.recipes.core import GEMMS
+from microfloat.recipes.core import GEMMS, OPERANDS
 from microfloat.support import Support
 
 __all__ = [
-    "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
+    "CastRow", "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
     "is_mxfp8_available", "is_nvfp4_available",
 ]  # fmt: skip
 
@@ -42,12 +43,22 @@ class GemmRow:
 
 
 @dataclass(frozen=True)
+class CastRow:
+    """What casts a tensor (x, w or dy) on a GPU, and why."""
+
+    tensor: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What a recipe does on a device: a row per GEMM; prints as a table."""
+    """What a recipe does on a device: a row per GEMM, and what casts x, w and dy; prints as a table."""
 
     recipe: Recipe
     device: str
     rows: tuple[GemmRow, ...]
+    casts: tuple[CastRow, ...] = ()
 
     @property
     def accelerated(self) -> bool:
@@ -62,7 +73,14 @@ class Explanation:
              row.support.reason)
             for row in self.rows
         ]  # fmt: skip
-        return "\n".join([f"{self.recipe!r} on {self.device}", *_table(cells)])
+        return "\n".join([f"{self.recipe!r} on {self.device}", *_table(cells), *self._cast_lines()])
+
+    def _cast_lines(self) -> list[str]:
+        """One line for all tensors that are cast alike."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for row in self.casts:
+            alike.setdefault((row.kernel, row.reason), []).append(row.tensor)
+        return [f"casts of {', '.join(tensors)}: {kernel} ({why})" for (kernel, why), tensors in alike.items()]
 
 
 @dataclass(frozen=True)
@@ -126,8 +144,25 @@ def explain(
         device = arguments[0] if device is None else device
         shape = arguments[1] if len(arguments) > 1 and shape is None else shape
     name, chip, missing = _target(device)
-    rows = tuple(_row(recipe, gemm, chip, missing, _checked_shape(shape), backend) for gemm in GEMMS)
-    return Explanation(recipe, name, rows)
+    sizes = _checked_shape(shape)
+    rows = tuple(_row(recipe, gemm, chip, missing, sizes, backend) for gemm in GEMMS)
+    return Explanation(recipe, name, rows, _casts(recipe, sizes, backend) if name == "cuda" and chip else ())
+
+
+def _casts(recipe: Recipe, shape: tuple[int, int, int] | None, backend: str) -> tuple[CastRow, ...]:
+    """What casts each tensor: a kernel where all its casts have one."""
+    rows, inputs, outputs = shape or (0, 0, 0)
+    sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
+    found = []
+    for tensor, size in sizes.items():
+        wanted = [recipe.casts[operand] for operand, name in OPERANDS.items() if name == tensor]
+        reasons = [why_no_kernel(one, size if shape else None, backend) for one in wanted if one is not None]
+        missing = next((reason for reason in reasons if reason), "")
+        if missing:
+            found.append(CastRow(tensor, "XLA's operations", missing))
+        elif reasons:
+            found.append(CastRow(tensor, "Triton kernel", "one pass writes both layouts"))
+    return tuple(found)
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:

@@ -28,9 +28,9 @@ from microfloat.jax._collectives import (
 )
 from microfloat.jax._max_grad import from_max_grad
 from microfloat.jax._scales import tensor_amax
-from microfloat.jax.backends import cuda, reference, select
+from microfloat.jax.backends import casts, cuda, reference, select
 from microfloat.jax.scaling import DelayedState, Slot
-from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.core import GEMMS, OPERANDS
 
 __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
@@ -76,9 +76,13 @@ class Kept(NamedTuple):
     no_w: Array
 
 
-# A tensor's use in fprop and the second use, in the backward, of x and w.
-_FIRST_USE = {"x": ("fprop", "lhs"), "w": ("fprop", "rhs"), "dy": ("dgrad", "lhs")}
-_SECOND_USE = {"x": ("wgrad", "rhs"), "w": ("dgrad", "rhs"), "dy": ("wgrad", "lhs")}
+# The GEMM operands that a tensor becomes: first in fprop (dy: dgrad), contracted over its second axis; then, over its
+# first axis, in the backward.
+_USES = {
+    "x": (("fprop", "lhs"), ("wgrad", "rhs")),
+    "w": (("fprop", "rhs"), ("dgrad", "rhs")),
+    "dy": (("dgrad", "lhs"), ("wgrad", "lhs")),
+}
 
 
 class _Call(NamedTuple):
@@ -88,52 +92,87 @@ class _Call(NamedTuple):
     seed: Seed
     scales: dict[str, Array]
 
-    def cast(self, x_RC: Array, tensor: str, operand: tuple[str, str]) -> reference.Operand:
-        """The operand as the recipe's table says; without a Cast it stays as it is."""
+    def first(self, x_RC: Array, tensor: str) -> reference.Operand:
+        """The operand of the first use alone."""
+        return self._cast(x_RC, tensor, (True, False))[0]
+
+    def second(self, x_RC: Array, tensor: str) -> reference.Operand:
+        """The operand of the second use alone."""
+        return self._cast(x_RC, tensor, (False, True))[1]
+
+    def both(self, x_RC: Array, tensor: str) -> tuple[reference.Operand, reference.Operand, Array | None]:
+        """The operands of both uses, and the live amax of a tensor under delayed scaling."""
+        return self._cast(x_RC, tensor, (True, True))
+
+    def keep(self, x_RC: Array, tensor: str) -> tuple[reference.Operand, reference.Operand, Array | None]:
+        """As `both`; the second is what the backward keeps: codes, or the original where that is asked for."""
+        if self.config.residuals == "high":
+            first, _, amax = self._cast(x_RC, tensor, (True, False), records=True)
+            return first, x_RC, amax
+        first, kept, amax = self._cast(x_RC, tensor, (True, True), keeps=True)
+        if isinstance(kept, reference.Matrix):
+            tensor_scale = kept.tensor_scale
+            if tensor_scale is not None:
+                tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
+            codes, scale = checkpoint_name(kept.codes, CODES_NAME), checkpoint_name(kept.scale, SCALES_NAME)
+            kept = reference.Matrix(codes, scale, tensor_scale)
+        return first, kept, amax
+
+    def kept(self, kept: reference.Operand, tensor: str) -> reference.Operand:
+        """The operand of the second use, from what `keep` saved."""
+        return kept if isinstance(kept, reference.Matrix) else self.second(typing.cast(Array, kept), tensor)
+
+    def _cast(
+        self, x_RC: Array, tensor: str, uses: tuple[bool, bool], *, keeps: bool = False, records: bool | None = None
+    ) -> tuple[reference.Operand, reference.Operand, Array | None]:
+        """Both operands and the live amax; what `uses` does not ask for, or has no Cast, is the tensor itself.
+
+        A tensor that is kept without a Cast stays as it is, so that `kept` sees it; else it is turned.
+        """
+        is_turned = tensor == "w" and self.config.w_is_transposed
+        of_use = [
+            self._cast_of(operand, x_RC.shape, decodes=not (keeps and second)) if used else None
+            for second, (operand, used) in enumerate(zip(_USES[tensor], uses, strict=True))
+        ]
+        delayed = [one is not None and isinstance(one.cast.scaling, Delayed) for one in of_use]
+        axes = sharding_axes(x_RC, self.config.axis_names)
+        records = (all(uses) if records is None else records) and tensor in self.scales
+        made: list[reference.Operand | None] = [None, None]
+        amax = None
+        together = [(0, 1)] if None in of_use or delayed[0] == delayed[1] else [(0,), (1,)]
+        for group in together:
+            wanted = [of_use[use] if use in group else None for use in (0, 1)]
+            given = self._given(tensor, wanted)
+            row, column = wanted[::-1] if is_turned else wanted
+            operands = casts.cast_both(
+                x_RC.T if is_turned else x_RC, row, column, given,
+                axes=axes, records=records and not axes and amax is None, backend=self.config.backend,
+            )  # fmt: skip
+            pair = (operands.column, operands.row) if is_turned else (operands.row, operands.column)
+            made = [old if new is None else new for old, new in zip(made, pair, strict=True)]
+            amax = operands.amax if amax is None else amax
+        unchanged = (x_RC, x_RC if keeps or not uses[1] else cuda.turned(x_RC))
+        first, second = (other if one is None else one for one, other in zip(made, unchanged, strict=True))
+        return first, second, amax
+
+    def _cast_of(self, operand: tuple[str, str], shape: tuple[int, ...], *, decodes: bool) -> casts.CastOf | None:
+        """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
         cast = self.config.recipe.cast(*operand)
         if cast is None:
-            return x_RC
-        noise = None
-        if cast.is_stochastic:
-            if self.seed.words is None:
-                raise missing_key(self.config.recipe)
-            noise = reference.Noise(
-                self.seed.words, _STREAMS[operand], 0 if self.seed.batch is None else self.seed.batch
-            )
-        scale_enc = self.scales[tensor] if isinstance(cast.scaling, Delayed) else None
-        axes = sharding_axes(x_RC, self.config.axis_names)
-        if tensor == "w" and self.config.w_is_transposed and cast.transposes and cuda.converts(cast.format.element):
-            # As it is stored: the codes are transposed, not what they are made of, and dgrad reads them as they are.
-            matrix = reference.cast_matrix(x_RC.T, cast, noise, scale_enc=scale_enc, axes=axes)
-            return reference.transposed(matrix, cast.format, x_RC.shape[0])
-        if tensor == "w" and self.config.w_is_transposed and operand == _FIRST_USE["w"]:
-            x_RC = cuda.row_major(x_RC)
-        return reference.cast_matrix(x_RC, cast, noise, scale_enc=scale_enc, axes=axes)
+            return None
+        if cast.is_stochastic and self.seed.words is None:
+            raise missing_key(self.config.recipe)
+        gemm = getattr(self.config.recipe, operand[0])
+        decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
+        return casts.CastOf(cast, _STREAMS[operand], decoded)
 
-    def is_shared(self, tensor: str) -> bool:
-        """Whether the second cast is the transposed first: one set of codes serves both (docs/numerics.md 3.1)."""
-        first, second = (self.config.recipe.cast(*use[tensor]) for use in (_FIRST_USE, _SECOND_USE))
-        return first is not None and first == second and first.transposes
-
-    def keep(self, x_RC: Array, tensor: str, first: reference.Operand) -> reference.Operand:
-        """What is saved for the second use: shared codes, codes along the other axis, or the original."""
-        second = _SECOND_USE[tensor]
-        if self.config.recipe.cast(*second) is None or self.config.residuals == "high":
-            return x_RC
-        matrix = first if self.is_shared(tensor) else self.cast(cuda.turned(x_RC), tensor, second)
-        codes, scale, tensor_scale = typing.cast(reference.Matrix, matrix)  # a Cast made it
-        if tensor_scale is not None:
-            tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
-        return reference.Matrix(checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME), tensor_scale)
-
-    def second_form(self, kept: reference.Operand, tensor: str, first_cols: int) -> reference.Operand:
-        """The operand of the second use, from what `keep` saved; `first_cols`: contraction length of the first."""
-        if not isinstance(kept, reference.Matrix):
-            return self.cast(cuda.turned(kept), tensor, _SECOND_USE[tensor])
-        if not self.is_shared(tensor):
-            return kept
-        second = typing.cast(Cast, self.config.recipe.cast(*_SECOND_USE[tensor]))  # shared, so not None
-        return reference.transposed(kept, second.format, first_cols)
+    def _given(self, tensor: str, wanted: list[casts.CastOf | None]) -> casts.Given:
+        stochastic = any(one is not None and one.cast.is_stochastic for one in wanted)
+        delayed = any(one is not None and isinstance(one.cast.scaling, Delayed) for one in wanted)
+        return casts.Given(
+            self.seed.words if stochastic else None, self.seed.batch if stochastic else None, None,
+            self.scales[tensor] if delayed else None,
+        )  # fmt: skip
 
     def gemm(
         self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype, out: np.dtype
@@ -156,7 +195,7 @@ def linear(
     """
     call = _Call(config, seed, _encode_scales(state))
     check_shards(config.recipe, x_MK, w_NK, ("fprop",))
-    x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
+    x, w = call.first(x_MK, "x"), call.first(w_NK, "w")
     return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype), state
 
 
@@ -165,34 +204,30 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
         raise missing_key(config.recipe)
     call = _Call(config, seed, _encode_scales(state))
     check_shards(config.recipe, x_MK, w_NK, GEMMS)
-    x, w = call.cast(x_MK, "x", _FIRST_USE["x"]), call.cast(w_NK, "w", _FIRST_USE["w"])
+    x, kept_x, amax_x = call.keep(x_MK, "x")
+    w, kept_w, amax_w = call.keep(w_NK, "w")
     y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype)
     amaxes = {
-        tensor: live_amax(value, config.axis_names, state)
-        for tensor, value in (("x", x_MK), ("w", w_NK))
+        tensor: live_amax(value, config.axis_names, state, reduces=_reduces(state)[tensor]) if amax is None else amax
+        for tensor, value, amax in (("x", x_MK, amax_x), ("w", w_NK, amax_w))
         if tensor in call.scales
     }
-    kept = Kept(call.keep(w_NK, "w", w), call.keep(x_MK, "x", x), seed, state, amaxes, x_MK[:0], w_NK[:0])
+    kept = Kept(kept_w, kept_x, seed, state, amaxes, x_MK[:0], w_NK[:0])
     return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
 
 
 def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
     dy_MN, later = cotangents
     call = _Call(config, kept.seed, _encode_scales(kept.state))
-    (rows, outputs), inputs, dtype = dy_MN.shape, kept.no_x.shape[1], kept.no_x.dtype
-    dy = call.cast(dy_MN, "dy", _FIRST_USE["dy"])
-    w_KN = call.second_form(kept.w, "w", inputs)
+    (rows, outputs), dtype = dy_MN.shape, kept.no_x.dtype
+    dy, dy_NM, amax = call.both(dy_MN, "dy")
+    w_KN = call.kept(kept.w, "w")
     dx_MK = call.gemm("dgrad", dy, w_KN, outputs, dtype, _gradient_dtype(kept.no_x, dy, w_KN))
-    if call.is_shared("dy"):
-        second = typing.cast(Cast, config.recipe.wgrad.lhs)
-        dy_NM = reference.transposed(typing.cast(reference.Matrix, dy), second.format, outputs)
-    else:
-        dy_NM = call.cast(cuda.turned(dy_MN), "dy", _SECOND_USE["dy"])
-    x_KM = call.second_form(kept.x, "x", inputs)
+    x_KM = call.kept(kept.x, "x")
     dw_NK = call.gemm("wgrad", dy_NM, x_KM, rows, dtype, _gradient_dtype(kept.no_w, dy_NM, x_KM))
     dx_MK = sum_to_type_of(dx_MK, kept.no_x).astype(kept.no_x.dtype)
     dw_NK = sum_to_type_of(dw_NK, kept.no_w).astype(kept.no_w.dtype)
-    return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN, later)
+    return dx_MK, dw_NK, None, _state_cotangent(config, kept, dy_MN, amax, later)
 
 
 linear.defvjp(_forward, _backward)
@@ -211,18 +246,42 @@ def _encode_scales(state: DelayedState | None) -> dict[str, Array]:
     return {tensor: scale.reshape(()) for tensor, scale in scaling.encode_scales(state).items()}
 
 
-def live_amax(x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None) -> Array:
-    """The amax of one tensor in this step, over all devices that share its state."""
+def live_amax(
+    x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None, *, reduces: bool = True
+) -> Array:
+    """The amax of one tensor in this step, over all devices that share its state.
+
+    Without `reduces` (``DelayedScaling(reduce_amax=False)``) it is the device's own, and so must the state be: else
+    InvalidValueError.
+    """
     apart = varying_axes(*jax.tree.leaves(state))
-    return max_over(tensor_amax(x.astype(jnp.float32)), sharding_axes(x, axis_names) - apart)
+    axes = sharding_axes(x, axis_names) - apart
+    if reduces:
+        return max_over(tensor_amax(x.astype(jnp.float32)), axes)
+    if shared := varying_axes(x) - apart:
+        raise invalid_value(
+            "state", f"one for all devices of mesh axes {sorted(shared)}",
+            "a state per device with reduce_amax=False: every device keeps its own amaxes",
+            "Stack the states, pass them with in_specs=P(axis) and index [0] inside; or use reduce_amax=True.",
+        )  # fmt: skip
+    return tensor_amax(x.astype(jnp.float32))
 
 
-def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedState | None) -> DelayedState | None:
+def _reduces(state: DelayedState | None) -> dict[str, bool]:
+    """Whether the amax of a tensor under delayed scaling is the maximum over devices."""
+    return {} if state is None else {name: rule.delayed.reduce_amax for name, _, rule in scaling.slots_of(state)}
+
+
+def _state_cotangent(
+    config: Config, kept: Kept, dy_MN: Array, amax: Array | None, later: DelayedState | None
+) -> DelayedState | None:
     """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
     state = kept.state
     if state is None:
         return None
-    amaxes = {**kept.amaxes, "dy": live_amax(dy_MN, config.axis_names, state)}
+    if amax is None:
+        amax = live_amax(dy_MN, config.axis_names, state, reduces=_reduces(state).get("dy", True))
+    amaxes = {**kept.amaxes, "dy": amax}
     told = frozenset() if varying_axes(dy_MN) else told_axes(config.axis_names)
     slots: dict[str, Slot] = {}
     for tensor, slot, rule in scaling.slots_of(state):
@@ -232,8 +291,9 @@ def _state_cotangent(config: Config, kept: Kept, dy_MN: Array, later: DelayedSta
         for value, leaf, incoming in zip(recorded, slot, handed, strict=True):
             value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
             value = jnp.maximum(value, from_max_grad(incoming))
-            # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes.
-            value = on_first_device(value, told) if told else value
+            # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes. A state of each
+            # device is not summed.
+            value = on_first_device(value, told) if told and rule.delayed.reduce_amax else value
             leaves.append(lax.convert_element_type(value, leaf.dtype))
         slots[tensor] = Slot(*leaves)
     return DelayedState(**{tensor: slots.get(tensor) for tensor in scaling.TENSORS}, rules=state.rules)

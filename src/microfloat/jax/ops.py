@@ -20,7 +20,7 @@ from microfloat.jax import _explicit
 from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
-from microfloat.jax.backends import reference, select
+from microfloat.jax.backends import casts, reference, select
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.recipes.core import check_choice
 
@@ -63,12 +63,14 @@ def quantize(
     words = None
     if cast.is_stochastic:
         words = call_seed(seed, key, f"the stochastic Cast on {cast.format.name} (or rounding='nearest')")
-    arguments = (x, words, _check_word("stream", stream), amax, scale_enc)
+    word = _check_word("stream", stream)
+    # A stream that is a number is part of the program: kernels read it as one.
+    known = None if isinstance(word, jax.Array) else int(word)
+    arguments = (x, words, None if known is not None else word, amax, scale_enc)
+    run = partial(_quantize, cast=cast, axis=axis, stream=known, backend=backend)
     if _explicit.is_explicit(x):
-        return _explicit.run_automatically(
-            partial(_quantize, cast=cast, axis=axis), partial(_quantized_specs, x, axis), *arguments
-        )
-    return _quantize(*arguments, cast=cast, axis=axis)
+        return _explicit.run_automatically(run, partial(_quantized_specs, x, axis), *arguments)
+    return run(*arguments)
 
 
 def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedArray:
@@ -87,16 +89,21 @@ def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedAr
     return replace(shapes, codes=like(shapes.codes.shape), scale=scale, tensor_scale=tensor_scale)
 
 
-@partial(jax.jit, static_argnames=("cast", "axis"))
+@partial(jax.jit, static_argnames=("cast", "axis", "stream", "backend"))
 def _quantize(
-    x: Array, words: Array | None, stream: Array, amax: Array | None, scale_enc: Array | None, *, cast: Cast, axis: int
-) -> QuantizedArray:
+    x: Array, words: Array | None, word: Array | None, amax: Array | None, scale_enc: Array | None, *,
+    cast: Cast, axis: int, stream: int | None, backend: str,
+) -> QuantizedArray:  # fmt: skip
     fmt, shape = cast.format, x.shape
     cols = shape[axis] if shape else 1
     rows = int(np.prod(leading_axes(shape, axis), dtype=np.int64))
-    x_RC = x.T if axis == -2 else x.reshape(rows, cols)
-    noise = None if words is None else reference.Noise(words, stream)
-    matrix = reference.cast_matrix(x_RC, cast, noise, amax=amax, scale_enc=scale_enc)
+    wanted = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
+    given = casts.Given(words, None, amax, scale_enc)
+    if axis == -2:
+        matrix = casts.cast_both(x, None, wanted, given, backend=backend).column
+    else:
+        matrix = casts.cast_both(x.reshape(rows, cols), wanted, None, given, backend=backend).row
+    matrix = typing.cast(reference.Matrix, matrix)
     codes = matrix.codes.reshape(*leading_axes(shape, axis), matrix.codes.shape[1])
     scale = matrix.scale.reshape(scale_shape(fmt, shape, axis, matrix.scale.shape))
     return QuantizedArray(

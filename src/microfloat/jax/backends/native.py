@@ -28,7 +28,7 @@ from microfloat.jax.backends import cuda, reference
 from microfloat.jax.backends.cuda import capability
 from microfloat.support import Support
 
-__all__ = ["Choice", "capability", "choose", "gemm"]
+__all__ = ["Choice", "bf16_values", "capability", "choose", "gemm"]
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
 _MULTIPLE = 16
@@ -83,8 +83,8 @@ def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:
 
 
 def gemm(
-    a: reference.Matrix,
-    b: reference.Matrix,
+    a: reference.Operand,
+    b: reference.Operand,
     kind_a: reference.Kind,
     kind_b: reference.Kind,
     way: str,
@@ -92,10 +92,12 @@ def gemm(
     out: DTypeLike = jnp.float32,
 ) -> Array:
     """``a @ b.T`` [M, N] by one of the ways of `choose`, summed in float32 and rounded once to `out`."""
+    if way == "bf16":
+        return _bf16(a, b, kind_a, kind_b, out).astype(out)
+    codes_a, codes_b = cast(reference.Matrix, a), cast(reference.Matrix, b)  # decoded for the way above alone
     if way == "fp8":
-        return _fp8(a, b, kind_a, kind_b, accumulate, out)
-    product = _mx(a, b, kind_a, kind_b) if way == "mx" else _bf16(a, b, kind_a, kind_b, out)
-    return product.astype(out)
+        return _fp8(codes_a, codes_b, kind_a, kind_b, accumulate, out)
+    return _mx(codes_a, codes_b, kind_a, kind_b).astype(out)
 
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -138,11 +140,11 @@ def _padded(codes: Array) -> Array:
 
 
 def _bf16(
-    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, out: DTypeLike
+    a: reference.Operand, b: reference.Operand, kind_a: reference.Kind, kind_b: reference.Kind, out: DTypeLike
 ) -> Array:
     """Codes times block scales fit bfloat16 exactly (docs/numerics.md 8.2); the dot accumulates in float32."""
-    values_a, outer_a = _bf16_values(a, kind_a)
-    values_b, outer_b = _bf16_values(b, kind_b)
+    values_a, outer_a = bf16_values(a, kind_a)
+    values_b, outer_b = bf16_values(b, kind_b)
     # Without outer scales the GEMM's own rounding is the only one.
     last = out == jnp.bfloat16 and outer_a is None and outer_b is None and cuda.rounds_in_gemm()
     result = jnp.bfloat16 if last else jnp.float32
@@ -150,9 +152,11 @@ def _bf16(
     return reference.apply_outer(product, outer_a, outer_b)
 
 
-def _bf16_values(matrix: reference.Matrix, kind: reference.Kind) -> tuple[Array, Array | None]:
+def bf16_values(operand: reference.Operand, kind: reference.Kind) -> tuple[Array, Array | None]:
     """Codes times block scales in bfloat16, exactly, and the outer scale that is left."""
-    fmt = kind.format
+    if isinstance(operand, reference.Decoded):
+        return operand
+    fmt, matrix = kind.format, cast(reference.Matrix, operand)
     if fmt.scale.name != "E8M0" or fmt.element.name not in FLOAT8:
         values, outer = reference.factored_values(matrix, fmt, kind.length)
         return values.astype(jnp.bfloat16), outer

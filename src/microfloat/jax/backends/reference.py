@@ -34,7 +34,7 @@ from microfloat.jax.backends import cuda
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
-    "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
+    "Decoded", "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
     "factored_values", "gemm", "kind_of", "matmul", "measures_tensor",
     "rows_of", "scale_is_outer", "transposed",
 ]  # fmt: skip
@@ -46,6 +46,16 @@ class Noise(NamedTuple):
     words: Array | np.ndarray
     stream: Array | int
     batch: Array | int = 0
+
+
+class Decoded(NamedTuple):
+    """An operand form as a bfloat16 GEMM reads it: `values` [R, stored], code times block scale, exact in bfloat16.
+
+    `outer`: the tensor or row scale that is left for the epilogue, shape () or [R, 1], or None.
+    """
+
+    values: Array
+    outer: Array | None
 
 
 class Matrix(NamedTuple):
@@ -217,7 +227,7 @@ class Kind(NamedTuple):
         return stored_length(self.cols, self.hadamard)
 
 
-Operand = Matrix | Array
+Operand = Matrix | Decoded | Array
 
 
 def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype) -> Array:
@@ -227,12 +237,22 @@ def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype
     transformed domain; beside an operand in high precision the other is dequantized to `dtype`, the compute dtype.
     """
     if kind_a is not None and kind_b is not None:
+        if isinstance(a, Decoded) or isinstance(b, Decoded):
+            values = [_wide_values(operand, kind) for operand, kind in ((a, kind_a), (b, kind_b))]
+            return matmul(values[0][0], values[1][0], values[0][1], values[1][1])
         if kind_a.format.scale.name == kind_b.format.scale.name == "E8M0":
             return _centred_gemm(typing.cast(Matrix, a), typing.cast(Matrix, b), kind_a, kind_b)
         values_a, outer_a = factored_values(typing.cast(Matrix, a), kind_a.format, kind_a.length)
         values_b, outer_b = factored_values(typing.cast(Matrix, b), kind_b.format, kind_b.length)
         return matmul(values_a, values_b, outer_a, outer_b)
     return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
+
+
+def _wide_values(operand: Operand, kind: Kind) -> tuple[Array, Array | None]:
+    """(values in float32, outer scale) of a quantized operand in either form."""
+    if isinstance(operand, Decoded):
+        return operand.values.astype(jnp.float32), operand.outer
+    return factored_values(typing.cast(Matrix, operand), kind.format, kind.length)
 
 
 def _centred_gemm(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind) -> Array:
@@ -278,6 +298,8 @@ def kind_of(cast: Cast | None, cols: int) -> Kind | None:
 
 def rows_of(operand: Operand) -> int:
     """R of an operand form."""
+    if isinstance(operand, Decoded):
+        return operand.values.shape[0]
     return (operand.codes if isinstance(operand, Matrix) else operand).shape[0]
 
 

@@ -1,0 +1,114 @@
+"""Lower layers for an H200 on a machine without one, and print what the programs say; run in a process of its own.
+
+jaxlib's way to start kernels comes with its CUDA plugin, which such a machine lacks: a stand-in writes down what it is
+given.
+"""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+import microfloat.jax as mj
+from microfloat import recipes
+from microfloat.jax.backends import casts, cuda, native
+from microfloat.jax.backends.triton import _launch
+
+DENSE = (((1,), (0,)), ((), ()))
+SIZES = (512, 1024, 2048)
+
+STARTED = []
+
+
+class _Kernel(SimpleNamespace):
+    def __init__(self, name, warps, ctas, shared, ptx, ttir, capability):
+        super().__init__(name=name, warps=warps, ctas=ctas, shared=shared, ptx=ptx, ttir=ttir, capability=capability)
+
+
+class _Call:
+    def __init__(self, kernel, *rest):
+        self.kernel, self.grid, self.parameters = kernel, rest[:3], rest[3]
+
+    def to_proto(self, name, metadata):
+        declared = re.search(r"\.entry\s+\w+\((.*?)\)", self.kernel.ptx, re.DOTALL)[1].split(",")
+        STARTED.append(
+            {
+                "name": self.kernel.name, "warps": self.kernel.warps, "grid": self.grid, "parameters": self.parameters,
+                "declared": [line.split()[1].lstrip(".") for line in declared], "capability": self.kernel.capability,
+            }
+        )  # fmt: skip
+        return f"{name} {len(STARTED)}".encode() + metadata
+
+
+STAND_IN = SimpleNamespace(
+    TritonKernel=_Kernel, TritonKernelCall=_Call,
+    create_array_parameter=lambda cleared, alignment: ["array", cleared, alignment],
+    create_scalar_parameter=lambda value, kind: [kind, value],
+)  # fmt: skip
+
+
+def pretend(local=True):
+    """One H200, and a jaxlib that starts kernels."""
+    cuda.capability = native.capability = lambda: (9, 0)
+    _launch._library = lambda: STAND_IN
+    if local:
+        casts.is_local = lambda: True
+        cuda._is_alone = lambda: True
+
+
+def step_of(recipe):
+    op = mj.dot_general(recipe)
+    extra = {"key": jax.random.key(3)} if recipe.is_stochastic else {}
+    state = mj.scaling.init(recipe) if recipe.is_delayed else None
+
+    def step(x, w, dy, state):
+        def apply(x, w, state):
+            return op(x, w, DENSE, **extra, **({} if state is None else {"state": state}))
+
+        y, backward = jax.vjp(apply, x, w, state)
+        return y, *backward(dy)
+
+    return step, state
+
+
+def lowered(recipe, platform, batch=False):
+    """(kernel, operands, results) of every call of a kernel, and the operands and result of every dot."""
+    step, state = step_of(recipe)
+    rows, inputs, outputs = SIZES
+    arguments = [
+        jax.ShapeDtypeStruct((2, *sizes) if batch else sizes, jnp.bfloat16)
+        for sizes in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    ]
+    step = jax.vmap(step, in_axes=(0, 0, 0, None)) if batch else step
+    text = jax.jit(step).trace(*arguments, state).lower(lowering_platforms=(platform,)).as_text()
+    calls, dots = [], []
+    for line in text.splitlines():
+        operands, _, results = line.rpartition(" : ")[2].partition(" -> ")
+        if "@triton_kernel_call_ffi" in line:
+            name = re.search(r'name = "(\w+)"', line)[1]
+            calls.append([name, re.findall(r"tensor<(\S+)>", operands), re.findall(r"tensor<([^>]+)>", results)])
+        elif "stablehlo.dot_general" in line:
+            dots.append([re.findall(r"tensor<([^>]+)>", operands), re.findall(r"tensor<([^>]+)>", results)])
+    return {"calls": calls, "dots": dots}
+
+
+def main(what):
+    if what == "reason":  # several CPU devices stand for several GPUs
+        pretend(local=False)
+        print(json.dumps({"calls": lowered(recipes.MXFP8BlockScaling(), "cuda")["calls"],
+                          "explained": str(mj.explain("mxfp8", "cuda"))}))  # fmt: skip
+        return
+    pretend()
+    recipe = recipes.from_name(what)
+    found = {"cuda": lowered(recipe, "cuda"), "started": STARTED[:]}
+    found["cpu"] = lowered(recipe, "cpu")["calls"]
+    found["batch"] = lowered(recipe, "cuda", batch=True)["calls"]
+    found["explained"] = str(mj.explain(recipe, "cuda", SIZES))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,315 @@
+"""Casts by Triton kernels from JAX: what a program is told on a machine that has them, and their bytes on a GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from microfloat import recipes, reference
+from microfloat.jax import scaling
+from microfloat.jax.backends import casts, cuda, native
+from microfloat.jax.backends.triton import _launch
+from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
+from tests.contract.cases import cast_id
+from tests.jax.compare import relative_error, to_numpy
+
+DENSE = (((1,), (0,)), ((), ()))
+HAS_GPU = cuda.capability() is not None
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+
+SEED = 0x0123456789ABCDEF
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Matrices of any size go by kernels; what was traced before is forgotten."""
+    monkeypatch.setattr(casts, "SMALLEST", 1)
+    jax.clear_caches()
+    yield monkeypatch
+    jax.clear_caches()
+
+
+def spread_values(shape, dtype, seed):
+    """Normal numbers over some binades, with rows and columns of their own, and every special value."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, (shape[0], 1))) * np.exp2(rng.integers(-3, 4, shape))
+    x = x.astype(np.float32)
+    if min(shape) > 40:
+        x[3, 5], x[8] = np.nan, 0
+        x[12, :4] = (-0.0, 1e-42, -3e-39, 1e-30)
+        x[40, 20] = 6e4
+    return jnp.asarray(x).astype(dtype)
+
+
+NEAREST = [
+    "fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_row_e5m2", "fp8_1x128", "fp8_1x128_e5m2", "fp8_128x128", "mxfp8",
+    "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d",
+]  # fmt: skip
+STOCHASTIC = ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d"]
+CASES = [as_cast(name) for name in NEAREST]
+CASES += [Cast(name, rounding="stochastic") for name in STOCHASTIC]
+CASES += [
+    Cast("fp8_tensor", "amax_pow2"), Cast("fp8_1x128", "amax_pow2"), Cast("fp8_128x128", "amax_pow2"),
+    Cast("mxfp8", "floor"), Cast("nvfp4", "four_over_six_mae_256"), Cast("nvfp4", "two_level_torchao"),
+    Cast("nvfp4", hadamard=Hadamard()), Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()),
+    Cast("mxfp8", hadamard=Hadamard()),
+]  # fmt: skip
+
+
+SHAPES = [((256, 512), "bfloat16"), ((200, 332), "bfloat16"), ((77, 131), "float32"), ((64, 96), "float16")]
+
+
+def oracle(x, cast, axis, stream):
+    given = {"seed": SEED, "stream": stream} if cast.is_stochastic else {}
+    return reference.quantize(np.asarray(x.astype(jnp.float32)), cast, axis=axis, **given)
+
+
+def words():
+    return jnp.asarray([SEED & 0xFFFFFFFF, SEED >> 32], jnp.uint32)
+
+
+def assert_bytes(matrix, expected, context):
+    for field in ("codes", "scale", "tensor_scale"):
+        actual, wanted = getattr(matrix, field), getattr(expected, field)
+        assert (actual is None) == (wanted is None), (context, field)
+        if wanted is not None:
+            actual, wanted = to_numpy(actual), np.asarray(wanted)
+            assert actual.dtype == wanted.dtype, (context, field)
+            assert actual.size == wanted.size, (context, field, actual.shape, wanted.shape)
+            differing = int(
+                (actual.ravel().view(np.uint8) != np.ascontiguousarray(wanted).ravel().view(np.uint8)).sum()
+            )
+            assert not differing, f"{context} {field}: {differing} of {wanted.nbytes} bytes differ"
+
+
+def program(repository, what, **variables):
+    """What tests/jax/lowering.py prints, from a process in which Triton compiles (other tests need its interpreter)."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    environment |= {"PYTHONPATH": str(repository / "src"), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(repository / "tests/jax/lowering.py"), what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_one_kernel_for_each_tensor(repository):
+    """MXFP8 on Hopper: what a GEMM reads now is decoded, in the order of the matrix; what waits is kept as codes."""
+    found = program(repository, "mxfp8")
+    assert found["cuda"]["calls"] == [
+        ["quantize_blocks", ["512x1024xbf16"], ["512x1024xbf16", "1024x512xf8E4M3FN", "1024x16xui8"]],
+        ["quantize_blocks", ["1024x2048xbf16"], ["1024x2048xf8E4M3FN", "1024x64xui8", "1024x2048xbf16"]],
+        ["quantize_blocks", ["512x2048xbf16"], ["512x2048xbf16", "512x2048xbf16"]],
+    ]
+    assert [results for _, results in found["cuda"]["dots"]] == [
+        ["512x2048xbf16"],
+        ["512x1024xbf16"],
+        ["2048x1024xbf16"],
+    ]
+    assert found["cpu"] == [], "no other platform sees a kernel"
+    assert found["batch"] == [], "matrices of a batch go by XLA's operations"
+    assert "casts of x, w, dy: Triton kernel (one pass writes both layouts)" in found["explained"]
+
+
+def test_delayed_scaling_records_in_the_cast(repository):
+    found = program(repository, "delayed")
+    layouts = {"x": ("512x1024", "1024x512"), "w": ("1024x2048", "2048x1024"), "dy": ("512x2048", "2048x512")}
+    for (name, operands, results), (tensor, (rows, columns)) in zip(
+        found["cuda"]["calls"], layouts.items(), strict=True
+    ):
+        element = "f8E5M2" if tensor == "dy" else "f8E4M3FN"
+        assert (name, operands) == ("cast_scaled", [f"{rows}xbf16", "f32"])
+        assert results == [f"{rows}x{element}", f"{columns}x{element}", "1x1xf32", "1x1xf32", "f32", "16xui32"]
+    assert all("xf8" in kind for kinds, _ in found["cuda"]["dots"] for kind in kinds)
+
+
+def test_parameters_are_declared_as_jaxlib_passes_them(repository):
+    """Arrays first, inputs before outputs; the words that programs meet in are cleared, and nothing else."""
+    started = program(repository, "nvfp4")["started"]
+    assert {one["name"] for one in started} == {"amax_transformed", "quantize_nvfp4"}
+    for one in started:
+        kinds = [kind for kind, *_ in one["parameters"]]
+        arrays = kinds.count("array")
+        assert kinds == ["array"] * arrays + ["i32"] * (len(kinds) - arrays)
+        # Two more for Triton's scratch memory, which jaxlib adds.
+        assert one["declared"] == ["u64"] * arrays + ["u32"] * (len(kinds) - arrays) + ["u64"] * 2
+        cleared = [size for kind, size, *_ in one["parameters"] if kind == "array" and size]
+        assert cleared == ([64] if one["name"] == "amax_transformed" else [])
+        assert one["grid"][1:] == [1, 1]
+        assert one["capability"] == 90
+
+
+def test_several_devices_are_left_to_xla(repository):
+    found = program(repository, "reason", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert found["calls"] == []
+    assert "casts of x, w, dy: XLA's operations (several devices" in found["explained"]
+
+
+def test_why_xla_casts(monkeypatch):
+    cast = as_cast("mxfp8")
+    monkeypatch.setattr(cuda, "capability", lambda: None)
+    assert casts.why_no_kernel(cast) == "no CUDA device"
+    monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
+    monkeypatch.setattr(casts, "is_local", lambda: True)
+    monkeypatch.setattr(_launch, "why_unavailable", lambda: "triton is not installed")
+    assert casts.why_no_kernel(cast) == "triton is not installed"
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(_launch, "why_unavailable", lambda: "")
+    assert casts.why_no_kernel(cast) == ""
+    assert casts.why_no_kernel(cast, (64, 64)) == "fewer than 65536 elements"
+    assert casts.why_no_kernel(cast, backend="reference") == "backend='reference'"
+    assert "Hadamard" in casts.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
+
+
+def test_reordered_parameters():
+    declared = [f"\n\t.param .u{64 - 32 * (place == 1)} name_param_{place}" for place in range(3)]
+    ptx = f".visible .entry name({','.join(declared)}\n)\n{{}}"
+    moved = _launch.reordered(ptx, [1, 0])
+    assert re.findall(r"name_param_\d", moved) == ["name_param_1", "name_param_0", "name_param_2"]
+    with pytest.raises(RuntimeError, match="declares 3 parameters, 4 were expected"):
+        _launch.reordered(ptx, [0, 1, 2, 3])
+    with pytest.raises(RuntimeError, match="no entry"):
+        _launch.reordered("", [])
+
+
+@needs_gpu
+@pytest.mark.parametrize("cast", CASES, ids=cast_id)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
+def test_both_operands_have_the_bytes_of_the_oracle(small, cast, shape, dtype):
+    x = spread_values(shape, dtype, zlib.crc32(cast_id(cast).encode()))
+    given = casts.Given(words() if cast.is_stochastic else None)
+
+    @jax.jit
+    def both(x, given):
+        return casts.cast_both(x, casts.CastOf(cast, 2), casts.CastOf(cast, 3), given)
+
+    if cast.hadamard is None or cast.format.name == "NVFP4":
+        assert "triton_kernel_call" in both.lower(x, given).as_text()
+    made = both(x, given)
+    assert_bytes(made.row, oracle(x, cast, -1, 2), "row")
+    assert_bytes(made.column, oracle(x, cast, -2, 3), "column")
+    alone = jax.jit(lambda x, given: casts.cast_both(x, None, casts.CastOf(cast, 3), given))(x, given)
+    assert alone.row is None
+    assert_bytes(alone.column, oracle(x, cast, -2, 3), "column alone")
+
+
+DECODED = [cast for cast in CASES if cast.format.scale.name != "FP32" or cast.rule.power_of_two]
+
+
+@needs_gpu
+@pytest.mark.parametrize("cast", [cast for cast in DECODED if not cast.format.is_per_tensor], ids=cast_id)
+@pytest.mark.parametrize("shape", [(256, 512), (200, 332)])
+def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
+    x = spread_values(shape, "bfloat16", 7)
+    given = casts.Given(words() if cast.is_stochastic else None)
+    for decoded in ((True, True), (True, False), (False, True)):
+        row, column = (casts.CastOf(cast, 2 + use, flag) for use, flag in enumerate(decoded))
+        made = jax.jit(lambda x, given, row=row, column=column: casts.cast_both(x, row, column, given))(x, given)
+        both = casts.CastOf(cast, 2), casts.CastOf(cast, 3)
+        codes = jax.jit(lambda x, given, both=both: casts.cast_both(x, *both, given, backend="reference"))(x, given)
+        for side, flag, cols in (("row", decoded[0], shape[1]), ("column", decoded[1], shape[0])):
+            one, wanted = getattr(made, side), getattr(codes, side)
+            if not flag:
+                assert_bytes(one, wanted, f"{decoded} {side}")
+                continue
+            kind = native.reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)
+            values, outer = jax.jit(lambda matrix, kind=kind: native.bf16_values(matrix, kind))(wanted)
+            np.testing.assert_array_equal(np.asarray(one.values, np.float32), np.asarray(values, np.float32))
+            assert (one.outer is None) == (outer is None)
+            if outer is not None:
+                np.testing.assert_array_equal(one.outer, outer)
+
+
+@needs_gpu
+def test_a_delayed_cast_records_its_amax(small):
+    cast = Cast("fp8_tensor", scaling=Delayed())
+    x = spread_values((256, 384), "bfloat16", 3)
+    given = casts.Given(scale_enc=jnp.float32(3.5))
+    made = jax.jit(
+        lambda x, given: casts.cast_both(x, casts.CastOf(cast), casts.CastOf(cast), given, records=True)
+    )(x, given)  # fmt: skip
+    expected = reference.quantize(np.asarray(x.astype(jnp.float32)), cast, scale_enc=3.5)
+    assert_bytes(made.row, expected, "row")
+    assert made.amax == np.nanmax(np.abs(np.asarray(x, np.float32)))
+
+
+RECIPES = [
+    recipes.DelayedScaling(amax_history_len=4), recipes.Float8CurrentScaling(), recipes.Float8RowScaling(),
+    recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.MXFP4BlockScaling(),
+    recipes.NVFP4BlockScaling(),
+]  # fmt: skip
+
+
+def step_of(recipe):
+    op = mj.dot_general(recipe)
+    extra = {"key": jax.random.key(3)} if recipe.is_stochastic else {}
+
+    def step(x, w, dy, state):
+        def apply(x, w, state):
+            return op(x, w, DENSE, **extra, **({"state": state} if recipe.is_delayed else {}))
+
+        y, backward = jax.vjp(apply, x, w, state)
+        return y, *backward(dy)
+
+    return step, scaling.init(recipe) if recipe.is_delayed else None
+
+
+def arrays(rows, inputs, outputs):
+    keys = jax.random.split(jax.random.key(5), 3)
+    shapes = ((rows, inputs), (inputs, outputs), (rows, outputs))
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=["delayed", "current", "row", "block", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("sizes", [(256, 384, 512), (100, 52, 130)])
+def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
+    step, state = step_of(recipe)
+    given = (*arrays(*sizes), state)
+    text = jax.jit(step).lower(*given).as_text()
+    assert text.count("triton_kernel_call") >= 3
+    kernels = jax.jit(step)(*given)
+    small.setattr(casts, "why_no_kernel", lambda *_: "switched off")
+    jax.clear_caches()
+    assert "triton_kernel_call" not in jax.jit(step).lower(*given).as_text()
+    plain = jax.jit(step)(*given)
+    for actual, expected in zip(kernels[:3], plain[:3], strict=True):
+        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 2e-3
+    for actual, expected in zip(jax.tree.leaves(kernels[3]), jax.tree.leaves(plain[3]), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@needs_gpu
+def test_transformations_with_kernels(small):
+    """jit, vmap, scan, remat and shard_map of one cast and of one layer."""
+    x = spread_values((128, 256), "bfloat16", 9)
+    expected = np.asarray(oracle(x, as_cast("nvfp4"), -1, 0).codes)
+    batch = jnp.stack([x, 2 * x])
+    batched = jax.jit(jax.vmap(lambda x: mj.quantize(x, "nvfp4").codes))(batch)
+    np.testing.assert_array_equal(batched[0], expected)
+    _, scanned = jax.jit(lambda x: jax.lax.scan(lambda c, x: (c, mj.quantize(x, "nvfp4").codes), 0, x))(batch)
+    np.testing.assert_array_equal(scanned, batched)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    step, _ = step_of(recipes.NVFP4BlockScaling())
+    given = arrays(128, 256, 384)
+    mapped = jax.shard_map(
+        lambda x, w, dy: step(x, w, dy, None)[:2], mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec(), spec),
+        out_specs=(spec, spec),
+    )  # fmt: skip
+    assert "triton_kernel_call" in jax.jit(mapped).lower(*given).as_text()
+    for actual, expected in zip(jax.jit(mapped)(*given), jax.jit(step)(*given, None), strict=False):
+        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 2e-3
+    op = mj.dot_general(recipes.MXFP8BlockScaling())
+    loss = lambda w: jnp.sum(jnp.tanh(op(given[0], w, DENSE).astype(jnp.float32)))  # noqa: E731
+    saving = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)
+    plain, remat = (jax.jit(jax.grad(function))(given[1]) for function in (loss, saving))
+    assert relative_error(remat.astype(jnp.float32), plain.astype(jnp.float32)) < 2e-3
