@@ -5,7 +5,7 @@
     python tools/sanitize.py memcheck -k nvfp4     # only cases with this in their name
 
 Runs the cases of tests/kernels/test_kernels.py (compiled, against the oracle) under each tool and exits with 1 if a
-tool reports anything or a case fails. torch's caching allocator is switched off, so that every tensor is an allocation
+tool reports anything or a case fails; before that, memcheck and initcheck must see a fault that is there on purpose. torch's caching allocator is switched off, so that every tensor is an allocation
 of its own and one byte beyond it is seen. Cases that call GEMMs of other libraries, or `torch.compile`, are left out:
 they launch the kernels of the other cases.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LEFT_OUT = ("fused_linears", "traced", "refusals")
+PLANTED = ("memcheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 
 
@@ -45,8 +46,24 @@ def run_cases(numbers: list[int]) -> None:
         print("ran", CASES[number].id, flush=True)
 
 
-def watched(tool: str, numbers: list[int]) -> tuple[bool, str]:
-    """(whether nothing was found, what was said) of one process under a tool."""
+def plant(tool: str) -> None:
+    """A fault for a tool to find: a row read beyond an allocation, or a matrix read that nobody has written."""
+    import torch
+
+    from microfloat.recipes import Cast
+    from microfloat.torch.backends.triton import _blocks, _launch, _plans
+
+    x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    matrix = _launch.Matrix(x)
+    if tool == "memcheck":
+        x.zero_()
+        matrix.rows += 1
+    _blocks.quantize_blocks(matrix, _plans.plan_of(Cast("mxfp8")), None)
+    torch.cuda.synchronize()
+
+
+def watched(tool: str, numbers: list[int] | str) -> tuple[bool, str]:
+    """(whether nothing was found, what was said) of one process under a tool; `numbers`: of cases, or "planted"."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
     with tempfile.TemporaryDirectory() as folder:
@@ -56,8 +73,8 @@ def watched(tool: str, numbers: list[int]) -> tuple[bool, str]:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         }  # fmt: skip
         command = [
-            sanitizer, *options, "--log-file", str(log), sys.executable, __file__, "--cases",
-            ",".join(map(str, numbers)),
+            sanitizer, *options, "--log-file", str(log), sys.executable, __file__, tool, "--cases",
+            numbers if isinstance(numbers, str) else ",".join(map(str, numbers)),
         ]  # fmt: skip
         process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         text = log.read_text() if log.exists() else ""
@@ -74,6 +91,9 @@ def main() -> int:
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    if arguments.cases == "planted":
+        plant(arguments.tools[0])
+        return 0
     if arguments.cases:
         run_cases([int(number) for number in arguments.cases.split(",")])
         return 0
@@ -84,6 +104,10 @@ def main() -> int:
     parts = [numbers[start :: arguments.jobs] for start in range(arguments.jobs) if numbers[start :: arguments.jobs]]
     failed = False
     for tool in arguments.tools or TOOLS:
+        if tool in PLANTED:
+            found = not re.search(r"SUMMARY: 0 errors", watched(tool, "planted")[1])
+            failed |= not found
+            print(f"{tool}: the planted fault is {'seen' if found else 'NOT SEEN'}", flush=True)
         with ThreadPoolExecutor(max_workers=arguments.jobs) as pool:
             for clean, text in pool.map(lambda part, tool=tool: watched(tool, part), parts):
                 failed |= not clean
