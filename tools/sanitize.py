@@ -5,9 +5,10 @@
     python tools/sanitize.py memcheck -k nvfp4     # only cases with this in their name
 
 Runs the cases of tests/kernels/test_kernels.py (compiled, against the oracle) under each tool and exits with 1 if a
-tool reports anything or a case fails; before that, memcheck and initcheck must see a fault that is there on purpose. torch's caching allocator is switched off, so that every tensor is an allocation
-of its own and one byte beyond it is seen. Cases that call GEMMs of other libraries, or `torch.compile`, are left out:
-they launch the kernels of the other cases.
+tool reports anything or a case fails; before that, memcheck and initcheck must see a fault that is there on purpose.
+torch's caching allocator is switched off, so that every tensor is an allocation of its own and one byte beyond it is
+seen. Cases that call GEMMs of other libraries, or `torch.compile`, are left out: they launch the kernels of the other
+cases.
 """
 
 import argparse
