@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
 from microfloat.errors import NotSupportedError
-from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
 from microfloat.torch import backends, planned, rolling, scaling
 from microfloat.torch.backends import native
-from microfloat.torch.backends.native import _tensorwise
+from microfloat.torch.backends.native import _plan, _products
 from microfloat.torch.backends.native._forms import Chip
-from microfloat.torch.backends.triton import _delayed, _direct, _launch
+from microfloat.torch.backends.triton import _delayed, _direct, _launch, _programs
 
 M, K, N = 32, 48, 64
 
@@ -65,11 +65,12 @@ def by_addresses():
     def compile_interpreted(self, key, programs, tensors, scalars, constants, warps):
         likes = [_launch.as_bytes(tensor) for tensor in tensors]
         self.function[(programs,)](*likes, *scalars, *constants)
+        aligned = [like is None or like.data_ptr() % 16 == 0 for like in likes]
         likes = [None if like is None else torch.empty_like(like) for like in likes]
 
         def start(programs, stream, addresses, rest):
             assert [address is None for address in addresses] == [like is None for like in likes]
-            assert not any((address or 0) & 15 for address in addresses)
+            assert [(address or 0) % 16 == 0 for address in addresses] == aligned
             pairs = zip(addresses, likes, strict=True)
             self.function[(programs,)](*[None if like is None else _at(at, like) for at, like in pairs], *rest)
 
@@ -97,7 +98,7 @@ class Spy:
 
     @contextlib.contextmanager
     def watching(self):
-        plan = _tensorwise.TensorwisePlan
+        plan = _plan.LinearPlan
         forward, backward = plan.forward, plan.backward
 
         def counted_forward(*arguments):
@@ -153,45 +154,6 @@ def assert_same(first, second, what=""):
             assert torch.equal(a, b), (what, index)
 
 
-def compare(device, recipe, steps, *, planned_steps=None, run=None, **options):
-    """The same steps by plan and without, bit for bit; and by plan they did run."""
-    spy = Spy()
-    with native_on(device):
-        layer = make(recipe, device, **options)
-        with spy.watching():
-            by_plan = results(layer, steps, run=run and run(layer))
-        with without_plans():
-            layer = make(recipe, device, **options)
-            general = results(layer, steps, run=run and run(layer))
-    expected = len(steps) if planned_steps is None else planned_steps
-    assert spy.forwards == expected, f"{spy.forwards} forwards by plan, {expected} expected"
-    assert_same(by_plan, general)
-    return spy
-
-
-def same_bits(device, name, shape, bias, dtype):
-    recipe = RECIPES[name]()
-    steps = [inputs(device, shape, dtype=getattr(torch, dtype), seed=seed) for seed in range(3)]
-    spy = compare(device, recipe, steps, bias=bias, dtype=getattr(torch, dtype))
-    assert spy.backwards == spy.forwards
-
-
-def same_bits_by_addresses(device, name):
-    """As `same_bits`; on the CPU with launches by address, as they are on a GPU."""
-    if device == "cuda":
-        return
-    recipe = RECIPES[name]()
-    steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(4)]
-    with native_on(device):
-        layer = make(recipe, device)
-        with by_addresses():
-            by_plan = results(layer, steps)
-        layer = make(recipe, device)
-        with without_plans():
-            general = results(layer, steps)
-    assert_same(by_plan, general)
-
-
 @contextlib.contextmanager
 def block_gemms(device, seen):
     """On the CPU, which has no block-scaled GEMM: one in float32, which keeps what it was given."""
@@ -211,73 +173,99 @@ def block_gemms(device, seen):
             right = b.float() * b_scale.t().repeat_interleave(128, 0)[: b.shape[0]]
         return (left @ right).to(output_dtype)
 
-    saved = F.scaled_mm
-    F.scaled_mm = scaled_mm
+    def scaled_mm_v2(a, b, a_scales, a_kinds, a_swizzles, b_scales, b_kinds, b_swizzles, bias, dtype):
+        assert bias is None
+        assert a_swizzles == b_swizzles == []
+        kinds = [F.ScalingType(kind) for kind in (*a_kinds, *b_kinds)]
+        return scaled_mm(a, b, *a_scales, kinds[0], *b_scales, kinds[1], output_dtype=dtype)
+
+    saved = F.scaled_mm, _products._scaled_mm_v2
+    F.scaled_mm, _products._scaled_mm_v2 = scaled_mm, scaled_mm_v2
     try:
         yield
     finally:
-        F.scaled_mm = saved
+        F.scaled_mm, _products._scaled_mm_v2 = saved
 
 
-@contextlib.contextmanager
-def every_plan():
-    """Plans for CUDA tensors that have not been released to them yet, too."""
-    from microfloat.torch.backends import native
-
-    saved, native._PLANS_ON_CUDA = native._PLANS_ON_CUDA, native._PLANS
-    try:
-        yield
-    finally:
-        native._PLANS_ON_CUDA = saved
-
-
-def _width(device):
-    """Sizes whose tiles make four scales; the interpreter is slow."""
-    return 512 if device == "cuda" else 400
-
-
-def blocks(device, by_address):
-    """`Float8BlockScaling` by plan: the arguments of every GEMM and the bits of every result."""
-    recipe, outcomes, arguments = RECIPES["fp8_block"](), [], []
-    width = _width(device)
-    steps = [inputs(device, (2, 32, width), out=width, seed=seed) for seed in range(2)]
-    plans = []
-    with native_on(device), every_plan():
-        for guard in (by_addresses if by_address and device == "cpu" else contextlib.nullcontext, without_plans):
+def compare(device, recipe, steps, *, planned_steps=None, run=None, guard=contextlib.nullcontext, **options):
+    """The same steps by plan and without, bit for bit, block GEMMs with the same arguments; by plan they did run."""
+    spy, outcomes, arguments = Spy(), [], []
+    with native_on(device):
+        for around in (guard, without_plans):
             seen: list = []
-            layer = make(recipe, device, features=(width, width))
-            with guard(), block_gemms(device, seen):
-                outcomes.append(results(layer, steps))
-                if guard is not without_plans:
-                    plans = [type(plan).__name__ for _, plan in planned._PLANS.values()]
+            layer = make(recipe, device, **options)
+            torch.manual_seed(5)  # the call seeds of stochastic rounding
+            with block_gemms(device, seen), around(), spy.watching():
+                outcomes.append(results(layer, steps, run=run and run(layer)))
             arguments.append(seen)
-    assert plans == ["BlockwisePlan"]
+    expected = len(steps) if planned_steps is None else planned_steps
+    assert spy.forwards == expected, f"{spy.forwards} forwards by plan, {expected} expected"
     assert_same(*outcomes)
     assert arguments[0] == arguments[1]
-    assert len(arguments[0]) == (6 if device == "cpu" else 0)
+    return spy
 
 
-def blocks_elsewhere(device):
-    """What the block plan leaves to the general path, and what the general path takes over from it."""
-    recipe = RECIPES["fp8_block"]()
-    width = _width(device)
-    with native_on(device), every_plan(), block_gemms(device, []):
-        layer = make(recipe, device, features=(width, width))
-        x, dy = inputs(device, (64, width), out=width)
-        dx, dw = torch.autograd.grad(layer(x), (x, layer.weight), dy)
+def _recipe(name):
+    return MXFP8BlockScaling(path="exact") if name == "mxfp8_exact" else RECIPES[name]()
+
+
+def same_bits(device, name, shape, out, bias, dtype):
+    dtype = getattr(torch, dtype)
+    steps = [inputs(device, shape, out, dtype=dtype, seed=seed) for seed in range(2)]
+    spy = compare(device, _recipe(name), steps, bias=bias, dtype=dtype, features=(shape[-1], out))
+    assert spy.backwards == spy.forwards
+
+
+def same_bits_by_addresses(device, name):
+    """As `same_bits`; on the CPU with launches by address, as they are on a GPU."""
+    if device == "cuda":
+        return
+    steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(3)]
+    compare(device, _recipe(name), steps, guard=by_addresses)
+
+
+def general_backward_takes_over(device, name):
+    """Fewer gradients than the plan was made for, by the general path, from what the plan has saved; kept weights."""
+    layer = make(_recipe(name), device)
+    x, dy = inputs(device)
+    with native_on(device), block_gemms(device, []):
+        torch.manual_seed(5)
+        first = layer(x)
+        dx, dw = torch.autograd.grad(first, (x, layer.weight), dy)
+        torch.manual_seed(5)
         got = layer(x)
+        assert torch.equal(got, first)
         assert torch.equal(torch.autograd.grad(got, x, dy, retain_graph=True)[0], dx)
         assert torch.equal(torch.autograd.grad(got, layer.weight, dy)[0], dw)
-        kept = layer(x, is_first_microbatch=True), layer(x, is_first_microbatch=False)
-        assert torch.equal(*kept)
+        kept = []
+        for is_first in (True, False):
+            torch.manual_seed(5)
+            kept.append(layer(x, is_first_microbatch=is_first))
         assert torch.equal(kept[0], got)
+        assert torch.equal(kept[1], got)
         assert len({id(plan) for _, plan in planned._PLANS.values()}) == 1
-        for features, bias in (((128, width), False), ((width, 128), True)):
-            planned._PLANS.clear()
-            other = make(recipe, device, features=features, bias=bias)
-            x, dy = inputs(device, (64, features[0]), out=features[1])
-            other(x).backward(dy)
-            assert [plan for _, plan in planned._PLANS.values()] == [None], (features, bias)
+
+
+def counts_change_the_plan(device):
+    """What folding changed is counted by the plan as without one; too much of it leads to other forms, by plan too."""
+    outcomes, forms = [], []
+    x, dy = inputs(device, (32, 256), out=256)
+    with torch.no_grad():  # in some groups of 128 scales lie far apart, so that small values are lost
+        x[:, ::128] *= 2.0**40
+    with native_on(device), block_gemms(device, []):
+        for guard in (contextlib.nullcontext, without_plans):
+            with guard():
+                layer = make(MXFP8BlockScaling(), device, features=(256, 256))
+                outcome = []
+                for _ in range(4):
+                    outcome += results(layer, [(x, dy)])
+                    outcome.append(torch.tensor(sorted(layer.folded_elements().values())))
+                outcomes.append([*outcome, torch.tensor(sorted(layer.__dict__["_fold_counts"].shares().values()))])
+                forms.append(native.call_forms(layer.pinned, x.device, layer.__dict__["_fold_counts"]))
+        plans = [plan for _, plan in planned._PLANS.values()]
+    assert_same(*outcomes)
+    assert forms[0] == forms[1] != plans[0].forms
+    assert plans[0].variants
 
 
 def general_path_serves_the_rest(device, what):
@@ -289,16 +277,13 @@ def general_path_serves_the_rest(device, what):
         x, dy = inputs(device, (M - 1, K))
     elif what == "odd features":
         options["features"], (x, dy) = (K - 3, N), inputs(device, (M, K - 3))
-    elif what == "float32 bias":
-        options.update(bias=True, dtype=torch.float32)
-        x, dy = inputs(device, dtype=torch.float32)
     elif what == "misaligned":
         flat = torch.randn(M * K + 1, dtype=torch.bfloat16).to(device)
         x = flat[1:].view(M, K).detach().requires_grad_()
     elif what == "transposed":
         x = torch.randn(K, M, dtype=torch.bfloat16).to(device).t().detach().requires_grad_()
     elif what == "another recipe":
-        recipe = MXFP8BlockScaling(path="exact")
+        recipe = CustomRecipe(Gemm("fp8_tensor", "fp8_tensor"), Gemm(None, None), Gemm(None, None))
     elif what == "expanded dy":
         planned_steps, run = 1, lambda layer: lambda x: _Expanded.apply(layer(x))
     elif what == "strided x":
@@ -403,16 +388,16 @@ def equal_recipes_share_plans(device):
 
 def activations_are_cast_once(device):
     """Two layers that read one activation share its codes, to the bits of casts of their own; changes are seen."""
-    casts, call = [], _tensorwise._Side.__call__
+    casts, run = [], _programs.Program.run
 
-    def counted(self, x, *arguments):
-        casts.append(x)
-        return call(self, x, *arguments)
+    def counted(self, stream, given):
+        casts.extend((given[_programs.SOURCE], given[_programs.SECOND]))
+        return run(self, stream, given)
 
     with native_on(device):
         first, second = make(Float8CurrentScaling(), device), make(Float8CurrentScaling(), device)
         leaf, dy = inputs(device)
-        _tensorwise._Side.__call__ = counted
+        _programs.Program.run = counted
         try:
             x = leaf * 2
             y = first(x) + second(x)
@@ -427,7 +412,7 @@ def activations_are_cast_once(device):
             changed = second(x)
             assert any(t is x for t in casts)
         finally:
-            _tensorwise._Side.__call__ = call
+            _programs.Program.run = run
         assert torch.equal(changed, second((leaf * -2).detach()))
         first.zero_grad()
         second.zero_grad()

@@ -8,16 +8,17 @@ import pytest
 
 # Neither torch nor triton is imported here: a process of its own must first say that kernels are to be interpreted.
 OTHER_INPUTS = (
-    "odd rows", "odd features", "float32 bias", "misaligned", "transposed", "another recipe", "expanded dy",
-    "strided x",
+    "odd rows", "odd features", "misaligned", "transposed", "another recipe", "expanded dy", "strided x",
 )  # fmt: skip
+NAMES = ("delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact", "mxfp6", "mxfp4", "nvfp4")
 CASES = [
-    *[("same_bits", (name, (32, 48), False, "bfloat16")) for name in ("fp8_current", "delayed")],
-    *[("same_bits", (name, (2, 16, 48), True, "float16")) for name in ("fp8_current", "delayed")],
-    ("same_bits", ("fp8_current", (32, 48), False, "float32")),
-    *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed")],
-    *[("blocks", (by_address,)) for by_address in (False, True)],
-    ("blocks_elsewhere", ()),
+    *[("same_bits", (name, (32, 48), 64, False, "bfloat16")) for name in NAMES],
+    *[("same_bits", (name, (2, 16, 48), 64, True, "float16")) for name in ("delayed", "fp8_row", "fp8_block", "nvfp4")],
+    *[("same_bits", (name, (32, 48), 64, True, "float32")) for name in ("fp8_current", "mxfp8", "mxfp8_exact")],
+    *[("same_bits", (name, (160, 400), 528, False, "bfloat16")) for name in ("fp8_current", "fp8_block", "mxfp8")],
+    *[("same_bits_by_addresses", (name,)) for name in NAMES],
+    *[("general_backward_takes_over", (name,)) for name in NAMES if name != "delayed"],
+    ("counts_change_the_plan", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),

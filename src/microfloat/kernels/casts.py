@@ -28,6 +28,7 @@ class Warps(NamedTuple):
 TILES = {
     "cast": (128, 128, Warps(4)),
     "axes": (128, 128, Warps(4)),
+    "together": (64, 128, Warps(4, 168)),  # three programs per SM, whatever they cast
     "blocks": (128, 128, Warps(16, 64)),
     "blocks_long": (128, 128, Warps(8)),  # blocks of 128
     "block_rows": (32, 256, Warps(8, 64)),

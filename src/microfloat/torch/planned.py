@@ -17,8 +17,9 @@ from microfloat.torch import backends, scaling
 from microfloat.torch.backends import shared
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear import LinearCall, bias_gradient, linear_backward, refuse_double_backward
+from microfloat.torch.seeds import fresh_seed
 
-__all__ = ["planned_linear"]
+__all__ = ["counts_of", "planned_linear"]
 
 # Plans run on CUDA alone; tests run them in Triton's interpreter.
 _ON_CPU_TOO = False
@@ -69,12 +70,24 @@ def planned_linear(
             return planned_linear(layer, x, recipe, state, is_first_microbatch)
     if plan.is_delayed:
         return _delayed_linear(plan, layer, x, weight, bias, state, is_first_microbatch)
+    given = plan.nothing_given
+    if plan.folds:
+        counts = counts_of(layer, plan.module)
+        plan = _listened(plan, counts, x, weight, bias)
+        if plan is None:
+            return None
+        counts.note(plan.noted)
+        given = tuple(plan.given(None, None, *counts.places(slot)) for slot in scaling.SLOTS)
+    if plan.is_stochastic:
+        seed = fresh_seed(x.device)
+        given = tuple(slot._replace(known=seed) for slot in given)
     kept = None
     if is_first_microbatch is not None:
-        kept, _ = _kept_weight(plan, layer, weight, None, is_first_microbatch)
+        kept, _ = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
+    x_given, w_given, dy_given = given
     if plan.wants_dx or plan.wants_dw or (grad and bias is not None and bias.requires_grad):
-        return _apply(x, weight, bias, plan, None, None, None, kept)
-    return plan.forward(x, weight, bias, None, None, kept)[0]
+        return _apply(x, weight, bias, plan, dy_given, x_given, w_given, kept)
+    return plan.forward(x, weight, bias, x_given, w_given, kept)[0]
 
 
 def _make(key: tuple, recipe: Recipe, x: Any, weight: Any, bias: Any, name: str) -> tuple[Recipe, Any]:
@@ -90,21 +103,42 @@ def _make(key: tuple, recipe: Recipe, x: Any, weight: Any, bias: Any, name: str)
     return known
 
 
+def counts_of(layer: Any, backend: Any) -> Any:
+    """What folding has changed in this layer so far."""
+    counts = layer.__dict__.get("_fold_counts")
+    if counts is None:
+        counts = layer.__dict__["_fold_counts"] = backend.FoldCounts()
+    return counts
+
+
+def _listened(plan: Any, counts: Any, x: Any, weight: Any, bias: Any) -> Any:
+    """The plan with the forms that the counts of the step before ask for."""
+    forms = plan.module.call_forms(plan.recipe, x.device, counts)
+    if forms == plan.forms:
+        return plan
+    key = tuple(forms.values())
+    if key not in plan.variants:
+        plan.variants[key] = plan.module.linear_plan(
+            plan.recipe, x.detach(), weight.detach(), bias, plan.wants_dx, plan.wants_dw, forms
+        )
+    return plan.variants[key]
+
+
 def _kept_weight(
-    plan: Any, layer: Any, weight: torch.Tensor, delayed: Any, is_first_microbatch: bool
+    plan: Any, layer: Any, weight: torch.Tensor, given: Any, is_first_microbatch: bool
 ) -> tuple[Any, bool]:
     """The weight's operands, the layer's kept ones if nothing they depend on has changed; and whether they are new."""
     cache = layer.__dict__.setdefault("_weight_cache", {})
     if is_first_microbatch:
         cache.clear()
-    version = None if delayed is None else delayed.scale_enc._version
-    key = ("planned", id(plan.recipe), weight.data_ptr(), weight._version, version, weight.dtype)
+    version = given.known._version if plan.is_delayed else None
+    key = ("planned", id(plan), weight.data_ptr(), weight._version, version, weight.dtype)
     operands = cache.get("operands")
     if operands is not None and cache.get("key") == key and not (plan.wants_dx and operands.column is None):
         return operands, False
-    operands = plan.quantize_weight(weight, delayed)
-    # The recipe is kept, so that no other gets its id.
-    cache.update(key=key, operands=operands, recipe=plan.recipe)
+    operands = plan.quantize_weight(weight, given)
+    # The plan is kept, so that no other gets its id.
+    cache.update(key=key, operands=operands, plan=plan)
     return operands, True
 
 
@@ -123,17 +157,17 @@ def _delayed_linear(
     records = replayed is None and torch.is_grad_enabled()
     alone = region is None
     if replayed is not None:
-        given = plan.delayed(_aligned(replayed["x"]), None), plan.delayed(_aligned(replayed["w"]), None)
+        given = plan.given(_aligned(replayed["x"]), None), plan.given(_aligned(replayed["w"]), None)
     else:
         if not alone:
             scaling.flush_layer(layer)
         given = (
-            plan.delayed(_aligned(buffers["scaling_x_scale"]), buffers["scaling_x_amax_history"] if records else None),
-            plan.delayed(_aligned(buffers["scaling_w_scale"]), buffers["scaling_w_amax_history"] if records else None),
+            plan.given(_aligned(buffers["scaling_x_scale"]), buffers["scaling_x_amax_history"] if records else None),
+            plan.given(_aligned(buffers["scaling_w_scale"]), buffers["scaling_w_amax_history"] if records else None),
         )
         if state is not None and state.record_tape is not None:
             # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-            state.record_tape.scales.append({"x": given[0].scale_enc.clone(), "w": given[1].scale_enc.clone()})
+            state.record_tape.scales.append({"x": given[0].known.clone(), "w": given[1].known.clone()})
     kept = None
     if is_first_microbatch is not None:
         kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
@@ -158,10 +192,10 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Any, call: _Delayed | None,
-        x_delayed: Any, w_delayed: Any, kept: Any,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Any, call: Any, x_given: Any,
+        w_given: Any, kept: Any,
     ) -> torch.Tensor:  # fmt: skip
-        y, saved = plan.forward(x, weight, bias, x_delayed, w_delayed, kept)
+        y, saved = plan.forward(x, weight, bias, x_given, w_given, kept)
         ctx.save_for_backward(*saved)
         ctx.plan, ctx.call = plan, call
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -184,17 +218,15 @@ class _PlannedLinear(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _PlannedLinear).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _backward(
-    plan: Any, call: _Delayed | None, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool
-) -> tuple[Any, Any]:
+def _backward(plan: Any, call: Any, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool) -> tuple[Any, Any]:
     """dx and dw by the plan where it was made for this gradient and these wishes, else by the general path."""
     if wants_dx is not plan.wants_dx or wants_dw is not plan.wants_dw or not plan.takes(dy):
         return _general_backward(plan, call, dy, saved, wants_dx, wants_dw)
-    delayed = None if call is None else _dy_state(plan, call)
+    given = _dy_state(plan, call) if plan.is_delayed else call
     if plan.device >= 0 and plan.device != torch._C._cuda_getDevice():
         with torch.cuda.device(plan.device):
-            return plan.backward(dy, saved, delayed)
-    return plan.backward(dy, saved, delayed)
+            return plan.backward(dy, saved, given)
+    return plan.backward(dy, saved, given)
 
 
 def _dy_state(plan: Any, call: _Delayed) -> Any:
@@ -210,18 +242,20 @@ def _dy_state(plan: Any, call: _Delayed) -> Any:
         cast: Cast = recipe.dgrad.lhs if plan.wants_dx else recipe.wgrad.lhs
         scaling.note_recorded(layer, "dy", cast, group=call.group, region=call.region)
     history = scaling.amax_history(layer, "dy") if call.records else None
-    return plan.delayed(_aligned(scaling.encode_scale(layer, "dy")), history)
+    return plan.given(_aligned(scaling.encode_scale(layer, "dy")), history)
 
 
 def _general_backward(
-    plan: Any, call: _Delayed | None, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool
+    plan: Any, call: Any, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool
 ) -> tuple[Any, Any]:
     """A gradient that the plan was not made for, or fewer results than it gives: the loop over the GEMMs."""
     general = LinearCall(plan.recipe, plan.module, plan.dtype)
-    general.forms = plan.module.call_forms(plan.recipe, dy.device, None)
-    if call is not None:
+    general.forms = plan.forms
+    if plan.is_delayed:
         general.layer, general.group, general.region = call.layer, call.group, call.region
         general.records = call.records
+    else:
+        general.seed = call.known
     x_column, w_column = plan.operands(saved)
     dx, dw = linear_backward(
         general, dy, x_column if wants_dw else None, w_column if wants_dx else None, plan.dtype, plan.dtype

@@ -16,7 +16,7 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient
 from microfloat.torch.linear import LinearCall, quantized_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
-from microfloat.torch.planned import planned_linear
+from microfloat.torch.planned import counts_of, planned_linear
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.tokens import canonical, token_of
@@ -161,9 +161,7 @@ class Linear(nn.Linear):
         name = self.backend if self.backend != "auto" or state is None else state.backend
         call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
         if hasattr(call.backend, "call_forms"):
-            call.counts = self.__dict__.get("_fold_counts")
-            if call.counts is None:
-                call.counts = self.__dict__["_fold_counts"] = call.backend.FoldCounts()
+            call.counts = counts_of(self, call.backend)
             call.forms = call.backend.call_forms(recipe, x.device, call.counts)
         if recipe.is_stochastic:
             call.seed = draw_seed(x.device)

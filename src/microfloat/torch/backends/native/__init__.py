@@ -17,11 +17,11 @@ from microfloat.torch.backends import reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
-from microfloat.torch.backends.native._blockwise import BlockwisePlan, blockwise_plan
 from microfloat.torch.backends.native._forms import Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
-from microfloat.torch.backends.native._lossy import FoldCounts, gemm_forms
-from microfloat.torch.backends.native._tensorwise import TensorwisePlan, tensorwise_plan
+from microfloat.torch.backends.native._lossy import READERS, FoldCounts, gemm_forms
+from microfloat.torch.backends.native._plan import LinearPlan
+from microfloat.torch.backends.native._plan import linear_plan as make_plan
 from microfloat.torch.backends.plans import GemmPlan
 
 __all__ = [
@@ -36,10 +36,6 @@ __all__ = [
     "quantize_both",
     "scaled_matmul",
 ]
-
-_PLANS = (tensorwise_plan, blockwise_plan)
-# A plan that has run in Triton's interpreter only would be left out here: CUDA tensors would keep the general path.
-_PLANS_ON_CUDA = _PLANS
 
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
@@ -121,9 +117,11 @@ def _folded_both(
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     row, column, lossy = casts.fold_both(x, row_cast, column_cast, tile=form == "tiles", **streams)
     if counts is not None:
-        for index, (orientation, operand) in enumerate((("row", row), ("column", column))):
-            if operand is not None:
-                counts.note(slot, orientation, form, lossy[index], x.numel())
+        made = (("row", row), ("column", column))
+        counts.note({
+            READERS[slot, orientation]: (slot, orientation, form, x.numel()) for orientation, operand in made if operand
+        })  # fmt: skip
+        counts.places(slot)[form == "tiles"].copy_(lossy, non_blocking=True)
     return row, column
 
 
@@ -146,18 +144,20 @@ def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) 
 
 
 def linear_plan(
-    recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
-) -> TensorwisePlan | BlockwisePlan | None:
-    """How an eager Linear of this kind runs with little host time; None where only the general path serves it."""
+    recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool,
+    forms: dict[str, tuple[str, str]] | None = None,
+) -> LinearPlan | None:  # fmt: skip
+    """How an eager Linear of this kind runs with little host time; None where only the general path serves it.
+
+    `forms`: of the operands of each GEMM; None = those of a layer that has not folded yet.
+    """
     chip = chip_of(x.device)
-    if not all(route_of(gemm, chip).accelerated for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)):
+    if not chip.has_fp8 or chip.has_block_scales:
         return None
-    for make in _PLANS_ON_CUDA if x.is_cuda else _PLANS:
-        plan = make(recipe, x, weight, bias, wants_dx, wants_dw)
-        if plan is not None:
-            plan.module = sys.modules[__name__]
-            return plan
-    return None
+    plan = make_plan(recipe, forms or gemm_forms(recipe, chip, None), x, weight, bias, wants_dx, wants_dw)
+    if plan is not None:
+        plan.module = sys.modules[__name__]
+    return plan
 
 
 def scaled_matmul(

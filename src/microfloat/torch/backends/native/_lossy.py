@@ -1,76 +1,120 @@
 """How many elements folding changed, per operand of a layer, and what the next step makes of it.
 
-Counts are copied to the host without waiting; a decision reads the latest one that has arrived, so the hot path never
-synchronises. Until one has, the operand folds (docs/numerics.md, section 10).
+Casts write their counts where the host reads them, in pinned memory, so that a step neither copies nor waits: a
+decision reads the latest count that has arrived. Until one has, the operand folds (docs/numerics.md, section 10).
 """
 
-from dataclasses import dataclass
+import threading
+import weakref
 
 import torch
 
 from microfloat.recipes import Recipe
 from microfloat.torch.backends.native._forms import Chip, route_of
 
-__all__ = ["LOSSY_LIMIT", "FoldCounts", "gemm_forms"]
+__all__ = ["LOSSY_LIMIT", "READERS", "FoldCounts", "gemm_forms"]
 
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
 
 # tensor and orientation -> GEMM and side that read it
-_READERS = {
+READERS = {
     ("x", "row"): ("fprop", "lhs"), ("x", "column"): ("wgrad", "rhs"), ("w", "row"): ("fprop", "rhs"),
     ("w", "column"): ("dgrad", "rhs"), ("dy", "row"): ("dgrad", "lhs"), ("dy", "column"): ("wgrad", "lhs"),
 }  # fmt: skip
+_SLOTS, _FORMS = ("x", "w", "dy"), ("folded", "tiles")
+# A count for every slot, form and orientation: a cast of a slot in one form writes two words, row and column.
+_WORDS = len(_SLOTS) * len(_FORMS) * 2
 
 
-@dataclass
-class _Count:
-    form: str
-    elements: int
-    host: torch.Tensor
-    arrived: torch.cuda.Event | None
-    share: float | None = None
+class _Places:
+    """Words in pinned memory, handed out to layers. What a layer leaves behind serves another one only after all GPUs
+    have finished, since a cast on its way may still write there."""
 
-    def latest(self) -> float | None:
-        """The share of changed elements, once it has arrived."""
-        if self.arrived is not None and self.arrived.query():
-            self.share, self.arrived = int(self.host) / max(self.elements, 1), None
-        return self.share
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._left: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> torch.Tensor:
+        """int64 words, zero."""
+        with self._lock:
+            if not self._free and len(self._left) >= 512 and not torch.cuda.is_current_stream_capturing():
+                for device in range(torch.cuda.device_count()):
+                    torch.cuda.synchronize(device)
+                self._free, self._left = self._left, []
+            if not self._free:
+                pages = torch.zeros((256, _WORDS), dtype=torch.int64, pin_memory=torch.cuda.is_available())
+                self._free = list(pages.unbind())
+            return self._free.pop().zero_()
+
+    def give_back(self, words: torch.Tensor) -> None:
+        """The layer is gone."""
+        self._left.append(words)  # atomic: this may run inside `take`, when the collector does
+
+
+_PLACES = _Places()
+
+
+def _index(slot: str, form: str, orientation: str) -> int:
+    return (_SLOTS.index(slot) * len(_FORMS) + _FORMS.index(form)) * 2 + (orientation == "column")
 
 
 class FoldCounts:
     """The latest counts of one layer's operands, by (GEMM, side)."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], _Count] = {}
+        words = _PLACES.take()
+        weakref.finalize(self, _PLACES.give_back, words).atexit = False
+        self._words = memoryview(words.numpy())  # type: ignore[arg-type]
+        pairs = words.view(len(_SLOTS), len(_FORMS), 2)
+        self._pairs = {
+            slot: {form: pairs[row, column] for column, form in enumerate(_FORMS)} for row, slot in enumerate(_SLOTS)
+        }
+        # GEMM and side -> form, word, elements.
+        self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
+        self._limits: list[tuple[int, float]] = []
+        self._latest: object = None
         # Operands that 128x128 tiles changed too much: these stay at 1x128 blocks.
         self.narrow: set[tuple[str, str]] = set()
 
-    def note(self, slot: str, orientation: str, form: str, lossy: torch.Tensor, elements: int) -> None:
-        """Start copying a count, int64 (), to the host."""
-        if torch.cuda.is_current_stream_capturing():
+    def places(self, slot: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where casts of a slot write their counts, int64 [2] of the row and of the column operand: those that fold to
+        1x128, and those that fold to 128x128. What a CUDA graph repeats writes to memory of its own instead."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            own = torch.empty(2, dtype=torch.int64, device="cuda")
+            return own, own
+        pairs = self._pairs[slot]
+        return pairs["folded"], pairs["tiles"]
+
+    def note(self, operands: dict[tuple[str, str], tuple[str, str, str, int]]) -> None:
+        """Remember which operands fold: GEMM and side -> slot, orientation, form, elements."""
+        if operands is self._latest:
             return
-        key = _READERS[slot, orientation]
-        known = self._counts.get(key)
-        if known is not None and known.arrived is not None and not known.arrived.query():
-            return  # the copy before has not arrived; its buffer must not be overwritten
-        host = known.host if known is not None else torch.zeros((), dtype=torch.int64, pin_memory=True)
-        host.copy_(lossy, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        share = known.share if known is not None and known.form == form else None
-        self._counts[key] = _Count(form, elements, host, arrived, share)
+        self._latest = operands
+        for key, (slot, orientation, form, elements) in operands.items():
+            self._noted[key] = (form, _index(slot, form, orientation), elements)
+        self._limits = [(word, LOSSY_LIMIT * elements) for _, word, elements in self._noted.values()]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether every operand may fold as it would without counts."""
+        words = self._words
+        return not self.narrow and all(words[index] <= limit for index, limit in self._limits)
 
     def exceeded(self, gemm: str, side: str, form: str) -> bool:
         """Whether the latest count of this form is above the limit."""
-        known = self._counts.get((gemm, side))
-        share = known.latest() if known is not None and known.form == form else None
-        return share is not None and share > LOSSY_LIMIT
+        known = self._noted.get((gemm, side))
+        return known is not None and known[0] == form and self._words[known[1]] > LOSSY_LIMIT * known[2]
 
     def shares(self) -> dict[str, float]:
         """Share of changed elements per operand, "fprop.lhs" and so on; waits for counts on their way."""
-        torch.cuda.synchronize()
-        return {f"{gemm}.{side}": count.latest() or 0.0 for (gemm, side), count in self._counts.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {
+            f"{gemm}.{side}": self._words[word] / max(elements, 1)
+            for (gemm, side), (_, word, elements) in self._noted.items()
+        }
 
 
 # Recipes are asked by identity: hashing one costs as much as a launch. The recipe is kept, so its id stays its own.
@@ -86,7 +130,7 @@ def gemm_forms(recipe: Recipe, chip: Chip, counts: FoldCounts | None) -> dict[st
         folds = any("folded" in forms for forms in static.values())
         known = _STATIC[id(recipe), chip] = (recipe, static, folds)
     _, static, folds = known
-    if not folds or counts is None:
+    if not folds or counts is None or counts.is_quiet:
         return static
     return {name: _listened(name, recipe, chip, forms, counts) for name, forms in static.items()}
 

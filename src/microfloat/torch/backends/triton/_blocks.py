@@ -11,11 +11,14 @@ from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil
 from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand
 from microfloat.torch.backends.triton._scaled import Launch
 
-__all__ = ["blocks_launch", "empty_scale", "fold_blocks", "quantize_blocks", "values_blocks"]
+__all__ = [
+    "VALUES", "blocks_launch", "empty_scale", "fold_blocks", "fold_launch", "folded_dtype", "quantize_blocks",
+    "values_blocks",
+]  # fmt: skip
 
 _QUANTIZE = Kernel(block_kernels.quantize_blocks)
 _FOLD = Kernel(fold_kernels.fold_blocks)
-_CODES, _VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
+_CODES, VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
 
 
 def empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) -> torch.Tensor:
@@ -30,7 +33,7 @@ def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> st
     """Which entry of TILES a pass over a matrix uses."""
     if max(plan.block[1] or 0 for plan in (row, column) if plan) > 32:
         return "blocks_long"
-    if output == _VALUES:
+    if output == VALUES:
         return "block_values"
     return "blocks" if column else "block_rows"
 
@@ -99,7 +102,7 @@ def values_blocks(
     row_values = torch.empty(shape, dtype=torch.bfloat16, device=device) if row else None
     column_values = torch.empty(shape, dtype=torch.bfloat16, device=device) if column else None
     outputs = (row_values, None, column_values, None)
-    _launch(matrix, row, column, outputs, _VALUES, seed, row_stream, column_stream, batch)
+    _launch(matrix, row, column, outputs, VALUES, seed, row_stream, column_stream, batch)
     return row_values, column_values
 
 
@@ -124,18 +127,32 @@ def fold_blocks(
     row_codes, row_scale, row_format = allocate(row, rows, columns)
     column_codes, column_scale, column_format = allocate(column, columns, rows)
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
-    constants = (
-        row.scaled_cast if row else None, column.scaled_cast if column else None, tile, matrix.kind,
-        matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(device),
-    )  # fmt: skip
-    tensors = (x, row_codes, row_scale, column_codes, column_scale, lossy, scratch(device), seed)
-    warps = TILES["fold"][2]
-    key = (matrix.key, constants, warps, row_stream, column_stream)
-    programs = ceil_div(rows, 128) * ceil_div(columns, 128)
-    _FOLD(key, programs, device, tensors, (row_stream, column_stream, *matrix.sizes), constants, warps)
+    launch = fold_launch(matrix, row, column, tile, row_stream=row_stream, column_stream=column_stream)
+    launch(device, x, row_codes, row_scale, column_codes, column_scale, lossy, scratch(device), seed)
     return (
         Operand(row_codes, row_scale, None, row_format, rows, columns) if row else None,
         Operand(column_codes, column_scale, None, column_format, columns, rows) if column else None,
         lossy,
     )
+
+
+def folded_dtype(plan: CastPlan) -> torch.dtype:
+    """The dtype of an MX operand's folded codes."""
+    return codes_dtype((FP8_1x128, FP8_1x128_E5M2)[plan.bias == 15].element)
+
+
+def fold_launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, tile: bool, *, row_stream: int = 0,
+    column_stream: int = 0,
+) -> Launch:  # fmt: skip
+    """The launch that folds a matrix. Its tensors: the matrix; codes and scales of the row operand, those of the column
+    operand; int64[2] for the lossy elements of each; scratch words; the call seed. None what is not there."""
+    constants = (
+        row.scaled_cast if row else None, column.scaled_cast if column else None, tile, matrix.kind,
+        matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,
+        compiled_conversions(matrix.tensor.get_device()),
+    )  # fmt: skip
+    warps = TILES["fold"][2]
+    key = (matrix.key, constants, warps, row_stream, column_stream)
+    programs = ceil_div(matrix.rows, 128) * ceil_div(matrix.columns, 128)
+    return Launch(_FOLD, key, programs, (row_stream, column_stream, *matrix.sizes), constants, warps)

@@ -65,8 +65,9 @@ class Matrix:
             kind = 0
         self.kind = kind
         self.even_pairs, self.even_quads = columns & 1 == 0, rows & 3 == 0
-        # Offsets inside a tile of 128 rows or columns, of the input and of the outputs in either layout.
-        self.index64 = 128 * max(stride_r, stride_c, rows, columns) > _INT32_MAX
+        # Offsets inside a tile of 128 rows or columns, of the input and of the outputs in either layout; and the
+        # number of block scales, of which there is one for 16 elements at most.
+        self.index64 = 128 * max(stride_r, stride_c, rows, columns) > _INT32_MAX or rows * columns >> 4 > _INT32_MAX
         self.key = (
             x.dtype, x.get_device(), kind, self.index64, columns & 1, rows & 3,
             _specialization(rows), _specialization(columns), _specialization(stride_r), _specialization(stride_c),
@@ -83,10 +84,14 @@ class Matrix:
 
 
 class Kernel:
-    """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key."""
+    """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key.
 
-    def __init__(self, function: Callable) -> None:
+    `cooperative`: all programs of a launch run at once, so that they may wait for each other.
+    """
+
+    def __init__(self, function: Callable, *, cooperative: bool = False) -> None:
         self.function: Any = function
+        self._options = {"enable_fp_fusion": False} | ({"launch_cooperative_grid": True} if cooperative else {})
         self._compiled: dict[tuple, Start] = {}
 
     def __call__(
@@ -118,7 +123,7 @@ class Kernel:
     ) -> Start | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        options = {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
         compiled = self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants, **options)
         start = starter(compiled)
         if start is not None:
@@ -126,10 +131,12 @@ class Kernel:
         return start
 
     def prepared(
-        self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS
-    ) -> "Prepared":
-        """A launch with everything decided but the addresses, all of which will be multiples of 16."""
-        return Prepared(self, key, programs, scalars, constants, warps)
+        self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
+        aligned: tuple[bool, ...] = (),
+    ) -> "Prepared":  # fmt: skip
+        """A launch with everything decided but the addresses, which will be multiples of 16 where `aligned` says so
+        (nothing said: all of them)."""
+        return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
 
 
 class Prepared:
@@ -149,7 +156,7 @@ class Prepared:
         self.at: Callable[..., None] | None = None
 
     def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
-        """Start it on a stream of the current device. The tensors begin at multiples of 16 bytes."""
+        """Start it on a stream of the current device. The tensors are aligned as was said when it was prepared."""
         if self.at is not None:
             self.at(stream, *[None if t is None else t.data_ptr() for t in tensors])
             return
@@ -192,21 +199,44 @@ def compiled_conversions(device: int) -> bool:
 _SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
 _SCRATCH_LOCK = threading.Lock()
 _SCRATCH_WORDS = 8
+# Words for launches under capture, by device: zero, and made before the capture, so that no graph has to clear them.
+_CAPTURED: dict[int, list[torch.Tensor]] = {}
+_CAPTURED_AT_ONCE, _MOST_CAPTURED = 512, 1 << 16
+_made_for_captures = 0
 
 
 def scratch(device: int) -> torch.Tensor:
     """int64 words, zero: where the programs of one launch meet. Every launch leaves them zero.
 
     One set per stream, since launches of a stream follow each other. A launch that is being captured into a CUDA graph
-    gets its own, cleared inside the graph, since the graph may be replayed on any stream.
+    gets its own for good, since the graph may be replayed on any stream.
     """
     if device < 0:
         return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+    if torch._C._cuda_isCurrentStreamCapturing():
+        free = _CAPTURED.get(device)
+        try:
+            return free.pop()  # type: ignore[union-attr]
+        except (AttributeError, IndexError):  # none left, or none made: a set of the graph's, cleared inside the graph
+            return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+    words = _SCRATCH.get((device, torch._C._cuda_getCurrentRawStream(device)))
+    if words is None or (not _CAPTURED[device] and _made_for_captures < _MOST_CAPTURED):
+        words = _more_scratch(device)
+    return words
+
+
+def _more_scratch(device: int) -> torch.Tensor:
+    """The words of the current stream, made where there are none; and those for the next captures."""
+    global _made_for_captures
     place = (device, torch._C._cuda_getCurrentRawStream(device))
-    words = _SCRATCH.get(place)
-    if words is None:
-        with _SCRATCH_LOCK:
-            words = _SCRATCH.setdefault(place, torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}"))
+    with _SCRATCH_LOCK:
+        if not _CAPTURED.get(device):
+            _made_for_captures += _CAPTURED_AT_ONCE
+            shape = (_CAPTURED_AT_ONCE, 2 * _SCRATCH_WORDS)  # launches that run at the same time share no cache line
+            rows = torch.zeros(shape, dtype=torch.int64, device=f"cuda:{device}").unbind()
+            torch.cuda.current_stream(device).synchronize()  # captures may run on any stream
+            _CAPTURED[device] = list(rows)
+        words = _SCRATCH.get(place)
+        if words is None:
+            words = _SCRATCH[place] = torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
     return words

@@ -6,39 +6,47 @@ from microfloat.kernels import nvfp4 as kernels
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan
-from microfloat.torch.backends.triton._scaled import measure_amax, measure_axes
+from microfloat.torch.backends.triton._scaled import Launch, measure_amax, measure_axes
 
-__all__ = ["hadamard_transform", "quantize_nvfp4", "values_nvfp4"]
+__all__ = [
+    "NO_SIGNS", "VALUES", "hadamard_transform", "is_per_row", "nvfp4_launch", "quantize_nvfp4", "signs_of",
+    "transformed_amax_launch", "values_nvfp4",
+]  # fmt: skip
 
 _QUANTIZE = Kernel(kernels.quantize_nvfp4)
 _AMAX = Kernel(kernels.amax_transformed)
 _TRANSFORM = Kernel(kernels.transform)
-_CODES, _VALUES = kernels.CODES.value, kernels.VALUES.value
-_NO_SIGNS = -1
+_CODES, VALUES = kernels.CODES.value, kernels.VALUES.value
+NO_SIGNS = -1
 
 
-def _signs(plan: CastPlan) -> int:
+def signs_of(plan: CastPlan) -> int:
+    """The sign mask of an operand's Hadamard transform, or NO_SIGNS."""
     return plan.nvfp4_cast[4]
 
 
-def _is_per_row(plan: CastPlan) -> bool:
+def is_per_row(plan: CastPlan) -> bool:
+    """Whether every row has a tensor scale of its own."""
     return plan.nvfp4_cast[6]
 
 
 def _transformed_amax(matrix: Matrix, signs: int, along_rows: bool) -> torch.Tensor:
     """float32 [2]: amax of the matrix and of its transform along the columns (or rows)."""
     x = matrix.tensor
-    device = x.get_device()
-    tile_rows, tile_columns, warps = TILES["nvfp4_amax"]
     out = torch.empty(2, dtype=torch.float32, device=x.device)
+    transformed_amax_launch(matrix, signs, along_rows)(x.get_device(), x, out, scratch(x.get_device()))
+    return out
+
+
+def transformed_amax_launch(matrix: Matrix, signs: int, along_rows: bool) -> Launch:
+    """The launch of `_transformed_amax`; its tensors: the matrix, float32 [2] for the result, scratch words."""
+    tile_rows, tile_columns, warps = TILES["nvfp4_amax"]
     constants = (
         signs, along_rows, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
-        compiled_conversions(device), tile_rows, tile_columns,
+        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    key = (matrix.key, constants, warps)
-    _AMAX(key, programs, device, (x, out, scratch(device)), matrix.sizes, constants, warps)
-    return out
+    return Launch(_AMAX, (matrix.key, constants, warps), programs, matrix.sizes, constants, warps)
 
 
 def _amaxes(
@@ -46,15 +54,15 @@ def _amaxes(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The amax that each operand's first level needs: () of the matrix or of its transform, or one per operand row."""
     row_amax = column_amax = plain = None
-    if row and _is_per_row(row):
+    if row and is_per_row(row):
         row_amax = measure_axes(matrix, True, False)[0]
-    if column and _is_per_row(column):
+    if column and is_per_row(column):
         column_amax = measure_axes(matrix, False, True)[1]
-    if column and column_amax is None and _signs(column) != _NO_SIGNS:
-        both = _transformed_amax(matrix, _signs(column), along_rows=False)
+    if column and column_amax is None and signs_of(column) != NO_SIGNS:
+        both = _transformed_amax(matrix, signs_of(column), along_rows=False)
         plain, column_amax = both[:1], both[1:]
-    if row and row_amax is None and _signs(row) != _NO_SIGNS:
-        both = _transformed_amax(matrix, _signs(row), along_rows=True)
+    if row and row_amax is None and signs_of(row) != NO_SIGNS:
+        both = _transformed_amax(matrix, signs_of(row), along_rows=True)
         plain, row_amax = both[:1], both[1:]
     if plain is None and ((row and row_amax is None) or (column and column_amax is None)):
         plain = measure_amax(matrix)
@@ -63,22 +71,25 @@ def _amaxes(
 
 def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> str:
     """Which entry of TILES a pass over a matrix uses."""
-    if output == _VALUES:
+    if output == VALUES:
         return "nvfp4_values"
     if column is None:
         return "nvfp4_rows"
     return "nvfp4_tiles" if column.block[0] == 16 else "nvfp4"
 
 
-def _launch(
-    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
-    amaxes: tuple[torch.Tensor | None, torch.Tensor | None], output: int, seed: torch.Tensor | None,
-    row_stream: int, column_stream: int, batch: int,
-) -> None:  # fmt: skip
-    device = matrix.tensor.get_device()
+def nvfp4_launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, output: int, *, row_stream: int = 0,
+    column_stream: int = 0, batch: int = 0,
+) -> Launch:  # fmt: skip
+    """The launch that casts a matrix into one or both operands.
+
+    Its tensors: the matrix; codes (or values), block scales and tensor scale of the row operand, those of the column
+    operand; the amax of each; the call seed. None what is not there.
+    """
     tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
-    row_length = ceil_div(matrix.columns, 16) * 16 if row and _signs(row) != _NO_SIGNS else matrix.columns
-    column_length = ceil_div(matrix.rows, 16) * 16 if column and _signs(column) != _NO_SIGNS else matrix.rows
+    row_length = _stored(row, matrix.columns) if row else matrix.columns
+    column_length = _stored(column, matrix.rows) if column else matrix.rows
     if output == _CODES:
         row_aligned, column_aligned = row_length % 8 == 0, column_length % 8 == 0
     else:
@@ -86,21 +97,30 @@ def _launch(
     constants = (
         (*row.nvfp4_cast, output, row_aligned) if row else None,
         (*column.nvfp4_cast, output, column_aligned) if column else None,
-        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64, compiled_conversions(device),
-        tile_rows, tile_columns,
+        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
+        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
     scalars = (row_stream, column_stream, batch, *matrix.sizes)
-    _QUANTIZE(key, programs, device, (matrix.tensor, *outputs, *amaxes, seed), scalars, constants, warps)
+    return Launch(_QUANTIZE, key, programs, scalars, constants, warps)
+
+
+def _launch(
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, outputs: tuple[torch.Tensor | None, ...],
+    amaxes: tuple[torch.Tensor | None, torch.Tensor | None], output: int, seed: torch.Tensor | None,
+    row_stream: int, column_stream: int, batch: int,
+) -> None:  # fmt: skip
+    launch = nvfp4_launch(matrix, row, column, output, row_stream=row_stream, column_stream=column_stream, batch=batch)
+    launch(matrix.tensor.get_device(), matrix.tensor, *outputs, *amaxes, seed)
 
 
 def _tensor_scale(plan: CastPlan, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((rows, 1) if _is_per_row(plan) else (), dtype=torch.float32, device=device)
+    return torch.empty((rows, 1) if is_per_row(plan) else (), dtype=torch.float32, device=device)
 
 
 def _stored(plan: CastPlan, length: int) -> int:
-    return ceil_div(length, 16) * 16 if _signs(plan) != _NO_SIGNS else length
+    return ceil_div(length, 16) * 16 if signs_of(plan) != NO_SIGNS else length
 
 
 def _allocate(plan: CastPlan | None, rows: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, ...]:
@@ -161,7 +181,7 @@ def values_nvfp4(
         column_values = torch.empty((_stored(column, rows), columns), dtype=torch.bfloat16, device=device)
         column_scale = _tensor_scale(column, columns, device)
     outputs = (row_values, None, row_scale, column_values, None, column_scale)
-    _launch(matrix, row, column, outputs, amaxes, _VALUES, seed, row_stream, column_stream, batch)
+    _launch(matrix, row, column, outputs, amaxes, VALUES, seed, row_stream, column_stream, batch)
     return row_values, column_values, row_scale, column_scale
 
 

@@ -20,7 +20,8 @@ from microfloat.torch.backends.triton._launch import (
 from microfloat.torch.backends.triton._plans import CastPlan, operand
 
 __all__ = [
-    "AMAX", "GIVEN", "Launch", "amax_launch", "cast_launch", "measure_amax", "measure_axes", "quantize_scaled",
+    "AMAX", "AXES", "GIVEN", "TILE", "Launch", "amax_launch", "axes_launch", "cast_launch", "measure_amax",
+    "measure_axes", "quantize_scaled",
 ]  # fmt: skip
 
 _AMAX_CONTIGUOUS = Kernel(amax_kernels.amax_contiguous)
@@ -31,7 +32,6 @@ GIVEN, AMAX, AXES, TILE = (
     mode.value for mode in (scaled_kernels.GIVEN, scaled_kernels.AMAX, scaled_kernels.AXES, scaled_kernels.TILE)
 )
 _SIDE = 128  # of the tiles of FP8_128x128
-_AMAX_BLOCK = 2048
 _AMAX_WARPS = Warps(4)
 
 
@@ -50,9 +50,9 @@ class Launch:
         """Start it on the current stream of a device."""
         self.kernel(self.key, self.programs, device, tensors, self.scalars, self.constants, self.warps)
 
-    def prepared(self) -> Prepared:
-        """The same, to be started many times."""
-        return self.kernel.prepared(self.key, self.programs, self.scalars, self.constants, self.warps)
+    def prepared(self, aligned: tuple[bool, ...] = ()) -> Prepared:
+        """The same, to be started many times; `aligned`: which of its tensors begin at multiples of 16 bytes (all)."""
+        return self.kernel.prepared(self.key, self.programs, self.scalars, self.constants, self.warps, aligned)
 
 
 def amax_launch(matrix: Matrix) -> Launch:
@@ -63,10 +63,11 @@ def amax_launch(matrix: Matrix) -> Launch:
         return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128), _AMAX_WARPS)
     count = x.numel()
     kind = matrix.kind if count & 1 == 0 else 0
-    unroll = 16 if count >= 1 << 22 else 2
-    constants = (kind, compiled_conversions(x.get_device()), _AMAX_BLOCK, unroll)
+    # Enough programs to keep all of memory busy, then enough work for each to pay for its start.
+    block, unroll = (4096, 2) if count < 1 << 21 else (8192, 2) if count < 1 << 23 else (8192, 4)
+    constants = (kind, compiled_conversions(x.get_device()), block, unroll)
     key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
-    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, _AMAX_BLOCK * unroll), (count,), constants, _AMAX_WARPS)
+    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, block * unroll), (count,), constants, Warps(8))
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
@@ -148,16 +149,19 @@ def quantize_scaled(
 
 def measure_axes(matrix: Matrix, row: bool, column: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """float32 amaxes of every row [R] and of every column [C], NaN ignored, in one pass (each if asked for)."""
-    tile_rows, tile_columns, warps = TILES["axes"]
     x = matrix.tensor
-    device = x.get_device()
     amaxes = torch.zeros((matrix.rows if row else 0) + (matrix.columns if column else 0), device=x.device)
     row_amax = amaxes[: matrix.rows] if row else None
     column_amax = amaxes[matrix.rows if row else 0 :] if column else None
-    even = matrix.fills(tile_rows, tile_columns)
-    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    constants = (row, column, matrix.kind, even, matrix.index64, compiled_conversions(device), tile_rows, tile_columns)
-    key = (matrix.key, constants, warps)
     bits = [None if t is None else t.view(torch.int32) for t in (row_amax, column_amax)]
-    _AMAX_AXES(key, programs, device, (x, *bits), matrix.sizes, constants, warps)
+    axes_launch(matrix, row, column)(x.get_device(), x, *bits)
     return row_amax, column_amax
+
+
+def axes_launch(matrix: Matrix, row: bool, column: bool) -> Launch:
+    """The launch that measures rows and columns; its tensors: the matrix, int32 [R] and [C], cleared, for the bits."""
+    tile_rows, tile_columns, warps = TILES["axes"]
+    even, compiled = matrix.fills(tile_rows, tile_columns), compiled_conversions(matrix.tensor.get_device())
+    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    constants = (row, column, matrix.kind, even, matrix.index64, compiled, tile_rows, tile_columns)
+    return Launch(_AMAX_AXES, (matrix.key, constants, warps), programs, matrix.sizes, constants, warps)

@@ -1,0 +1,150 @@
+"""One or two matrices cast in one launch, each with a scale of its own: what a small Linear casts in a step.
+
+The casts are those of `scaled`, tile by tile, so the bytes are too; what differs is who runs them. A launch has fewer
+programs than there are tiles, and each takes several. Under current scaling (AMAX) all programs first measure their
+tiles, meet, and then cast: they must all run at once, so the launch is a cooperative one. Host time is what it saves,
+and the second reading of the tiles, which finds them in the L2 cache.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
+from microfloat.kernels._produce import LOAD
+from microfloat.kernels._tiles import load_pair
+from microfloat.kernels.scaled import AMAX, cast_tile, words_amax_bits
+
+
+@triton.jit
+def measure_tiles(
+    x_ptr, R, C, stride_r, stride_c, first, programs,
+    KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the largest magnitude in the tiles `first`, `first` + `programs`, ... of a matrix."""
+    across = (C + BN - 1) // BN
+    tiles = ((R + BM - 1) // BM) * across
+    r = tl.arange(0, BM)[None, :, None]
+    w = tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    total = tl.zeros([BN // 8, BM, 4], tl.int32)
+    tile = first
+    while tile < tiles:
+        row0 = (tile // across) * BM
+        col0 = (tile % across) * BN
+        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, 0)
+        if HW and KIND != ELEMENTWISE:
+            total = packed_max(total, packed_abs(raw, KIND), KIND, True)
+        else:
+            total = tl.maximum(total, tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True)))
+        tile += programs
+    if HW and KIND != ELEMENTWISE:
+        return words_amax_bits(total, KIND)
+    else:
+        return tl.max(tl.max(tl.max(total, 2), 1), 0)
+
+
+@triton.jit
+def cast_tiles(
+    x_ptr, row_out, column_out, scale_ptr, source_ptr, epsilon, R, C, stride_r, stride_c, first, programs,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Both operands of the same tiles; returns the bits of their amax (0 unless recorded)."""
+    across = (C + BN - 1) // BN
+    tiles = ((R + BM - 1) // BM) * across
+    amax = tl.zeros([], tl.int32)
+    tile = first
+    while tile < tiles:
+        row0 = (tile // across) * BM
+        col0 = (tile % across) * BN
+        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+        found = cast_tile(
+            source, row_out, column_out, scale_ptr, scale_ptr, source_ptr, None, None, 0, 0, epsilon, R, C, row0, col0,
+            ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+        )  # fmt: skip
+        amax = tl.maximum(amax, found)
+        tile += programs
+    return amax
+
+
+@triton.jit
+def meet(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
+    """Wait until every program of the launch has brought its maxima; the last one writes them as float32.
+
+    `scratch_ptr`: int64[5], zero before and after: first maximum, arrivals, second maximum, open, departures.
+    """
+    tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
+    if PAIR:
+        tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
+    last = tl.num_programs(0) - 1
+    if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == last:
+        tl.store(first_out, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
+        if PAIR:
+            tl.store(second_out, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
+        tl.atomic_xchg(scratch_ptr + 3, 1, sem="acq_rel")
+    is_open = tl.atomic_add(scratch_ptr + 3, 0, sem="acq_rel")
+    while is_open == 0:
+        is_open = tl.atomic_add(scratch_ptr + 3, 0, sem="acq_rel")
+    if tl.atomic_add(scratch_ptr + 4, 1, sem="acq_rel") == last:
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+        tl.atomic_xchg(scratch_ptr + 3, 0)
+        tl.atomic_xchg(scratch_ptr + 4, 0)
+
+
+@triton.jit
+def record_two(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
+    """`publish_amax` with RECORD for two maxima, each into a history of its own; `scratch_ptr` as in `meet`."""
+    tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
+    if PAIR:
+        tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
+    if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
+        tl.atomic_max(first_out.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
+        if PAIR:
+            total = tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)
+            tl.atomic_max(second_out.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+
+
+@triton.jit
+def cast_pair(
+    x_ptr, x_row, x_column, x_scale, x_source, x_record, w_ptr, w_row, w_column, w_scale, w_source, w_record,
+    scratch_ptr, x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, PAIR: tl.constexpr,
+    X_ROW: tl.constexpr, X_COLUMN: tl.constexpr, X_READS: tl.constexpr,
+    W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, W_READS: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs. ROW and COLUMN as in `cast_scaled`; READS: (KIND, EVEN, PAIRS, QUADS) of a matrix. PAIR:
+    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor) or AMAX (it takes the amax).
+    No matrix needs 64-bit offsets inside a tile.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    begin = 0
+    if PAIR:  # programs that have one tile of x less begin with w
+        tiles = ((XR + BM - 1) // BM) * ((XC + BN - 1) // BN)
+        begin = (pid + programs - tiles % programs) % programs
+    x_amax = tl.zeros([], tl.int32)
+    w_amax = tl.zeros([], tl.int32)
+    if SOURCE == AMAX:
+        x_amax = measure_tiles(
+            x_ptr, XR, XC, x_stride_r, x_stride_c, pid, programs, X_READS[0], X_READS[1], HW, BM, BN
+        )  # fmt: skip
+        if PAIR:
+            w_amax = measure_tiles(
+                w_ptr, WR, WC, w_stride_r, w_stride_c, begin, programs, W_READS[0], W_READS[1], HW, BM, BN
+            )  # fmt: skip
+        meet(x_amax, w_amax, x_source, w_source, scratch_ptr, PAIR)
+    x_amax = cast_tiles(
+        x_ptr, x_row, x_column, x_scale, x_source, x_epsilon, XR, XC, x_stride_r, x_stride_c, pid, programs,
+        X_ROW, X_COLUMN, SOURCE, RECORDS, X_READS[0], X_READS[1], X_READS[2], X_READS[3], HW, BM, BN,
+    )  # fmt: skip
+    if PAIR:
+        w_amax = cast_tiles(
+            w_ptr, w_row, w_column, w_scale, w_source, w_epsilon, WR, WC, w_stride_r, w_stride_c, begin, programs,
+            W_ROW, W_COLUMN, SOURCE, RECORDS, W_READS[0], W_READS[1], W_READS[2], W_READS[3], HW, BM, BN,
+        )  # fmt: skip
+    if RECORDS:
+        record_two(x_amax, w_amax, x_record, w_record, scratch_ptr, PAIR)

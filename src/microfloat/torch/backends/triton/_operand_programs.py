@@ -1,0 +1,325 @@
+"""Programs that make the operands of a GEMM from a matrix, in the form and memory order in which the GEMM reads them.
+
+Forms are those of the native backend: codes, values (decoded to bfloat16), folded (MX to 1x128), tiles (MX to 128x128).
+A left operand [R, C] lies row by row. A right one is its transpose, [C, R], with unit stride along the first axis; its
+scales likewise, but for those of 1x128 blocks, which lie column-major on both sides. Legend: R = rows of an operand,
+C = its contraction length.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from microfloat.kernels.casts import share_a_launch
+from microfloat.recipes import Cast
+from microfloat.torch.backends.triton import _blocks, _nvfp4, _scaled
+from microfloat.torch.backends.triton._launch import Matrix, ceil_div
+from microfloat.torch.backends.triton._plans import CastPlan, plan_of
+from microfloat.torch.backends.triton._programs import (
+    FOLDED,
+    GIVEN,
+    NOTHING,
+    RECORD,
+    SECOND,
+    SECOND_GIVEN,
+    SECOND_RECORD,
+    SOURCE,
+    TILES,
+    WORDS,
+    Builder,
+    Program,
+    Room,
+)
+from microfloat.torch.backends.triton._together import fits_together, together_launch
+
+__all__ = ["Want", "cast_program", "pair_program"]
+
+_SIDE = 128  # elements along which folded and FP8 blocks share a scale
+_SCALAR = Room((), (), torch.float32)
+
+
+class Want(NamedTuple):
+    """One operand: its cast and form, whether it stands right in its GEMM, and its word of random counters."""
+
+    cast: Cast
+    form: str
+    right: bool
+    stream: int
+
+
+class _Part(NamedTuple):
+    """A `Want` with what it means for one matrix. `place`: where its results stand, codes first, then the scale."""
+
+    plan: CastPlan
+    want: Want
+    rows: int
+    length: int
+    place: int
+    is_column: bool
+
+
+_Parts = tuple["_Part | None", "_Part | None"]
+
+
+def cast_program(x: torch.Tensor, row: Want | None, column: Want | None, *, records: bool = False) -> Program | None:
+    """The program for one matrix, its operand as it lies and that of its transpose; None where no kernel serves one.
+
+    `records`: delayed casts record the amax of the matrix.
+    """
+    matrix = _matrix(x)
+    parts = _parts(matrix, row, column)
+    if any(part is not None and (part.plan.refusal or part.plan.bare is not None) for part in parts):
+        return None
+    builder = Builder(x.device)
+    for together in _passes(*parts):
+        _form(builder, matrix, together, records)
+    return Program(builder)
+
+
+_Wants = tuple[Want | None, Want | None]
+
+
+def pair_program(
+    x: torch.Tensor, x_wants: _Wants, w: torch.Tensor, w_wants: _Wants, *, records: bool = False
+) -> Program | None:
+    """The program for two matrices in one launch, each with a scale of its own; None where that does not fit."""
+    builder = Builder(x.device, operands=8)
+    first, second = _matrix(x), _matrix(w)
+    both = _parts(first, *x_wants), _parts(second, *w_wants, base=4)
+    if any(part is not None and not _is_tensorwise(part) for parts in both for part in parts):
+        return None
+    if any(len(_passes(*parts)) != 1 for parts in both) or not fits_together(first, second):
+        return None
+    _together(builder, [(first, both[0]), (second, both[1])], records)
+    return Program(builder)
+
+
+def _matrix(x: torch.Tensor) -> Matrix:
+    return Matrix(x if x.dim() == 2 else x.view(-1, x.shape[-1]))
+
+
+def _parts(matrix: Matrix, row: Want | None, column: Want | None, base: int = 0) -> _Parts:
+    extents = ((matrix.rows, matrix.columns), (matrix.columns, matrix.rows))
+    first, second = (
+        None if want is None else _Part(plan_of(want.cast), want, *extents[turned], base + 2 * turned, bool(turned))
+        for turned, want in enumerate((row, column))
+    )
+    return first, second
+
+
+def _passes(row: _Part | None, column: _Part | None) -> list[_Parts]:
+    """Both operands in one pass where their forms and casts allow it, else in two."""
+    if row is None or column is None:
+        return [(row, column)]
+    if row.want.form == column.want.form and share_a_launch(row.plan, column.plan):
+        return [(row, column)]
+    return [(row, None), (None, column)]
+
+
+def _is_tensorwise(part: _Part) -> bool:
+    return part.want.form == "codes" and part.plan.family == "scaled" and part.plan.block == (None, None)
+
+
+def _plan(part: _Part | None) -> CastPlan | None:
+    return None if part is None else part.plan
+
+
+def _streams(row: _Part | None, column: _Part | None) -> dict[str, int]:
+    row_stream, column_stream = (0 if part is None else part.want.stream for part in (row, column))
+    return {"row_stream": row_stream, "column_stream": column_stream}
+
+
+def _seed(row: _Part | None, column: _Part | None) -> int:
+    return GIVEN if any(part is not None and part.plan.stochastic for part in (row, column)) else NOTHING
+
+
+def _form(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) -> None:
+    """Rooms and launches of one pass."""
+    part = parts[0] or parts[1]
+    assert part is not None
+    form, family, block = part.want.form, part.plan.family, part.plan.block
+    if form == "values":
+        (_nvfp4_values if family == "nvfp4" else _block_values)(builder, matrix, *parts)
+    elif form in ("folded", "tiles"):
+        _folded(builder, matrix, *parts, tile=form == "tiles")
+    elif block == (None, None):
+        _tensorwise(builder, matrix, parts, records)
+    elif family == "scaled" and block == (1, None):
+        _rowwise(builder, matrix, *parts)
+    elif family == "scaled":
+        _tiles(builder, matrix, *parts)
+    else:
+        _blockwise(builder, matrix, *parts)
+
+
+def _lying(rows: int, length: int, right: bool, dtype: torch.dtype) -> Room:
+    """[R, C] row by row, presented as its transpose where it stands right."""
+    return Room((length, rows), (1, length), dtype) if right else Room((rows, length), (length, 1), dtype)
+
+
+def _codes(builder: Builder, part: _Part | None, dtype: torch.dtype | None = None) -> int:
+    if part is None:
+        return NOTHING
+    return builder.put(part.place, _lying(part.rows, part.length, part.want.right, dtype or part.plan.codes_dtype))
+
+
+def _block_scale(builder: Builder, part: _Part | None, tile: bool) -> int:
+    """float32 scales of 1x128 blocks or of 128x128 tiles."""
+    if part is None:
+        return NOTHING
+    along = ceil_div(part.length, _SIDE)
+    if tile:
+        return builder.put(part.place + 1, _lying(ceil_div(part.rows, _SIDE), along, part.want.right, torch.float32))
+    return builder.put(part.place + 1, Room((part.rows, along), (1, part.rows), torch.float32))
+
+
+def _tensorwise(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) -> None:
+    plans = _plan(parts[0]), _plan(parts[1])
+    delayed = (plans[0] or plans[1]).cast.is_delayed  # type: ignore[union-attr]
+    if _seed(*parts) == NOTHING and fits_together(matrix, None) and not delayed:
+        _together(builder, [(matrix, parts)], records)
+        return
+    codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts)
+    source = GIVEN
+    if not delayed:
+        source = builder.add(_SCALAR)
+        builder.launch(_scaled.amax_launch(matrix), SOURCE, source, WORDS)
+    mode = _scaled.GIVEN if delayed else _scaled.AMAX
+    launch = _scaled.cast_launch(matrix, *plans, mode, records=records, **_streams(*parts))
+    record, words = (RECORD, WORDS) if records else (NOTHING, NOTHING)
+    builder.launch(launch, SOURCE, *codes, scale, scale, source, NOTHING, record, words, _seed(*parts))
+
+
+def _shared_scale(builder: Builder, parts: _Parts, base: int = 0) -> int:
+    """Both operands of a matrix have one scale."""
+    scale = builder.put(base + 1, _SCALAR)
+    if parts[1] is not None:
+        builder.same.append((base + 3, base + 1))
+    return scale
+
+
+def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: bool) -> None:
+    """One launch for one or two matrices with one scale each."""
+    positions: list[int] = []
+    places = ((SOURCE, GIVEN, RECORD), (SECOND, SECOND_GIVEN, SECOND_RECORD))
+    part = matrices[0][1][0] or matrices[0][1][1]
+    delayed = part.plan.cast.is_delayed  # type: ignore[union-attr]
+    for base, (source, given, record), (_, parts) in zip((0, 4), places, matrices, strict=False):
+        codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts, base)
+        known = given if delayed else builder.add(_SCALAR)
+        positions += [source, *codes, scale, known, record if records else NOTHING]
+    positions += [NOTHING] * (12 - len(positions))
+    casts = [(matrix, _plan(parts[0]), _plan(parts[1])) for matrix, parts in matrices]
+    mode = _scaled.GIVEN if delayed else _scaled.AMAX
+    words = WORDS if records or not delayed else NOTHING
+    builder.launch(together_launch(casts, mode, records=records), *positions, words)
+
+
+def _rowwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
+    amaxes = builder.add(Room((rows + columns,), (1,), torch.int32, cleared=True))
+    row_amax = amaxes if row else NOTHING
+    column_amax = (builder.part(amaxes, 4 * rows) if row else amaxes) if column else NOTHING
+    builder.launch(_scaled.axes_launch(matrix, row is not None, column is not None), SOURCE, row_amax, column_amax)
+    codes = _codes(builder, row), _codes(builder, column)
+    scales = [
+        NOTHING if part is None else builder.put(part.place + 1, _lying(part.rows, 1, part.want.right, torch.float32))
+        for part in (row, column)
+    ]
+    launch = _scaled.cast_launch(
+        matrix, _plan(row), _plan(column), _scaled.AXES, records=False, **_streams(row, column)
+    )  # fmt: skip
+    builder.launch(
+        launch, SOURCE, *codes, *scales, row_amax, column_amax, NOTHING, NOTHING, _seed(row, column)
+    )  # fmt: skip
+
+
+def _tiles(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    launch = _scaled.cast_launch(
+        matrix, _plan(row), _plan(column), _scaled.TILE, records=False, **_streams(row, column)
+    )  # fmt: skip
+    codes = _codes(builder, row), _codes(builder, column)
+    scales = _block_scale(builder, row, True), _block_scale(builder, column, True)
+    builder.launch(
+        launch, SOURCE, *codes, *scales, NOTHING, NOTHING, NOTHING, NOTHING, _seed(row, column)
+    )  # fmt: skip
+
+
+def _blockwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    launch = _blocks.blocks_launch(matrix, _plan(row), _plan(column), **_streams(row, column))
+    positions = [at for part in (row, column) for at in (_codes(builder, part), _block_scale(builder, part, False))]
+    builder.launch(launch, SOURCE, *positions, _seed(row, column))
+
+
+def _folded(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None, *, tile: bool) -> None:
+    launch = _blocks.fold_launch(matrix, _plan(row), _plan(column), tile, **_streams(row, column))
+    positions = []
+    for part in (row, column):
+        dtype = None if part is None else _blocks.folded_dtype(part.plan)
+        positions += [_codes(builder, part, dtype), _block_scale(builder, part, tile)]
+    builder.launch(launch, SOURCE, *positions, TILES if tile else FOLDED, WORDS, _seed(row, column))
+
+
+def _values(builder: Builder, part: _Part | None) -> int:
+    """Values lie as the matrix does, whichever operand they are."""
+    if part is None:
+        return NOTHING
+    right = part.want.right is not part.is_column
+    rows, length = (part.length, part.rows) if part.is_column else (part.rows, part.length)
+    return builder.put(part.place, _lying(rows, length, right, torch.bfloat16))
+
+
+def _block_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    launch = _blocks.blocks_launch(matrix, _plan(row), _plan(column), _blocks.VALUES, **_streams(row, column))
+    values = _values(builder, row), _values(builder, column)
+    builder.launch(launch, SOURCE, values[0], NOTHING, values[1], NOTHING, _seed(row, column))
+
+
+def _nvfp4_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    amaxes = _nvfp4_amaxes(builder, matrix, row, column)
+    launch = _nvfp4.nvfp4_launch(matrix, _plan(row), _plan(column), _nvfp4.VALUES, **_streams(row, column))
+    positions = []
+    for part in (row, column):
+        positions += [_values(builder, part), NOTHING, _tensor_scale(builder, part)]
+    builder.launch(launch, SOURCE, *positions, *amaxes, _seed(row, column))
+
+
+def _tensor_scale(builder: Builder, part: _Part | None) -> int:
+    """Where the first level of a two-level scale goes: beside the values, or nowhere that anyone reads."""
+    if part is None:
+        return NOTHING
+    room = Room((part.rows, 1), (1, 1), torch.float32) if _nvfp4.is_per_row(part.plan) else _SCALAR
+    level = part.plan.cast.rule.two_level
+    return builder.put(part.place + 1, room) if level is not None and level.tensor_scale else builder.add(room)
+
+
+def _nvfp4_amaxes(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> tuple[int, int]:
+    """Launches that measure what each operand's first level needs, in the order of `_nvfp4._amaxes`."""
+    row_amax = column_amax = plain = None
+    if row and _nvfp4.is_per_row(row.plan):
+        row_amax = _axis_amax(builder, matrix, True)
+    if column and _nvfp4.is_per_row(column.plan):
+        column_amax = _axis_amax(builder, matrix, False)
+    for part in (column, row):
+        is_row = part is row
+        if part is None or (row_amax if is_row else column_amax) is not None:
+            continue
+        if _nvfp4.signs_of(part.plan) == _nvfp4.NO_SIGNS:
+            continue
+        both = builder.add(Room((2,), (1,), torch.float32))
+        launch = _nvfp4.transformed_amax_launch(matrix, _nvfp4.signs_of(part.plan), along_rows=is_row)
+        builder.launch(launch, SOURCE, both, WORDS)
+        plain, transformed = both, builder.part(both, 4)
+        row_amax, column_amax = (transformed, column_amax) if is_row else (row_amax, transformed)
+    if plain is None and ((row and row_amax is None) or (column and column_amax is None)):
+        plain = builder.add(_SCALAR)
+        builder.launch(_scaled.amax_launch(matrix), SOURCE, plain, WORDS)
+    usual = NOTHING if plain is None else plain
+    return usual if row_amax is None else row_amax, usual if column_amax is None else column_amax
+
+
+def _axis_amax(builder: Builder, matrix: Matrix, row: bool) -> int:
+    amax = builder.add(Room((matrix.rows if row else matrix.columns,), (1,), torch.int32, cleared=True))
+    positions = (amax, NOTHING) if row else (NOTHING, amax)
+    builder.launch(_scaled.axes_launch(matrix, row, not row), SOURCE, *positions)
+    return amax
