@@ -3,17 +3,13 @@
     python tools/support_table.py            # print it
     python tools/support_table.py --write    # rewrite the block in README.md
 
-A row per exported recipe, a column per kind of device. For a GPU, explain is asked while torch reports a device of that
-compute capability, so the table is the same on every machine that has triton installed.
+A row per exported recipe, a column per kind of device. GPUs are asked for by architecture, so that the table is the same
+on every machine that has triton installed.
 """
 
-import contextlib
 import re
 import sys
-from collections.abc import Iterator
-from unittest import mock
 
-import torch
 from marked_block import ROOT, command, table
 
 import microfloat.torch as mf
@@ -21,23 +17,9 @@ from microfloat.recipes import RECIPES, Recipe
 from microfloat.torch.explain import Explanation
 
 BLOCK = "support table"
-# Title -> compute capability of a CUDA device; None is the CPU. Another column is another line here.
-COLUMNS = {"CPU": None, "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
+# Title -> what explain is asked about. Another column is another entry here.
+COLUMNS = {"CPU": "cpu", "Ampere": "sm_80", "Ada": "sm_89", "Hopper": "sm_90", "Blackwell": "sm_100"}
 UNTRIED = "not yet run"
-
-
-@contextlib.contextmanager
-def device_of(capability: tuple[int, int] | None) -> Iterator[torch.device]:
-    """A device to ask explain about, present or not: a CUDA device of that compute capability."""
-    if capability is None:
-        yield torch.device("cpu")
-        return
-    with (
-        mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch("torch.cuda.get_device_capability", return_value=capability),
-    ):
-        # An index of its own, because answers about one device may be remembered.
-        yield torch.device("cuda", 10 * capability[0] + capability[1])
 
 
 def formats_text(recipe: Recipe) -> str:
@@ -54,12 +36,13 @@ def cell(explanation: Explanation, notes: dict[str, int]) -> str:
     kernels: dict[str, list[int]] = {}
     gemms: dict[str, list[str]] = {}
     for row in explanation.rows:
+        untried = UNTRIED in row.support.reason
         if not row.support.available:
             phrase = "does not run"
         elif not row.support.accelerated:
-            phrase = "runs"
+            phrase = "runs, untried" if untried else "runs"
         else:
-            phrase = "accelerated, untried" if UNTRIED in row.support.reason else "**accelerated**"
+            phrase = "accelerated, untried" if untried else "**accelerated**"
         kernel = re.sub(r" \(.*?\)", "", row.kernel)  # formats in brackets stand in the row already
         kernels.setdefault(phrase, []).append(notes.setdefault(f"{row.backend} backend: {kernel}", len(notes) + 1))
         gemms.setdefault(phrase, []).append(row.gemm)
@@ -77,10 +60,7 @@ def support_table() -> str:
     rows = []
     for name, make in RECIPES.items():
         recipe = make()
-        cells = []
-        for capability in COLUMNS.values():
-            with device_of(capability) as device:
-                cells.append(cell(mf.explain(recipe, device), notes))
+        cells = [cell(mf.explain(recipe, device), notes) for device in COLUMNS.values()]
         rows.append([f"`{name}`", formats_text(recipe), *cells])
     listed = "\n".join(f"{number}. {note}." for note, number in notes.items())
     return f"{table(['recipe', 'formats', *COLUMNS], rows)}\n\n{listed}"

@@ -39,6 +39,40 @@ def test_a_gpu_that_is_not_there_is_answered_and_not_raised(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("device", "architecture", "accelerated", "tried"),
+    [
+        ("h200", "sm_90", True, True),
+        ("Hopper", "sm_90", True, True),
+        ("sm_90a", "sm_90", True, True),
+        ("a100", "sm_80", False, False),
+        ("RTX 4090", "sm_89", False, False),
+        ("sm_100", "sm_100", True, False),
+        ("b200", "sm_100", True, False),
+        ("rtx5090", "sm_120", True, False),
+    ],
+)
+def test_a_gpu_by_name_is_answered_without_it(monkeypatch, device, architecture, accelerated, tried):
+    pytest.importorskip("triton", reason="triton is not installed: then explain rightly names the reference backend")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)  # nothing asks for hardware
+    explanation = mf.explain("mxfp8", device)
+    assert architecture in explanation.device
+    assert explanation.to_dict()["device"].startswith(device)
+    assert explanation.accelerated is accelerated
+    assert all(row.support.available for row in explanation.rows)
+    assert all(("not yet run on the hardware" in row.support.reason) is not tried for row in explanation.rows)
+    shape = (4096, 4096, 4096)
+    assert (mf.explain("mxfp8", device, shape=shape).prediction is not None) is tried
+    assert mf.is_mxfp8_available(device).accelerated is accelerated
+    assert mf.explain("mxfp8", device, backend="reference").rows[0].backend == "reference"
+
+
+@pytest.mark.parametrize("device", ["h9000", "sm_6", "sm_61", "sm", "cuda:x", ""])
+def test_other_words_are_no_gpus(device):
+    with pytest.raises(InvalidValueError, match="'h200' or 'sm_100'"):
+        mf.explain("mxfp8", device)
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"device": 3}, InvalidTypeError),

@@ -16,6 +16,7 @@ from microfloat.recipes.core import GEMMS
 from microfloat.support import Support
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.backends import check_name
+from microfloat.torch.backends.chips import chip_named
 from microfloat.torch.backends.plans import GemmPlan, plan
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -100,24 +101,32 @@ def explain(
 ) -> Explanation:
     """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
 
-    `device` None: CUDA where there is one, else the CPU. `shape` (M, K, N) of a Linear: on a CUDA device the answer
-    then predicts whether low precision pays at that size (docs/performance.md); no choice depends on it by itself, see
+    `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
+    or its architecture: "h200", "ampere", "sm_100". `shape` (M, K, N) of a Linear: on a CUDA device the answer then
+    predicts whether low precision pays at that size (docs/performance.md); no choice depends on it by itself, see
     `convert(skip_small=...)`. Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs
-    there. Raises InvalidTypeError or InvalidValueError for arguments that are none.
+    there. Paths that no chip of a kind has run yet say so. Raises InvalidTypeError or InvalidValueError for arguments
+    that are none.
+
+    >>> explain("mxfp8", "a100").accelerated
+    False
     """
     recipe = as_recipe(recipe)
-    target = _device(device)
+    chip = chip_named(device) if isinstance(device, str) else None
+    target = _device(device) if chip is None else torch.device("cuda")
     check_name(backend)
     if shape is not None:
         shape = check_shape(tuple(shape))
     rows = []
     for name in GEMMS:
         gemm = getattr(recipe, name)
-        planned = plan(backend, target, gemm, shape) if _is_present(target) else _ABSENT
+        planned = plan(backend, target, gemm, shape, chip) if chip or _is_present(target) else _ABSENT
         operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
         rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
-    prediction = predict(recipe, shape) if shape is not None and target.type == "cuda" else None
-    return Explanation(recipe, str(target), tuple(rows), prediction)
+    predictable = target.type == "cuda" and (chip is None or chip.is_tried)
+    prediction = predict(recipe, shape) if shape is not None and predictable else None
+    where = str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
+    return Explanation(recipe, where, tuple(rows), prediction)
 
 
 # The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware.
@@ -136,7 +145,10 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise invalid_value("device", repr(device), "a device that torch knows, such as 'cpu' or 'cuda:0'") from error
+        needed = (
+            "a device that torch knows, such as 'cpu' or 'cuda:0', or a GPU by its name, such as 'h200' or 'sm_100'"
+        )
+        raise invalid_value("device", repr(device), needed) from error
 
 
 def _availability(recipe: Recipe, device: torch.device | str | None) -> Support:

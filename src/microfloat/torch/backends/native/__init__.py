@@ -16,6 +16,7 @@ from microfloat.support import Support
 from microfloat.torch.backends import reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
+from microfloat.torch.backends.chips import Chip
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
 from microfloat.torch.backends.native._forms import Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
@@ -36,6 +37,8 @@ __all__ = [
     "quantize_both",
     "scaled_matmul",
 ]
+
+_UNTRIED = "not yet run on the hardware"
 
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
@@ -217,7 +220,12 @@ def _decoded(operand: Operand) -> Values:
     return Values(values, tensor_scale, operand.format, operand.rows, operand.length, operand.hadamard)
 
 
-def describe(gemm: Gemm, device: torch.device, shape: tuple[int, int, int] | None) -> GemmPlan:
-    """What `explain` says of one GEMM."""
-    route: Route = route_of(gemm, chip_of(device))
-    return GemmPlan("native", route.kernel, Support(True, route.accelerated, route.reason))
+def describe(
+    gemm: Gemm, device: torch.device, shape: tuple[int, int, int] | None, chip: Chip | None = None
+) -> GemmPlan:
+    """What `explain` says of one GEMM on a device, or on a chip that need not be there."""
+    chip = chip_of(device) if chip is None else chip
+    route: Route = route_of(gemm, chip)
+    untried = not chip.is_tried and _UNTRIED not in route.reason
+    reason = f"{route.reason}; {_UNTRIED}" if untried else route.reason
+    return GemmPlan("native", route.kernel, Support(True, route.accelerated, reason))

@@ -10,41 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from microfloat.recipes import Cast, Gemm
+from microfloat.torch.backends.chips import Chip
 
 __all__ = ["Chip", "Route", "chip_of", "route_of"]
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What a CUDA device multiplies on tensor cores, by compute capability."""
-
-    capability: tuple[int, int]
-
-    def __hash__(self) -> int:
-        return self.capability[0] * 16 + self.capability[1]
-
-    @property
-    def has_fp8(self) -> bool:
-        """FP8 GEMM: Ada, Hopper and newer."""
-        return self.capability >= (8, 9)
-
-    @property
-    def has_fp8_blocks(self) -> bool:
-        """FP8 GEMM with 1x128 and 128x128 scales: Hopper only; newer chips take them as MX."""
-        return self.capability[0] == 9
-
-    @property
-    def has_block_scales(self) -> bool:
-        """MX and NVFP4 GEMM: Blackwell."""
-        return self.capability[0] >= 10
-
-    @property
-    def name(self) -> str:
-        """Its generation, for people."""
-        generations = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
-        if self.capability == (8, 9):
-            return "Ada"
-        return generations.get(self.capability[0], f"compute capability {self.capability[0]}.{self.capability[1]}")
 
 
 @functools.cache

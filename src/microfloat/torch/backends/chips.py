@@ -1,0 +1,68 @@
+"""NVIDIA GPUs by compute capability: what they multiply on tensor cores, and the names that people call them by."""
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["CHIPS", "Chip", "chip_named"]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a CUDA device multiplies on tensor cores, by compute capability."""
+
+    capability: tuple[int, int]
+
+    def __hash__(self) -> int:
+        return self.capability[0] * 16 + self.capability[1]
+
+    @property
+    def has_fp8(self) -> bool:
+        """FP8 GEMM: Ada, Hopper and newer."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_fp8_blocks(self) -> bool:
+        """FP8 GEMM with 1x128 and 128x128 scales: Hopper only; newer chips take them as MX."""
+        return self.capability[0] == 9
+
+    @property
+    def has_block_scales(self) -> bool:
+        """MX and NVFP4 GEMM: Blackwell."""
+        return self.capability[0] >= 10
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the paths for it have run on such a chip, with the bytes and within the tolerances of the tests."""
+        return self.capability == (9, 0)
+
+    @property
+    def name(self) -> str:
+        """Its generation, for people."""
+        generations = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
+        if self.capability == (8, 9):
+            return "Ada"
+        return generations.get(self.capability[0], f"compute capability {self.capability[0]}.{self.capability[1]}")
+
+    @property
+    def architecture(self) -> str:
+        """As compilers call it."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+# What a chip or its generation is called -> compute capability.
+CHIPS = {
+    "volta": (7, 0), "v100": (7, 0), "turing": (7, 5), "t4": (7, 5), "ampere": (8, 0), "a100": (8, 0), "a30": (8, 0),
+    "a10": (8, 6), "a40": (8, 6), "rtx3090": (8, 6), "ada": (8, 9), "l4": (8, 9), "l40": (8, 9), "l40s": (8, 9),
+    "rtx4090": (8, 9), "hopper": (9, 0), "h100": (9, 0), "h200": (9, 0), "h20": (9, 0), "gh200": (9, 0),
+    "blackwell": (10, 0), "b100": (10, 0), "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3),
+    "rtx5090": (12, 0), "rtxpro6000": (12, 0), "gb10": (12, 1),
+}  # fmt: skip
+
+
+def chip_named(name: str) -> Chip | None:
+    """The chip behind "h200", "RTX 5090", "Hopper", "sm_90" or "sm_90a"; None for any other word."""
+    word = re.sub(r"[\s_-]", "", name.lower())
+    if word in CHIPS:
+        return Chip(CHIPS[word])
+    match = re.fullmatch(r"sm(\d{1,2})(\d)[af]?", word)
+    return Chip((int(match[1]), int(match[2]))) if match and int(match[1]) >= 7 else None
