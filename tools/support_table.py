@@ -3,8 +3,8 @@
     python tools/support_table.py            # print it
     python tools/support_table.py --write    # rewrite the block in README.md
 
-A row per exported recipe, a column per kind of device. GPUs are asked for by architecture, so that the table is the same
-on every machine that has triton installed.
+A row per exported recipe, a column per kind of device. GPUs are asked for by architecture, so that the table is the
+same on every machine that has triton installed.
 """
 
 import re
