@@ -54,17 +54,12 @@ class autocast(contextlib.ContextDecorator):
         *,
         backend: str = "auto",
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                raise invalid_type(name, type(value), "True or False", "A recipe goes to recipe=.")
+        if not (isinstance(enabled, bool) and isinstance(calibrating, bool)):
+            name, value = ("calibrating", calibrating) if isinstance(enabled, bool) else ("enabled", enabled)
+            raise invalid_type(name, type(value), "True or False", "A recipe goes to recipe=.")
         backends.check_name(backend)
-        self._state = Ambient(
-            enabled=enabled,
-            recipe=_default_recipe() if recipe is None else as_recipe(recipe),
-            calibrating=calibrating,
-            group=amax_reduction_group,
-            backend=backend,
-        )
+        recipe = _default_recipe() if recipe is None else as_recipe(recipe)
+        self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
 
     def _recreate_cm(self) -> "autocast":
@@ -81,12 +76,12 @@ class autocast(contextlib.ContextDecorator):
         try:
             outer = ambient()
             region = outer.region if outer is not None else None
+            enabled, recipe, calibrating, group, backend, _, _, _ = self._state
             self._opened = None
-            if region is None and (self._state.enabled or self._state.calibrating):
+            if region is None and (enabled or calibrating):
                 scaling.flush_backward()
                 region = self._opened = scaling.Region()
-            own = self._state
-            self._token = set_ambient(Ambient(own.enabled, own.recipe, own.calibrating, own.group, own.backend, region))
+            self._token = set_ambient(Ambient(enabled, recipe, calibrating, group, backend, region))
         except BaseException:
             self._busy.release()
             raise

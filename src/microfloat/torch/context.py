@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from microfloat.recipes import Recipe
 from microfloat.torch import scaling
@@ -29,8 +28,7 @@ class Tape:
         return iter(self.scales)
 
 
-@dataclass(frozen=True, eq=False)
-class Ambient:
+class Ambient(NamedTuple):
     """What one autocast says, plus the delayed-scaling region it belongs to."""
 
     enabled: bool

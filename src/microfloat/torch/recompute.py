@@ -1,7 +1,6 @@
 """Activation checkpointing that replays the autocast, the random seeds and the delayed scales of its forward."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,11 +35,11 @@ def checkpoint(function: Callable, *args: Any, preserve_rng_state: bool = True, 
 @contextlib.contextmanager
 def _recording(tape: Tape) -> Iterator[None]:
     state = ambient() or Ambient(enabled=True, recipe=None)
-    with entered(dataclasses.replace(state, record_tape=tape)):
+    with entered(state._replace(record_tape=tape)):
         yield
 
 
 @contextlib.contextmanager
 def _replaying(state: Ambient | None, tape: Tape) -> Iterator[None]:
-    with entered(dataclasses.replace(state or Ambient(enabled=True, recipe=None), replay=tape.replay())):
+    with entered((state or Ambient(enabled=True, recipe=None))._replace(replay=tape.replay())):
         yield
