@@ -67,7 +67,7 @@ def compile_all(workloads, capability=HOPPER):
     import torch
     from triton.runtime import driver
 
-    from microfloat.torch.backends.triton import _blocks, _dequantize, _fused, _launch, _nvfp4, _scaled
+    from microfloat.torch.backends.triton import _blocks, _dequantize, _fused, _launch, _nvfp4, _scaled, _together
 
     driver.set_active(_NamedTarget(capability))
     launched = []
@@ -84,7 +84,7 @@ def compile_all(workloads, capability=HOPPER):
         launched.append((len(program), elements, unwritten_reads(program), conversions))
 
     _launch.Kernel.__call__ = compile_only
-    for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled):
+    for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled, _together):
         module.compiled_conversions = lambda device: capability >= 89
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
@@ -146,6 +146,28 @@ def _fused(name):
     return workload
 
 
+def _together(delayed):
+    """Two matrices in one launch, measured on the way or not."""
+
+    def workload(x):
+        import torch
+
+        from microfloat.torch.backends.triton import _scaled
+        from microfloat.torch.backends.triton._launch import Matrix
+        from microfloat.torch.backends.triton._plans import plan_of
+        from microfloat.torch.backends.triton._together import together_launch
+
+        plan, matrix = plan_of(_casts()["delayed"]), Matrix(x)
+        launch = together_launch(
+            [(matrix, plan, plan)] * 2, _scaled.GIVEN if delayed else _scaled.AMAX, records=delayed
+        )
+        codes, scale = torch.zeros_like(x, dtype=torch.uint8), torch.ones(16)
+        one = (x, codes, codes, scale, *((scale, scale) if delayed else (None, None)))
+        launch(-1, *one, *one, torch.zeros(8, dtype=torch.int64))
+
+    return workload
+
+
 WORKLOADS = {
     "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
     "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
@@ -154,4 +176,5 @@ WORKLOADS = {
     "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
     "swiglu to mxfp8, rows": _fused("swiglu rows"),
+    "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
 }  # fmt: skip

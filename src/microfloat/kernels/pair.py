@@ -69,19 +69,21 @@ def cast_tiles(
 
 
 @triton.jit
-def meet(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
-    """Wait until every program of the launch has brought its maxima; the last one writes them as float32.
+def meet(first_bits, second_bits, scratch_ptr, PAIR: tl.constexpr):
+    """Wait until every program of the launch has brought its maxima; pointers to both of all, float32.
 
-    `scratch_ptr`: int64[5], zero before and after: first maximum, arrivals, second maximum, open, departures.
+    `scratch_ptr`: int64[7], zero before and after: first maximum, arrivals, second maximum, open, departures; and two
+    that hold the results and need not be zero.
     """
+    results = (scratch_ptr + 5).to(tl.pointer_type(tl.float32))
     tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
     if PAIR:
         tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
     last = tl.num_programs(0) - 1
     if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == last:
-        tl.store(first_out, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
+        tl.store(results, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
         if PAIR:
-            tl.store(second_out, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
+            tl.store(results + 2, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
         tl.atomic_xchg(scratch_ptr + 3, 1, sem="acq_rel")
     is_open = tl.atomic_add(scratch_ptr + 3, 0, sem="acq_rel")
     while is_open == 0:
@@ -90,6 +92,7 @@ def meet(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.c
         tl.atomic_xchg(scratch_ptr + 1, 0)
         tl.atomic_xchg(scratch_ptr + 3, 0)
         tl.atomic_xchg(scratch_ptr + 4, 0)
+    return results, results + 2
 
 
 @triton.jit
@@ -117,7 +120,7 @@ def cast_pair(
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs. ROW and COLUMN as in `cast_scaled`; READS: (KIND, EVEN, PAIRS, QUADS) of a matrix. PAIR:
-    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor) or AMAX (it takes the amax).
+    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor) or AMAX (measured here).
     No matrix needs 64-bit offsets inside a tile.
     """
     pid = tl.program_id(0)
@@ -136,7 +139,7 @@ def cast_pair(
             w_amax = measure_tiles(
                 w_ptr, WR, WC, w_stride_r, w_stride_c, begin, programs, W_READS[0], W_READS[1], HW, BM, BN
             )  # fmt: skip
-        meet(x_amax, w_amax, x_source, w_source, scratch_ptr, PAIR)
+        x_source, w_source = meet(x_amax, w_amax, scratch_ptr, PAIR)
     x_amax = cast_tiles(
         x_ptr, x_row, x_column, x_scale, x_source, x_epsilon, XR, XC, x_stride_r, x_stride_c, pid, programs,
         X_ROW, X_COLUMN, SOURCE, RECORDS, X_READS[0], X_READS[1], X_READS[2], X_READS[3], HW, BM, BN,

@@ -88,7 +88,6 @@ class LinearPlan:
         self._w: _Side | None = None
         self._both: tuple[Program | None, Program | None] = (None, None)
         self._dy: _Side | None = None  # worked out when the first dy is seen
-        self._x_saved = self._w_saved = ()
 
     def prepare(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Work out programs and products; False where one of them does not exist."""
@@ -215,11 +214,12 @@ class LinearPlan:
 class _Side:
     """How one tensor is cast: a program, and for delayed scaling another that records the amax as well."""
 
-    __slots__ = ("_layouts", "_program", "_recording")
+    __slots__ = ("_layouts", "_program", "_recording", "_strides")
 
     def __init__(self, program: Program, recording: Program | None) -> None:
         self._program, self._recording = program, recording
         self._layouts = program.layouts[2:4]  # of the column operand and its scale
+        self._strides = tuple(() if room is None else room[1] for room in self._layouts)
 
     @staticmethod
     def make(x: torch.Tensor, wants: tuple[Want | None, Want | None], delayed: bool) -> "_Side | None":
@@ -234,13 +234,17 @@ class _Side:
         program: Any = self._program if given.history is None else self._recording
         return program.run(stream, (None, x, words, *given, None, None, None))[:4]
 
-    def laid(self, saved: _Saved) -> list[Any]:
+    def laid(self, saved: _Saved) -> _Saved:
         """What forward made for the column, should a saved-tensor hook have returned it in another layout."""
-        return [
-            tensor if tensor is None or room is None or tensor.stride() == room[1]
+        column, scale = saved
+        first, second = self._strides
+        if (column is None or column.stride() == first) and (scale is None or scale.stride() == second):
+            return saved
+        return tuple(
+            tensor if tensor is None or room is None
             else torch.empty_strided(room[0], room[1], dtype=room[2], device=tensor.device).copy_(tensor)
             for tensor, room in zip(saved, self._layouts, strict=True)
-        ]  # fmt: skip
+        )  # fmt: skip
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dw: bool) -> bool:

@@ -206,7 +206,7 @@ _made_for_captures = 0
 
 
 def scratch(device: int) -> torch.Tensor:
-    """int64 words, zero: where the programs of one launch meet. Every launch leaves them zero.
+    """int64 words, the first five of them zero: where the programs of one launch meet. Every launch leaves them so.
 
     One set per stream, since launches of a stream follow each other. A launch that is being captured into a CUDA graph
     gets its own for good, since the graph may be replayed on any stream.

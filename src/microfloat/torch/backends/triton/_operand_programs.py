@@ -206,8 +206,7 @@ def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: 
     delayed = part.plan.cast.is_delayed  # type: ignore[union-attr]
     for base, (source, given, record), (_, parts) in zip((0, 4), places, matrices, strict=False):
         codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts, base)
-        known = given if delayed else builder.add(_SCALAR)
-        positions += [source, *codes, scale, known, record if records else NOTHING]
+        positions += [source, *codes, scale, given if delayed else NOTHING, record if records else NOTHING]
     positions += [NOTHING] * (12 - len(positions))
     casts = [(matrix, _plan(parts[0]), _plan(parts[1])) for matrix, parts in matrices]
     mode = _scaled.GIVEN if delayed else _scaled.AMAX

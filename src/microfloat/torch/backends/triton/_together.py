@@ -38,8 +38,8 @@ def together_launch(
 ) -> Launch:
     """The launch for matrices with the casts of their row and column operands; `mode`: GIVEN or AMAX.
 
-    Its tensors, for each of two: the matrix; codes of both operands; their scale; the encode scale (GIVEN), or room for
-    the amax; the history to record into; and after both scratch words. None what is not there.
+    Its tensors, for each of two: the matrix; codes of both operands; their scale; the encode scale (GIVEN); the history
+    to record into; and after both scratch words. None what is not there.
     """
     rows, columns, warps = TILES["together"]
     tiles, scalars, casts, keys = 0, [], [], []
