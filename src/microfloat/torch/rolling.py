@@ -23,12 +23,15 @@ def update_delayed_(
     history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
 ) -> None:
     """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
-    _update_one(history, scale, delayed, element.max, live)
+    rolled, fresh = _rolled(history, scale, delayed, element.max, live)
+    history.copy_(rolled)
+    scale.copy_(fresh)
 
 
-def _update_one(
+def _rolled(
     history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(history, scale) after the update; of what is there only the live entry changes, so that this may fail."""
     history[0] = live
     algo = delayed.amax_compute_algo
     if callable(algo):
@@ -37,12 +40,11 @@ def _update_one(
         amax = history.max() if algo == "max" else history[0].clone()
     rolled = torch.roll(history, -1)
     rolled[0] = 0.0
-    history.copy_(rolled)
     largest = torch.full_like(amax, maximum)
     # Two tensors, because torch computes `number / tensor` through a reciprocal, which rounds twice.
     fresh = torch.div(largest, torch.clamp(amax, min=maximum * 2.0**-126)) * 2.0**-delayed.margin
     usable = (amax > 0) & torch.isfinite(amax)
-    scale.copy_(torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale))
+    return rolled, torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale)
 
 
 def reduces(delayed: Delayed, group: Any) -> bool:
@@ -88,8 +90,13 @@ def _update_one_by_one(
 ) -> torch.Tensor:
     live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
     previous = torch.stack(scales)
-    for index, maximum in enumerate(maxima):
-        _update_one(histories[index], scales[index], delayed, maximum, live[index])
+    made = [
+        _rolled(history, scale, delayed, maximum, live[index])
+        for index, (history, scale, maximum) in enumerate(zip(histories, scales, maxima, strict=True))
+    ]
+    for history, scale, (rolled, fresh) in zip(histories, scales, made, strict=True):  # all of them or none
+        history.copy_(rolled)
+        scale.copy_(fresh)
     return previous
 
 

@@ -71,6 +71,7 @@ class Region:
 
     def __init__(self) -> None:
         self.closed = False
+        self.failed = False  # left by an exception
         self._layers: list[weakref.ref[nn.Module]] = []
 
     def add(self, layer: nn.Module) -> None:
@@ -79,11 +80,13 @@ class Region:
             self._layers.append(weakref.ref(layer))
 
     def close(self, completed: bool = True) -> None:
-        """Roll the forward slots recorded inside. After an exception nothing is rolled; amaxes stay live."""
-        self.closed = True
+        """Roll the forward slots recorded inside. After an exception nothing is rolled, nor is dy; amaxes stay live, so
+        that the step may be taken again."""
+        self.closed = self.failed = True  # until all is rolled
         if completed and self._layers:
             layers = [layer for reference in self._layers if (layer := reference()) is not None]
             _roll(layers, ("x", "w"), lambda entry: entry.region is self)
+        self.failed = not completed
         self._layers.clear()
 
 
@@ -211,7 +214,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     state = _state(layer)
     pending = state.pending
     dy = pending.get("dy")
-    if dy is not None and (dy.region is None or not dy.region.closed):
+    if dy is not None and not _closed(dy):
         dy = None
     if records:
         _await_backward(layer, state)
@@ -292,11 +295,12 @@ def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any) -> No
         for slot in slots:
             entry = entries.get(slot)
             if entry is not None and ready(entry):
-                del entries[slot]
                 key = (entry.delayed, entry.group, encode_scale(layer, slot).device)
                 jobs.setdefault(key, []).append((layer, slot, entry))
     for batch in jobs.values():
         _update(batch)
+        for layer, slot, _ in batch:
+            _state(layer).pending.pop(slot, None)
 
 
 def _update(batch: list[tuple[nn.Module, str, _Pending]]) -> None:
@@ -314,7 +318,7 @@ def _update(batch: list[tuple[nn.Module, str, _Pending]]) -> None:
 
 
 def _closed(entry: _Pending) -> bool:
-    return entry.region is not None and entry.region.closed
+    return entry.region is not None and entry.region.closed and not entry.region.failed
 
 
 def flush_backward() -> None:
