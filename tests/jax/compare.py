@@ -3,6 +3,11 @@
 import numpy as np
 
 from microfloat import reference
+from microfloat.jax.backends import cuda, native
+from microfloat.jax.backends.reference import kind_of
+
+# docs/numerics.md 8.3, float32 results.
+EMULATED, FP8 = 1e-5, {"fast": 5e-3, "split": 5e-4}
 
 
 def to_numpy(array):
@@ -15,6 +20,16 @@ def relative_error(actual, expected):
     """Frobenius norm of the difference, relative to the expected."""
     expected = np.asarray(expected, np.float64)
     return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+
+
+def way_of(gemm):
+    """Which units multiply the operands of a Gemm where the tests run."""
+    return native.choose(kind_of(gemm.lhs, 0), kind_of(gemm.rhs, 0), cuda.capability()).way
+
+
+def gemm_limit(gemm):
+    """`relative_error` that a float32 GEMM may have: FP8 tensor cores do not add in float32."""
+    return FP8[gemm.accumulate] if way_of(gemm) == "fp8" else EMULATED
 
 
 def assert_same_bytes(q, expected, context=""):

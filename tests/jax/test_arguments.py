@@ -11,7 +11,7 @@ import microfloat.jax as mj
 from microfloat import reference
 from microfloat.jax import fp8_ops
 from microfloat.recipes import Cast, CustomRecipe, Float8CurrentScaling, Gemm, MXFP8BlockScaling, NVFP4BlockScaling
-from tests.jax.compare import assert_oracle, assert_same_bytes, relative_error
+from tests.jax.compare import assert_oracle, assert_same_bytes, relative_error, way_of
 from tests.jax.gemms import oracle_gemms
 
 RNG = np.random.default_rng(21)
@@ -80,7 +80,13 @@ def test_subnormal_operands(dtype):
     wide = np.asarray(x, np.float32)
     expected = oracle_gemms(MXFP8BlockScaling(), wide, w, np.ones((16, 32), np.float32))[0]
     assert np.abs(expected).max() > 0
-    assert relative_error(y, expected) < 1e-5
+    if way_of(MXFP8BlockScaling().fprop) == "bf16":
+        # Values below 2^-126 are multiples of 2^-133 as bfloat16 (docs/numerics.md 8.2): half a step for each of x.
+        a, b = (np.abs(reference.dequantize(reference.quantize(array, "mxfp8"))) for array in (wide, w))
+        limit = 2.0**-23 * np.abs(expected) + x.shape[1] * 2.0**-24 * (a @ b.T) + 2.0**-134 * b.sum(axis=1)
+        assert (np.abs(np.asarray(y, np.float64) - expected) <= limit).all()
+    else:
+        assert relative_error(y, expected) < 1e-5
 
 
 def test_checkpoint_replays_the_noise():

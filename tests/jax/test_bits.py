@@ -84,7 +84,7 @@ def test_arithmetic_is_not_rewritten():
 
 
 def test_division_by_integers():
-    """What runs where XLA's division is only nearly right: all bits, subnormal numbers, quotients near one, extremes."""
+    """What runs where XLA is only nearly right: all bits, subnormal numbers, quotients near one, extremes."""
     rng = np.random.default_rng(5)
     extremes = np.array([0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000], np.uint32)
     extremes = np.concatenate([extremes, extremes | np.uint32(1 << 31)])
@@ -102,6 +102,40 @@ def test_division_by_integers():
         numbers = ~np.isnan(expected)
         np.testing.assert_array_equal(actual[numbers].view(np.uint32), expected[numbers].view(np.uint32))
         assert np.isnan(actual[~numbers]).all()
+
+
+def near_ties(divisors, rng):
+    """Dividends whose quotients are next to a tie of FP8: odd multiples of 2^-4 in [1, 2), three units around."""
+    ties = (2 * rng.integers(8, 16, divisors.size) + 1) / np.float32(16)
+    bits = (ties.astype(np.float32) * divisors).view(np.uint32) + rng.integers(-3, 4, divisors.size)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def test_quotient_by_residual():
+    """What runs on a GPU: float32's quotient, up to units beside a power of two."""
+    rng = np.random.default_rng(6)
+    divide = jax.jit(lambda x, divisor: _bits.quotient_by_residual(x.shape, False, x, divisor, jnp.float32(1)))
+    divisors = rng.integers(0x3F800000, 0x40800000, 400_000).astype(np.uint32).view(np.float32)
+    x = np.concatenate([near_ties(divisors[::2], rng), np.abs(rng.standard_normal(200_000)).astype(np.float32)])
+    divisors = np.concatenate([divisors[::2], divisors[1::2]])
+    actual, expected = np.asarray(divide(x, divisors)), x / divisors
+    fraction = (expected.view(np.uint32) + np.uint32(3)) & np.uint32(0x7FFFFF)
+    assert (x * (1 / divisors) != expected).mean() > 0.2, "a product with the reciprocal is not enough"
+    np.testing.assert_array_equal(actual[fraction > 6], expected[fraction > 6])
+    np.testing.assert_array_max_ulp(actual, expected, 1)
+
+
+@pytest.mark.parametrize("divisor", [1e-40, 2.0**-126, 1e-38, 0.0123, -37.0, 2.0**127, 3e38, 0, np.inf, np.nan])
+def test_quotient(divisor):
+    """Subnormal operands count, and extremes are those of a division; results below 2^-100 may vanish."""
+    x = np.array([1e-41, 1e-3, -1, 3e38, np.inf, 0, -0.0, -5, np.nan, 1.7e-38], np.float32)
+    with np.errstate(all="ignore"):
+        expected = x / np.float32(divisor)
+    actual = np.asarray(jax.jit(_bits.quotient)(x, np.float32(divisor)))
+    relevant = ~(np.abs(expected) < 2.0**-100) | (expected == 0)
+    np.testing.assert_array_equal(actual[relevant], expected[relevant])
+    np.testing.assert_array_equal(np.signbit(actual)[~np.isnan(expected)], np.signbit(expected)[~np.isnan(expected)])
+    assert (np.abs(actual[~relevant]) < 2.0**-100).all()
 
 
 def test_a_constant_factor_is_not_merged_into_its_operand():

@@ -119,6 +119,40 @@ def test_quantize_shapes_and_special_values():
     assert {name: float(fp8_ops.get_fp8_max(jnp.dtype(name), F32)) for name in expected} == expected
 
 
+@pytest.mark.parametrize("q_dtype", [E4M3, E5M2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
+def test_quantize_divides(q_dtype):
+    """A true division, where a product with the reciprocal of the scale gives other codes; subnormal numbers count."""
+    rng, largest = np.random.default_rng(22), float(jnp.finfo(q_dtype).max)
+    different = 0
+    for scale in rng.uniform(0.01, 3, 20).astype(np.float32):
+        values = np.arange(256, dtype=np.uint8).view(q_dtype).astype(np.float32)
+        values = np.unique(np.abs(values[np.isfinite(values)]))
+        ties = ((values[1:] + values[:-1]) / 2 * scale).view(np.uint32)
+        x = (ties[:, None] + np.arange(-2, 3)).astype(np.uint32).view(np.float32).ravel()
+        expected = np.clip(x / scale, 0, largest).astype(q_dtype)
+        different += int((np.clip(x * (1 / scale), 0, largest).astype(q_dtype) != expected).sum())
+        for dividend, sign in ((x, 1), (-x, -1)):
+            actual = jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, F32))(dividend, scale)
+            np.testing.assert_array_equal(np.asarray(actual, np.float32), sign * expected.astype(np.float32))
+    assert different > 10
+    tiny = fp8_ops.quantize(np.float32(3e-39), q_dtype, np.float32(1e-38), F32)
+    assert float(tiny) == float(np.asarray(0.3, np.float32).astype(q_dtype))
+
+
+def test_gradients_of_fake_quantization():
+    """Straight through where x is not clipped, by every name; the scale's as the definition is differentiated."""
+    x, scale = jnp.asarray([0.3, -1.7, 600.0, 90.0], F32), jnp.float32(0.37)
+    gradients = jax.jit(jax.grad(lambda x, s: jnp.sum(fp8_ops.qdq(x, E4M3, s, F32)), (0, 1)))(x, scale)
+    np.testing.assert_allclose(gradients[0], [1, 1, 0, 1], rtol=1e-6)
+    codes = np.asarray(fp8_ops.quantize(x, E4M3, scale, F32), np.float32)
+    np.testing.assert_allclose(gradients[1], (codes - np.asarray(x) / 0.37 * [1, 1, 0, 1]).sum(), rtol=1e-4)
+    dx, ds = jax.grad(lambda q, s: jnp.sum(fp8_ops.dequantize(q, F32, s)), (0, 1))(x, scale)
+    np.testing.assert_allclose(dx, np.full(4, 0.37), rtol=1e-6)
+    np.testing.assert_allclose(ds, x.sum(), rtol=1e-6)
+    tangent = jax.jvp(lambda x: fp8_ops.quantize(x, E4M3, scale, F32), (x,), (scale * jnp.ones(4),))[1]
+    np.testing.assert_array_equal(np.asarray(tangent, np.float32), [1, 1, 0, 1])
+
+
 @pytest.mark.usefixtures("x64")
 def test_float64_stays_float64():
     assert fp8_ops.qdq(jnp.ones((2,), jnp.float64), E4M3, jnp.ones((1,), F32), F32).dtype == jnp.float64

@@ -9,7 +9,7 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat.jax import fp8_ops, scaling
 from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from tests.jax.compare import relative_error
+from tests.jax.compare import gemm_limit, relative_error, way_of
 
 RNG = np.random.default_rng(18)
 X, W = RNG.standard_normal((16, 64)).astype(np.float32), RNG.standard_normal((32, 64)).astype(np.float32)
@@ -179,6 +179,14 @@ RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()]
 def test_data_gradients_under_transformations(recipe):
     """vmap, scan and remat of a matrix product give what a loop gives, noise included."""
     op = mj.dot_general(recipe)
+    w, stacked = W, STACKED
+    if way_of(recipe.fprop) == "fp8":
+        # GEMMs of two programs differ in their last bits, and gradients that follow from y would be cast to other
+        # codes. The codes of these operands are integers times 64 whose products FP8 tensor cores add exactly.
+        w, stacked = (np.clip(np.round(3 * array), -7, 7) for array in (w, stacked))
+        assert np.abs(w).max() == 7
+        assert (np.abs(stacked).max(axis=(1, 2)) == 7).all()
+    limit = 1e-6 if way_of(recipe.wgrad) != "fp8" else gemm_limit(recipe.wgrad)
     arguments = {"seed": np.array([5, 6], np.uint32)} if recipe.is_stochastic else {}
 
     def loss(w, x):
@@ -193,9 +201,9 @@ def test_data_gradients_under_transformations(recipe):
     def by_vmap(w, xs):
         return jnp.sum(jax.vmap(loss, in_axes=(None, 0))(w, xs))
 
-    expected = jax.jit(jax.grad(by_loop))(W, STACKED)
+    expected = jax.jit(jax.grad(by_loop))(w, stacked)
     for other in (by_scan, by_vmap):
-        assert relative_error(jax.jit(jax.grad(other))(W, STACKED), expected) < 1e-6
+        assert relative_error(jax.jit(jax.grad(other))(w, stacked), expected) < limit
 
 
 def test_constants_are_not_confused():

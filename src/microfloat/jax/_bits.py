@@ -5,18 +5,21 @@ reciprocal and contracts ``a * b + c`` into one operation; XLA GPU may drop a na
 1.2 and 1.5). Bit operations are left alone by all of them.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.formats import ElementFormat
 from microfloat.jax._collectives import in_common_variance
 
 __all__ = [
     "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide",
-    "divide_by_integers", "encode", "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code", "pack_fp4",
-    "round_to_bf16", "sixth", "square", "unpack_fp4", "where",
+    "divide_by_integers", "encode", "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code",
+    "pack_fp4", "quotient", "quotient_by_residual", "round_to_bf16", "rounded", "sixth", "square", "unpack_fp4",
+    "where", "widened",
 ]  # fmt: skip
 
 INFINITY_BITS = np.uint32(0x7F800000)
@@ -50,6 +53,27 @@ def measured_bits(x: Array) -> Array:
     """`magnitude_bits` with NaN as 0: what an amax that ignores NaN is the maximum of."""
     magnitude = magnitude_bits(x)
     return where(is_nan(magnitude), np.uint32(0), magnitude)
+
+
+def widened(x: Array) -> Array:
+    """x of a float dtype of 8, 16 or 32 bits as float32, rounded to that dtype even inside a larger program.
+
+    XLA may leave out a conversion to a narrower float that is widened again, and computes on what was never rounded
+    (GPUs do, for FP8, bfloat16 and float16 alike). Integer operations between the two are left alone.
+    """
+    if x.dtype == jnp.float32:
+        return x
+    if x.dtype == jnp.bfloat16:
+        return as_float(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16)
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits, nan = lax.bitcast_convert_type(x, unsigned), np.asarray(np.nan, x.dtype).view(unsigned)
+    return lax.bitcast_convert_type(where(x != x, bits | nan, bits), x.dtype).astype(jnp.float32)
+
+
+def rounded(values: Array, dtype: DTypeLike) -> Array:
+    """float32 values in another float dtype, rounded even if the result is widened again at once (see `widened`)."""
+    dtype = jnp.dtype(dtype)
+    return widened(values.astype(dtype)).astype(dtype) if dtype.itemsize < 4 else values.astype(dtype)
 
 
 def where(condition: Array, x: ArrayLike, y: ArrayLike) -> Array:
@@ -137,6 +161,55 @@ def divide_by_integers(x: Array, divisor: Array) -> Array:
     sign = (bits_of(x) ^ bits_of(divisor)) & _SIGN
     ordinary = _is_ordinary(x) & _is_ordinary(divisor)
     return where(ordinary, as_float(bits_of(result) | sign), _as_extreme(x) / _as_extreme(divisor))
+
+
+def quotient(x: Array, divisor: Array, *, few_bits: bool = False) -> Array:
+    """``f32(x / divisor)`` of float32 arrays, to be rounded to FP8: what `divide` gives, in fewer operations.
+
+    It may be off where no FP8 format rounds: next to a power of two, and far below the smallest of their numbers.
+    `few_bits`: both operands are bfloat16 numbers, and the result is rounded to bfloat16 first. Its midpoints are
+    2^-17 or more away, relatively, so that errors of some units are forgiven.
+    """
+    # The divisor is brought to [1, 4), or stays smaller if it is subnormal; x changes by the same power of two.
+    exponent = (magnitude_bits(divisor) >> 23).astype(jnp.int32)
+    power = as_float(jnp.clip(254 - exponent, 1, 253).astype(jnp.uint32) << 23)
+    shape = jnp.broadcast_shapes(x.shape, divisor.shape)
+    magnitudes = as_float(magnitude_bits(x)), as_float(magnitude_bits(divisor)), power
+    magnitude = lax.platform_dependent(
+        *in_common_variance(*magnitudes), cpu=partial(_quotient_by_hardware, shape),
+        default=partial(quotient_by_residual, shape, few_bits),
+    )  # fmt: skip
+    return as_float(bits_of(magnitude) | (bits_of(x) ^ bits_of(divisor)) & _SIGN)
+
+
+def _quotient_by_hardware(shape: tuple[int, ...], x: Array, divisor: Array, power: Array) -> Array:
+    # A CPU would flush subnormal operands.
+    shifted = [multiply(y, jnp.broadcast_to(power, y.shape)) for y in (jnp.broadcast_to(x, shape), divisor)]
+    return _divide_by_hardware(shifted[0], jnp.broadcast_to(shifted[1], shape))
+
+
+def quotient_by_residual(shape: tuple[int, ...], few_bits: bool, x: Array, divisor: Array, power: Array) -> Array:
+    """`quotient` of magnitudes: a product with the reciprocal, less than two units off, corrected by the remainder.
+
+    ``x - q * divisor`` is exact in float32 if both factors are split in halves of 12 bits, whether or not the compiler
+    contracts products and sums. Comparisons with infinity or NaN leave the product alone.
+    """
+    x, divisor = x * power, divisor * power
+    reciprocal = divide_by_integers(jnp.ones_like(divisor), divisor)
+    q = x * reciprocal
+    if few_bits:
+        return q
+    q_high, divisor_high = _upper_half(q), _upper_half(divisor)
+    q_low, divisor_low = q - q_high, divisor - divisor_high
+    rest = ((x - q_high * divisor_high) - q_high * divisor_low - q_low * divisor_high) - q_low * divisor_low
+    half_unit = as_float(bits_of(q) & INFINITY_BITS) * np.float32(2.0**-24) * divisor
+    up = where(rest > half_unit, np.uint32(1), np.uint32(0))
+    return as_float(bits_of(q) + up - where(rest < -half_unit, np.uint32(1), np.uint32(0)))
+
+
+def _upper_half(x: Array) -> Array:
+    """x rounded to 12 significant bits."""
+    return as_float((bits_of(x) + np.uint32(0x800)) & np.uint32(0xFFFFF000))
 
 
 def _significand(x: Array) -> tuple[Array, Array]:

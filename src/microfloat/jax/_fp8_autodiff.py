@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_value
+from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._collectives import like_in_variance, on_first_device, once, told_axes, varying_axes
 from microfloat.jax._max_grad import from_max_grad
@@ -57,12 +58,12 @@ def accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -
 def in_qdq_threaded(rule: Rule, x: Array, scale: Array, history: Array) -> tuple[Array, Array, Array]:
     """(x through FP8 and back with the updated scale, scale, history)."""
     new_scale, _ = meta.updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
-    return meta.qdq(x, rule.q_dtype, new_scale, rule.compute_dtype), scale, history
+    return casts.qdq(x, rule.q_dtype, new_scale, rule.compute_dtype), scale, history
 
 
 def _in_qdq_forward(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = meta.updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
-    return (meta.qdq(x, rule.q_dtype, new[0], rule.compute_dtype), scale, history), (new, (scale, history))
+    return (casts.qdq(x, rule.q_dtype, new[0], rule.compute_dtype), scale, history), (new, (scale, history))
 
 
 def _in_qdq_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
@@ -89,7 +90,7 @@ def _out_qdq_forward(rule: Rule, y: Array, scale: Array, history: Array) -> tupl
 def _out_qdq_backward(rule: Rule, old: State, cotangents: tuple) -> tuple:
     g, *later = cotangents
     new = meta.updated_state(g, rule.q_dtype, *old, rule.axis_names)
-    return meta.qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *accumulated(rule, g, new, old, tuple(later))
+    return casts.qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *accumulated(rule, g, new, old, tuple(later))
 
 
 out_qdq_threaded.defvjp(_out_qdq_forward, _out_qdq_backward)
@@ -109,7 +110,7 @@ def in_qdq(
     if mode == "jvp":
         fixed, new_scale, history = lax.stop_gradient((inp, jnp.asarray(scale), jnp.asarray(amax_history)))
         new_scale, _ = meta.updated_state(fixed, q_dtype, new_scale, history)
-        return inp + lax.stop_gradient(meta.qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
+        return inp + lax.stop_gradient(casts.qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
     return in_qdq_threaded(Rule(compute_dtype, q_dtype), inp, jnp.asarray(scale), jnp.asarray(amax_history))[0]
 
 
@@ -121,7 +122,7 @@ def out_qdq(compute_dtype: DTypeLike, q_dtype: DTypeLike, out: ArrayLike, scale:
 
 def _quantized_input(rule: Rule, x: Array, scale: Array, history: Array) -> tuple[Array, State]:
     new = meta.updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
-    return meta.quantize(x, rule.q_dtype, new[0], rule.compute_dtype), new
+    return casts.quantize(x, rule.q_dtype, new[0], rule.compute_dtype), new
 
 
 def _in_q_primal(rule: Rule, x: Array, scale: Array, history: Array) -> tuple[Array, Array, Array, Array]:
@@ -195,7 +196,7 @@ def in_q(
 
 def _out_dq_primal(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:
     wide = jnp.promote_types(out.dtype, jnp.float32)
-    return meta.dequantize(out, wide, from_max_grad(lhs_scale) * from_max_grad(rhs_scale)).astype(dq_type)
+    return casts.dequantize(out, wide, from_max_grad(lhs_scale) * from_max_grad(rhs_scale)).astype(dq_type)
 
 
 def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
@@ -207,7 +208,7 @@ def _out_dq_backward(dq_type: DTypeLike, kept: tuple, g: Array) -> tuple:
     lhs_scale, rhs_scale, like = kept
     wide = jnp.promote_types(like.dtype, jnp.float32)
     factor = from_max_grad(lhs_scale) * from_max_grad(rhs_scale)
-    return None, None, meta.dequantize(g, wide, factor).astype(like.dtype)
+    return None, None, casts.dequantize(g, wide, factor).astype(like.dtype)
 
 
 _out_dq = _static_rule(_out_dq_primal)

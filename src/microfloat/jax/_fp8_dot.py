@@ -8,7 +8,9 @@ import numpy as np
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
+from microfloat.jax._bits import quotient, widened
 from microfloat.jax._collectives import sum_to_type_of
 from microfloat.jax._dimensions import DimensionNumbers
 from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded, out_dq
@@ -97,9 +99,11 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     g_scaled, *later = cotangents
     lhs_scale, rhs_scale = (from_max_grad(scale).reshape(()) for scale in scales)
     # The dot's own cotangent holds the product of both scales; what is quantized is the gradient of the scaled output.
-    g = (g_scaled / jnp.maximum(lhs_scale * rhs_scale, _SMALLEST)).astype(rule.gradient.compute_dtype)
+    factor = jnp.maximum(lhs_scale * rhs_scale, _SMALLEST)
+    g = g_scaled / factor if g_scaled.dtype == jnp.float64 else quotient(widened(g_scaled), factor)
+    g = g.astype(rule.gradient.compute_dtype)
     new = meta.updated_state(g, rule.gradient.q_dtype, state[0], state[1], rule.gradient.axis_names)
-    q_g = meta.quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
+    q_g = casts.quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     options = {
         "dimension_numbers": rule.dimension_numbers,
         "precision": lax.Precision.HIGHEST,

@@ -1,4 +1,4 @@
-"""Arithmetic of the Flax-compatible FP8 operators: quantize, dequantize, delayed scales and amax histories.
+"""State of the Flax-compatible FP8 operators: delayed scales and amax histories.
 
 Here `scale` is what dequantization multiplies with, ``amax / max``, and quantization divides by it; the recipes of
 microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Source: docs/jax.md, "fp8_ops".
@@ -9,57 +9,17 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.errors import unknown_name
+from microfloat.jax._bits import divide, widened
 from microfloat.jax._collectives import max_over, sharding_axes, varying_axes
+from microfloat.jax._fp8_casts import get_fp8_max, qdq
 from microfloat.jax._max_grad import from_max_grad
 
 __all__ = [
-    "compute_amax_history", "compute_scale", "dequantize", "get_fp8_max", "qdq", "quantize",
-    "quantize_dequantize_update", "update_fp8_meta", "updated_state",
+    "compute_amax_history", "compute_scale", "quantize_dequantize_update", "update_fp8_meta", "updated_state",
 ]  # fmt: skip
 
-_FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 # Smallest scale that is handed out: the reciprocal of a normal float32 stays one.
 _SMALLEST = np.float32(2.0**-126)
-
-
-def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Array:
-    """The largest finite value of an FP8 dtype, as `out_dtype`; InvalidValueError for other dtypes."""
-    dtype = jnp.dtype(fp8_dtype)
-    if dtype.name not in _FP8_DTYPES:
-        raise unknown_name("fp8_dtype", dtype.name, _FP8_DTYPES)
-    return jnp.finfo(dtype).max.astype(out_dtype)
-
-
-def _against(scale: ArrayLike, x: Array) -> Array:
-    """A scale of one element without axes, so that it meets an x of any rank; a larger one as it is."""
-    scale = jnp.asarray(scale)
-    return scale.reshape(()) if scale.size == 1 else scale
-
-
-def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
-    """``clip(x / scale, -max, max)`` rounded to nearest even in `q_dtype`; x and scale of shape () or (1,).
-
-    The scale is rounded to `compute_dtype` first; the division runs in ``promote(x.dtype, compute_dtype)``.
-    Infinities saturate, NaN stays.
-    """
-    x = jnp.asarray(x)
-    largest = get_fp8_max(q_dtype, compute_dtype)
-    wide = jnp.promote_types(x.dtype, compute_dtype)
-    ratio = x.astype(wide) / _against(scale, x).astype(compute_dtype).astype(wide)
-    return jnp.clip(ratio, -largest.astype(wide), largest.astype(wide)).astype(q_dtype)
-
-
-def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
-    """``x * scale`` in `dq_dtype`."""
-    x = jnp.asarray(x)
-    return x.astype(dq_dtype) * _against(scale, x).astype(dq_dtype)
-
-
-def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
-    """``dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)``: x as FP8 would hold it."""
-    x = jnp.asarray(x)
-    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
 
 
 def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin: float = 0) -> Array:
@@ -71,9 +31,16 @@ def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin:
     amax, scale = jnp.asarray(amax), jnp.asarray(scale)
     scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
     usable = (amax >= _SMALLEST) & jnp.isfinite(amax)
-    encode = (fp8_max / jnp.where(usable, amax, jnp.ones_like(amax))) / (2.0**margin)
-    encode = jnp.where(usable, encode, 1.0 / scale)
-    return jnp.maximum(1.0 / encode, _SMALLEST.astype(encode.dtype))
+    encode = _quotient(_quotient(fp8_max, jnp.where(usable, amax, jnp.ones_like(amax))), 2.0**margin)
+    encode = jnp.where(usable, encode, _quotient(1.0, scale))
+    return jnp.maximum(_quotient(1.0, encode), _SMALLEST.astype(encode.dtype))
+
+
+def _quotient(x: ArrayLike, divisor: ArrayLike) -> Array:
+    """``x / divisor``, correctly rounded in float32 on every device; float64 operands divide in float64."""
+    dtype = jnp.result_type(x, divisor)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (divide(x, divisor) if wide == jnp.float32 else jnp.divide(x, divisor)).astype(dtype)
 
 
 def compute_amax_history(x: ArrayLike, amax_history: Array) -> Array:
@@ -83,6 +50,8 @@ def compute_amax_history(x: ArrayLike, amax_history: Array) -> Array:
 
 def _measured(x: ArrayLike, dtype: np.dtype) -> Array:
     x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4:
+        x = widened(x)
     amax = jnp.max(jnp.abs(x), initial=0).astype(dtype)
     return jnp.where((amax >= _SMALLEST) & jnp.isfinite(amax), amax, jnp.zeros_like(amax))
 

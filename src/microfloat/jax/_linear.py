@@ -257,14 +257,14 @@ def live_amax(
     apart = varying_axes(*jax.tree.leaves(state))
     axes = sharding_axes(x, axis_names) - apart
     if reduces:
-        return max_over(tensor_amax(x.astype(jnp.float32)), axes)
+        return max_over(tensor_amax(x), axes)
     if shared := varying_axes(x) - apart:
         raise invalid_value(
             "state", f"one for all devices of mesh axes {sorted(shared)}",
             "a state per device with reduce_amax=False: every device keeps its own amaxes",
             "Stack the states, pass them with in_specs=P(axis) and index [0] inside; or use reduce_amax=True.",
         )  # fmt: skip
-    return tensor_amax(x.astype(jnp.float32))
+    return tensor_amax(x)
 
 
 def _reduces(state: DelayedState | None) -> dict[str, bool]:

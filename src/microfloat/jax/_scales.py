@@ -25,6 +25,7 @@ from microfloat.jax._bits import (
     sixth,
     square,
     where,
+    widened,
 )
 from microfloat.jax._tiles import spread
 from microfloat.recipes import Cast, Current
@@ -70,7 +71,7 @@ def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array 
 
 def tensor_amax(x: Array, *, per_row: bool = False) -> Array:
     """Largest magnitude, NaN ignored, as float32: of everything (shape ()), or of each row of [R, C] (shape [R, 1])."""
-    bits = measured_bits(x)
+    bits = measured_bits(widened(x))
     return as_float(jnp.max(bits, axis=1, keepdims=True, initial=0) if per_row else jnp.max(bits, initial=0))
 
 

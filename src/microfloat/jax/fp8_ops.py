@@ -7,6 +7,7 @@ whole.
 """
 
 from microfloat.jax._fp8_autodiff import in_q, in_qdq, out_dq, out_qdq
+from microfloat.jax._fp8_casts import dequantize, get_fp8_max, qdq, quantize
 from microfloat.jax._fp8_dot import (
     dot_general_transpose_lhs,
     dot_general_transpose_rhs,
@@ -17,10 +18,6 @@ from microfloat.jax._fp8_dot import (
 from microfloat.jax._fp8_meta import (
     compute_amax_history,
     compute_scale,
-    dequantize,
-    get_fp8_max,
-    qdq,
-    quantize,
     quantize_dequantize_update,
     update_fp8_meta,
 )

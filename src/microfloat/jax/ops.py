@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax import _explicit
+from microfloat.jax._bits import rounded, widened
 from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
@@ -134,7 +135,7 @@ def _dequantized_spec(q: QuantizedArray, shape: jax.ShapeDtypeStruct) -> Partiti
 
 @partial(jax.jit, static_argnames=("dtype",))
 def _dequantize(q: QuantizedArray, *, dtype: np.dtype) -> Array:
-    values = reference.dequantize_matrix(as_matrix(q), q.format, q.hadamard, q.axis_size).astype(dtype)
+    values = rounded(reference.dequantize_matrix(as_matrix(q), q.format, q.hadamard, q.axis_size), dtype)
     return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values.reshape(q.shape)
 
 
@@ -355,4 +356,5 @@ def real_array(argument: str, value: ArrayLike) -> Array:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise invalid_type(argument, dtype or type(value), "a float32 number or array")
-    return jnp.asarray(value).astype(jnp.float32)
+    array = jnp.asarray(value)
+    return widened(array) if array.dtype.itemsize <= 4 else array.astype(jnp.float32)

@@ -186,7 +186,7 @@ def _by_triton(static: _Static, x_RC: Array, given: Given) -> Operands:
 
 def _by_xla(static: _Static, x_RC: Array, given: Given) -> Operands:
     """The same by XLA's operations."""
-    amax = max_over(tensor_amax(x_RC.astype(jnp.float32)), static.axes) if static.records else None
+    amax = max_over(tensor_amax(x_RC), static.axes) if static.records else None
     row, column = static.row, static.column
     first = None if row is None else _one_by_xla(row, x_RC, given, static.axes)
     second = None

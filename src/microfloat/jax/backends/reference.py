@@ -23,7 +23,9 @@ from microfloat.jax._bits import (
     encode,
     multiply,
     multiply_code,
+    rounded,
     where,
+    widened,
 )
 from microfloat.jax._collectives import max_over
 from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, stored_length
@@ -82,7 +84,7 @@ def cast_matrix(
 
     `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
     """
-    x_RC = x_RC.astype(jnp.float32)
+    x_RC = widened(x_RC)
     if cast.hadamard is not None:
         x_RC = hadamard_transform(x_RC, cast.hadamard)
     element, shape_RC = cast.format.element, (x_RC.shape[0], x_RC.shape[1])
@@ -273,7 +275,7 @@ def _centred_gemm(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind) -> Array:
 def _in_high_precision(operand: Operand, kind: Kind | None, dtype: np.dtype) -> Array:
     if kind is None:
         return typing.cast(Array, operand)
-    return dequantize_matrix(typing.cast(Matrix, operand), kind.format, kind.hadamard, kind.cols).astype(dtype)
+    return rounded(dequantize_matrix(typing.cast(Matrix, operand), kind.format, kind.hadamard, kind.cols), dtype)
 
 
 def exact_gemm(

@@ -196,7 +196,7 @@ def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, argument
         if arguments.scale_enc is None:
             amax = arguments.amax
             if amax is None:
-                amax = max_over(tensor_amax(source.x.astype(jnp.float32)), arguments.axes)
+                amax = max_over(tensor_amax(source.x), arguments.axes)
             given["SOURCE"], given["source_ptr"] = _AMAX, amax
     elif cast.block == (1, None):
         shapes = {"row": (rows, 1), "column": (columns, 1)}
@@ -325,6 +325,6 @@ def _nvfp4_amaxes(
     for side, wanted in (("row", row), ("column", column)):
         if wanted is not None and found[side] is None:
             if plain is None:
-                plain = max_over(tensor_amax(source.x.astype(jnp.float32)), arguments.axes)
+                plain = max_over(tensor_amax(source.x), arguments.axes)
             found[side] = plain
     return found["row"], found["column"]
