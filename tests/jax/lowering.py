@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import microfloat.jax as mj
 from microfloat import recipes
-from microfloat.jax.backends import casts, cuda, native
+from microfloat.jax.backends import cuda, kernels, native
 from microfloat.jax.backends.triton import _launch
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -55,7 +55,7 @@ def pretend(local=True):
     cuda.capability = native.capability = lambda: (9, 0)
     _launch._library = lambda: STAND_IN
     if local:
-        casts.is_local = lambda: True
+        kernels.is_local = lambda: True
         cuda._is_alone = lambda: True
 
 
@@ -74,7 +74,14 @@ def step_of(recipe):
     return step, state
 
 
-def lowered(recipe, platform, batch=False):
+def mapped(step):
+    """The step inside shard_map, x and dy cut along their rows."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
+    cut, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    return jax.shard_map(step, mesh=mesh, in_specs=(cut, whole, cut, whole), out_specs=(cut, cut, whole, whole))
+
+
+def lowered(recipe, platform, batch=False, inside=False):
     """(kernel, operands, results) of every call of a kernel, and the operands and result of every dot."""
     step, state = step_of(recipe)
     rows, inputs, outputs = SIZES
@@ -82,7 +89,7 @@ def lowered(recipe, platform, batch=False):
         jax.ShapeDtypeStruct((2, *sizes) if batch else sizes, jnp.bfloat16)
         for sizes in ((rows, inputs), (inputs, outputs), (rows, outputs))
     ]
-    step = jax.vmap(step, in_axes=(0, 0, 0, None)) if batch else step
+    step = jax.vmap(step, in_axes=(0, 0, 0, None)) if batch else mapped(step) if inside else step
     text = jax.jit(step).trace(*arguments, state).lower(lowering_platforms=(platform,)).as_text()
     calls, dots = [], []
     for line in text.splitlines():
@@ -106,6 +113,7 @@ def main(what):
     found = {"cuda": lowered(recipe, "cuda"), "started": STARTED[:]}
     found["cpu"] = lowered(recipe, "cpu")["calls"]
     found["batch"] = lowered(recipe, "cuda", batch=True)["calls"]
+    found["inside"] = lowered(recipe, "cuda", inside=True)["calls"]
     found["explained"] = str(mj.explain(recipe, "cuda", SIZES))
     print(json.dumps(found))
 

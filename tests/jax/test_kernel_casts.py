@@ -15,11 +15,12 @@ import pytest
 import microfloat.jax as mj
 from microfloat import recipes, reference
 from microfloat.jax import scaling
-from microfloat.jax.backends import casts, cuda, native
+from microfloat.jax.backends import casts, cuda, kernels, native
 from microfloat.jax.backends.triton import _launch
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
 from tests.contract.cases import cast_id
 from tests.jax.compare import relative_error, to_numpy
+from tests.jax.test_every_cast import random_inputs
 
 DENSE = (((1,), (0,)), ((), ()))
 HAS_GPU = cuda.capability() is not None
@@ -31,7 +32,7 @@ SEED = 0x0123456789ABCDEF
 @pytest.fixture
 def small(monkeypatch):
     """Matrices of any size go by kernels; what was traced before is forgotten."""
-    monkeypatch.setattr(casts, "SMALLEST", 1)
+    monkeypatch.setattr(kernels, "SMALLEST", 1)
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
@@ -81,7 +82,7 @@ def assert_bytes(matrix, expected, context):
         actual, wanted = getattr(matrix, field), getattr(expected, field)
         assert (actual is None) == (wanted is None), (context, field)
         if wanted is not None:
-            actual, wanted = to_numpy(actual), np.asarray(wanted)
+            actual, wanted = to_numpy(actual), to_numpy(wanted)
             assert actual.dtype == wanted.dtype, (context, field)
             assert actual.size == wanted.size, (context, field, actual.shape, wanted.shape)
             differing = int(
@@ -116,6 +117,7 @@ def test_one_kernel_for_each_tensor(repository):
     ]
     assert found["cpu"] == [], "no other platform sees a kernel"
     assert found["batch"] == [], "matrices of a batch go by XLA's operations"
+    assert found["inside"] == found["cuda"]["calls"], "inside shard_map an operand is local"
     assert "casts of x, w, dy: Triton kernel (one pass writes both layouts)" in found["explained"]
 
 
@@ -134,7 +136,7 @@ def test_delayed_scaling_records_in_the_cast(repository):
 def test_parameters_are_declared_as_jaxlib_passes_them(repository):
     """Arrays first, inputs before outputs; the words that programs meet in are cleared, and nothing else."""
     started = program(repository, "nvfp4")["started"]
-    assert {one["name"] for one in started} == {"amax_transformed", "quantize_nvfp4"}
+    assert {one["name"] for one in started} == {"amax_transformed", "quantize_nvfp4", "dequantize"}
     for one in started:
         kinds = [kind for kind, *_ in one["parameters"]]
         arrays = kinds.count("array")
@@ -147,6 +149,14 @@ def test_parameters_are_declared_as_jaxlib_passes_them(repository):
         assert one["capability"] == 90
 
 
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
+def test_kernels_inside_shard_map(repository, name):
+    """Scales of whole tensors, maxima over the mesh, have one type by either way."""
+    found = program(repository, name)
+    assert [call[0] for call in found["inside"]].count("cast_scaled") == (0 if name == "nvfp4" else 3)
+    assert len(found["inside"]) == len(found["cuda"]["calls"])
+
+
 def test_several_devices_are_left_to_xla(repository):
     found = program(repository, "reason", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert found["calls"] == []
@@ -156,17 +166,17 @@ def test_several_devices_are_left_to_xla(repository):
 def test_why_xla_casts(monkeypatch):
     cast = as_cast("mxfp8")
     monkeypatch.setattr(cuda, "capability", lambda: None)
-    assert casts.why_no_kernel(cast) == "no CUDA device"
+    assert kernels.why_no_kernel(cast) == "no CUDA device"
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
-    monkeypatch.setattr(casts, "is_local", lambda: True)
+    monkeypatch.setattr(kernels, "is_local", lambda: True)
     monkeypatch.setattr(_launch, "why_unavailable", lambda: "triton is not installed")
-    assert casts.why_no_kernel(cast) == "triton is not installed"
+    assert kernels.why_no_kernel(cast) == "triton is not installed"
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(_launch, "why_unavailable", lambda: "")
-    assert casts.why_no_kernel(cast) == ""
-    assert casts.why_no_kernel(cast, (64, 64)) == "fewer than 65536 elements"
-    assert casts.why_no_kernel(cast, backend="reference") == "backend='reference'"
-    assert "Hadamard" in casts.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
+    assert kernels.why_no_kernel(cast) == ""
+    assert kernels.why_no_kernel(cast, (64, 64)) == "fewer than 65536 elements"
+    assert kernels.why_no_kernel(cast, backend="reference") == "backend='reference'"
+    assert "Hadamard" in kernels.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
 
 
 def test_reordered_parameters():
@@ -201,11 +211,28 @@ def test_both_operands_have_the_bytes_of_the_oracle(small, cast, shape, dtype):
     assert_bytes(alone.column, oracle(x, cast, -2, 3), "column alone")
 
 
-DECODED = [cast for cast in CASES if cast.format.scale.name != "FP32" or cast.rule.power_of_two]
+@needs_gpu
+@pytest.mark.parametrize("cast", CASES, ids=cast_id)
+def test_any_bits_have_the_bytes_of_the_oracle(small, cast):
+    """NaN, infinities and subnormal numbers everywhere, ties, every exponent: one compiled kernel for all."""
+    rng = np.random.default_rng(zlib.crc32(cast_id(cast).encode()))
+    given = casts.Given(words() if cast.is_stochastic else None)
+    both = jax.jit(lambda x, given: casts.cast_both(x, casts.CastOf(cast, 2), casts.CastOf(cast, 3), given))
+    for name, x in random_inputs(rng, 90 if "mse" in str(cast.scale_rule) else 0).items():
+        made, x = both(x, given), jnp.asarray(x)
+        assert_bytes(made.row, oracle(x, cast, -1, 2), f"{name} row")
+        assert_bytes(made.column, oracle(x, cast, -2, 3), f"{name} column")
+
+
+# What a bfloat16 GEMM reads: block scales that are powers of two, or short.
+DECODED = [
+    cast for cast in CASES
+    if cast.format.block[1] is not None and (cast.format.scale.name != "FP32" or cast.rule.power_of_two)
+]  # fmt: skip
 
 
 @needs_gpu
-@pytest.mark.parametrize("cast", [cast for cast in DECODED if not cast.format.is_per_tensor], ids=cast_id)
+@pytest.mark.parametrize("cast", DECODED, ids=cast_id)
 @pytest.mark.parametrize("shape", [(256, 512), (200, 332)])
 def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
     x = spread_values(shape, "bfloat16", 7)
@@ -276,14 +303,14 @@ def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
     given = (*arrays(*sizes), state)
     text = jax.jit(step).lower(*given).as_text()
     assert text.count("triton_kernel_call") >= 3
-    kernels = jax.jit(step)(*given)
-    small.setattr(casts, "why_no_kernel", lambda *_: "switched off")
+    by_kernels = jax.jit(step)(*given)
+    small.setattr(kernels, "why_none_here", lambda *_: "switched off")
     jax.clear_caches()
     assert "triton_kernel_call" not in jax.jit(step).lower(*given).as_text()
     plain = jax.jit(step)(*given)
-    for actual, expected in zip(kernels[:3], plain[:3], strict=True):
+    for actual, expected in zip(by_kernels[:3], plain[:3], strict=True):
         assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 2e-3
-    for actual, expected in zip(jax.tree.leaves(kernels[3]), jax.tree.leaves(plain[3]), strict=True):
+    for actual, expected in zip(jax.tree.leaves(by_kernels[3]), jax.tree.leaves(plain[3]), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax._dimensions import canonical_dimensions
 from microfloat.jax.backends import native, reference
-from microfloat.jax.backends.casts import why_no_kernel
+from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.backends.select import GemmPlan, choice_of
 from microfloat.jax.ops import check_backend
 from microfloat.recipes import (

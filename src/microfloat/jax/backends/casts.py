@@ -1,33 +1,24 @@
 """Both operands of a matrix, by XLA's operations or by one of our Triton kernels; the bytes are the same.
 
 x_RC is a matrix as it lies in memory. Its *row* operand contracts C, its *column* operand contracts R and is the
-transposed matrix. Kernels serve matrices that lie on one CUDA device as a whole: with one device, or inside shard_map.
-XLA would gather what it has sharded before it calls a kernel it knows nothing about.
-
-Source: docs/jax.md, "Performance".
+transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.md, "What casts".
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
+from jax import Array
 
 from microfloat.jax._collectives import max_over
 from microfloat.jax._scales import tensor_amax
-from microfloat.jax.backends import cuda, native, reference
+from microfloat.jax.backends import cuda, kernels, native, reference
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.recipes import Cast, Gemm
 
-__all__ = ["CastOf", "Given", "Operands", "cast_both", "decodes", "is_local", "uses_kernel", "why_no_kernel"]
-
-# Smaller matrices are cast by XLA's operations: compiling a kernel for them takes longer than they ever cost.
-SMALLEST = 1 << 16
+__all__ = ["CastOf", "Given", "Operands", "cast_both", "decodes", "uses_kernel"]
 
 
 class CastOf(NamedTuple):
@@ -102,35 +93,7 @@ def _by_kernel(wanted: CastOf | None, given: Given, x_RC: Array, backend: str) -
 
 def uses_kernel(cast: Cast, shape: Sequence[int] | None, backend: str = "auto") -> bool:
     """Whether a matrix is cast by a kernel where this is called."""
-    return not why_no_kernel(cast, shape, backend)
-
-
-def why_no_kernel(cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto") -> str:
-    """Why XLA's operations cast a matrix of this shape (None: one large enough), or "" where a kernel does."""
-    if cuda.capability() is None:
-        return "no CUDA device"
-    if backend == "reference":
-        return "backend='reference'"
-    from microfloat.jax.backends.triton import _launch
-
-    if missing := _launch.why_unavailable():
-        return missing
-    if not is_local():
-        return "several devices: XLA shards its own operations only (inside shard_map kernels are used)"
-    if shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST:
-        return f"fewer than {SMALLEST} elements"
-    from microfloat.kernels.casts import kernel_cast
-
-    numbers = kernel_cast(cast)
-    return numbers.refusal or ("its Hadamard transform has no kernel" if numbers.bare is not None else "")
-
-
-def is_local() -> bool:
-    """Whether arrays lie on one device as a whole where this is traced: one device, or all of a mesh is manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.axis_names:
-        return jax.device_count() == 1
-    return all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return not kernels.why_no_kernel(cast, shape, backend)
 
 
 def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
@@ -152,22 +115,7 @@ def _shares(row: CastOf | None, column: CastOf | None) -> bool:
 
 @lru_cache(maxsize=1024)
 def _on_either(static: _Static) -> Callable[[Array, Given], Operands]:
-    """The cast by a kernel where the program is lowered for CUDA; a batch of matrices goes by XLA's operations."""
-
-    @custom_vmap
-    def cast(x_RC: Array, given: Given) -> Operands:
-        return lax.platform_dependent(
-            x_RC, given, cuda=partial(_by_triton, static), default=partial(_by_xla, static)
-        )  # fmt: skip
-
-    @cast.def_vmap
-    def _batched(axis_size: int, in_batched: Any, x_BRC: Array, given: Given) -> tuple[Operands, Any]:
-        del axis_size
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        operands = jax.vmap(partial(_by_xla, static), in_axes=tuple(axes))(x_BRC, given)
-        return operands, jax.tree.map(lambda _: True, operands)
-
-    return cast
+    return kernels.on_either(partial(_by_triton, static), partial(_by_xla, static))
 
 
 def _by_triton(static: _Static, x_RC: Array, given: Given) -> Operands:

@@ -14,6 +14,8 @@ Casts have the bytes of the reference backend on every platform; `cuda` has fast
 Source: docs/numerics.md 8.2, docs/jax.md.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import jax
@@ -22,9 +24,10 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from microfloat.formats import ScaledFormat
 from microfloat.jax._bits import FLOAT8, where
 from microfloat.jax._tiles import from_tiles, spread, to_tiles
-from microfloat.jax.backends import cuda, reference
+from microfloat.jax.backends import cuda, kernels, reference
 from microfloat.jax.backends.cuda import capability
 from microfloat.support import Support
 
@@ -157,15 +160,34 @@ def bf16_values(operand: reference.Operand, kind: reference.Kind) -> tuple[Array
     if isinstance(operand, reference.Decoded):
         return operand
     fmt, matrix = kind.format, cast(reference.Matrix, operand)
+    if fmt.element.bits == 4 and not kernels.why_none_here((matrix.codes.shape[0], kind.length)):
+        # XLA writes the unpacked codes to memory before it decodes them.
+        return _decode_either(fmt, kind.length, cuda.capability())(matrix), matrix.tensor_scale
+    return _decoded_by_xla(matrix, fmt, kind.length)
+
+
+@lru_cache(maxsize=256)
+def _decode_either(
+    fmt: ScaledFormat, length: int, chip: tuple[int, int] | None
+) -> Callable[[reference.Matrix], Array]:  # fmt: skip
+    def by_kernel(matrix: reference.Matrix) -> Array:
+        from microfloat.jax.backends.triton import _casts
+
+        return _casts.decode_by_kernel(matrix, fmt, length, cast(tuple[int, int], chip))
+
+    return kernels.on_either(by_kernel, lambda matrix: _decoded_by_xla(matrix, fmt, length)[0])
+
+
+def _decoded_by_xla(matrix: reference.Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array | None]:
     if fmt.scale.name != "E8M0" or fmt.element.name not in FLOAT8:
-        values, outer = reference.factored_values(matrix, fmt, kind.length)
+        values, outer = reference.factored_values(matrix, fmt, length)
         return values.astype(jnp.bfloat16), outer
     # 2^(byte - 127) is a bfloat16, 2^-127 a subnormal one, which a GPU keeps.
     byte = matrix.scale.astype(jnp.uint16)
     bits = where(byte == 255, np.uint16(0x7FC0), where(byte == 0, np.uint16(0x40), byte << 7))
     tiles = to_tiles(matrix.codes, fmt.block).astype(jnp.bfloat16)
     scaled = tiles * spread(lax.bitcast_convert_type(bits, jnp.bfloat16))
-    return from_tiles(scaled, (matrix.codes.shape[0], kind.length)), None
+    return from_tiles(scaled, (matrix.codes.shape[0], length)), None
 
 
 def _mx(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind) -> Array:

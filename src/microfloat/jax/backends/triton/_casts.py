@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from microfloat.formats import ScaledFormat
 from microfloat.jax._bits import FLOAT8
 from microfloat.jax._collectives import max_over
 from microfloat.jax._hadamard import stored_length
@@ -19,13 +20,14 @@ from microfloat.jax.backends.reference import Decoded, Matrix, Operand
 from microfloat.jax.backends.triton._launch import Output, call
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import blocks as block_kernels
+from microfloat.kernels import dequantize as dequantize_kernels
 from microfloat.kernels import nvfp4 as nvfp4_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
 from microfloat.kernels._tiles import SCALE_ROW_MAJOR
 from microfloat.kernels.casts import TILES, KernelCast, Warps, ceil_div
 
-__all__ = ["Arguments", "Wanted", "cast_by_kernel"]
+__all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 
 _CODES, _VALUES = block_kernels.CODES.value, block_kernels.VALUES.value
 _GIVEN, _AMAX, _AXES, _TILE = (
@@ -93,8 +95,8 @@ class _Source(NamedTuple):
             "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "KIND": self.kind,
             "EVEN": rows % tile[0] == 0 and columns % tile[1] == 0,
             # Offsets inside a tile, and the numbers of block scales, of which there is one for 16 elements at most.
-            "INDEX64": max(128 * rows, 128 * columns, rows * columns >> 4) > _INT32_MAX, "HW": self.capability >= (8, 9),
-            "BM": tile[0], "BN": tile[1],
+            "INDEX64": max(128 * rows, 128 * columns, rows * columns >> 4) > _INT32_MAX,
+            "HW": self.capability >= (8, 9), "BM": tile[0], "BN": tile[1],
         }  # fmt: skip
 
     def start(self, kernel: Any, tile: tuple[int, int, Warps], arguments: Mapping[str, Any]) -> dict[str, Array]:
@@ -328,3 +330,26 @@ def _nvfp4_amaxes(
                 plain = max_over(tensor_amax(source.x), arguments.axes)
             found[side] = plain
     return found["row"], found["column"]
+
+
+_SCALES = {
+    "FP32": dequantize_kernels.SCALE_FLOAT.value, "E8M0": dequantize_kernels.SCALE_E8M0.value,
+    "E4M3": dequantize_kernels.SCALE_E4M3.value,
+}  # fmt: skip
+
+
+def decode_by_kernel(matrix: Matrix, fmt: ScaledFormat, length: int, capability: tuple[int, int]) -> Array:
+    """Code times block scale in bfloat16 [R, length] of an operand form with E8M0 or E4M3 scales, one per block."""
+    height, width, warps = TILES["dequantize"]
+    rows = matrix.codes.shape[0]
+    arguments = {
+        "codes_ptr": matrix.codes, "scale_ptr": matrix.scale, "tensor_scale_ptr": None,
+        "out_ptr": Output((rows, length), jnp.bfloat16), "R": rows, "C": length,
+        "scale_stride_r": matrix.scale.shape[1], "scale_stride_k": 1, "tensor_scale_stride": 0,
+        "MB": fmt.element.mantissa_bits, "BIAS": fmt.element.bias, "SCALE": _SCALES[fmt.scale.name],
+        "HEIGHT": fmt.block[0], "WIDTH": fmt.block[1], "LEVELS": 1, "BF16": True, "PAIRS": length % 2 == 0,
+        "EVEN": rows % height == 0 and length % width == 0, "INDEX64": max(rows, height * length) > _INT32_MAX,
+        "HW": capability >= (8, 9), "BM": height, "BN": width,
+    }  # fmt: skip
+    programs = ceil_div(rows, height) * ceil_div(length, width)
+    return call(dequantize_kernels.dequantize, programs, capability, arguments, warps)["out_ptr"]

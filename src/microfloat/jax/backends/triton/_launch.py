@@ -122,7 +122,7 @@ def _pointer(dtype: DTypeLike) -> str:
     return _POINTERS.get(jnp.dtype(dtype).name, "*u8")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _opaque(
     kernel: Any,
     programs: int,

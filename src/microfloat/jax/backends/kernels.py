@@ -1,0 +1,83 @@
+"""Where Triton kernels can be called from JAX, and a wrapper for what calls one.
+
+Kernels serve matrices that lie on one CUDA device as a whole: with one device, or inside shard_map. XLA would gather
+what it has sharded before it calls a kernel it knows nothing about. Source: docs/jax.md, "What casts".
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
+
+from microfloat.jax._collectives import in_common_variance, like_in_variance
+from microfloat.jax.backends import cuda
+from microfloat.recipes import Cast
+
+__all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]
+
+# Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
+SMALLEST = 1 << 16
+
+
+def why_none_here(shape: Sequence[int] | None = None) -> str:
+    """Why no kernel is called for a matrix of this shape (None: one large enough), or "" where one can be."""
+    if cuda.capability() is None:
+        return "no CUDA device"
+    from microfloat.jax.backends.triton import _launch
+
+    if missing := _launch.why_unavailable():
+        return missing
+    if not is_local():
+        return "several devices: XLA shards its own operations only (inside shard_map kernels are used)"
+    if shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST:
+        return f"fewer than {SMALLEST} elements"
+    return ""
+
+
+def why_no_kernel(cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto") -> str:
+    """Why XLA's operations cast a matrix of this shape, or "" where a kernel does."""
+    if backend == "reference":
+        return "backend='reference'"
+    if reason := why_none_here(shape):
+        return reason
+    from microfloat.kernels.casts import kernel_cast
+
+    numbers = kernel_cast(cast)
+    return numbers.refusal or ("its Hadamard transform has no kernel" if numbers.bare is not None else "")
+
+
+def is_local() -> bool:
+    """Whether arrays lie on one device as a whole where this is traced: one device, or all of a mesh is manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        return jax.device_count() == 1
+    return all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a kernel where the program is lowered for CUDA, and does the same by XLA's operations
+    elsewhere and for a batch of matrices. Arguments and results are pytrees of arrays.
+    """
+
+    def marked(way: Callable[..., Any], *arguments: Any) -> Any:
+        # Inside shard_map both ways must agree on what varies over the mesh: all results, if any argument does.
+        given = jax.tree.leaves(arguments)
+        return jax.tree.map(lambda leaf: like_in_variance(leaf, in_common_variance(*given)[0]), way(*arguments))
+
+    @custom_vmap
+    def function(*arguments: Any) -> Any:
+        return lax.platform_dependent(*arguments, cuda=partial(marked, by_kernel), default=partial(marked, by_xla))
+
+    @function.def_vmap
+    def _batched(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        del axis_size
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        results = jax.vmap(by_xla, in_axes=tuple(axes))(*arguments)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return cast(Callable[..., Any], function)
