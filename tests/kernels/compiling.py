@@ -162,7 +162,7 @@ def _together(delayed):
             [(matrix, plan, plan)] * 2, _scaled.GIVEN if delayed else _scaled.AMAX, records=delayed
         )
         codes, scale = torch.zeros_like(x, dtype=torch.uint8), torch.ones(16)
-        one = (x, codes, codes, scale, *((scale, scale) if delayed else (None, None)))
+        one = (x, codes, codes, scale, scale, *((scale, scale) if delayed else (None, None)))
         launch(-1, *one, *one, torch.zeros(8, dtype=torch.int64))
 
     return workload

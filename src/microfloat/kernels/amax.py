@@ -121,23 +121,12 @@ def amax_strided(
 
 
 @triton.jit
-def amax_rows_columns(
-    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def tile_axes(
+    x_tile, row_amax, column_amax, row0, col0, rows, cols, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    rows = R - row0
-    cols = C - col0
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    """Merge the amaxes of one tile's rows and columns into those of the matrix."""
     t = tl.arange(0, BN // 8)[:, None, None]
     r = tl.arange(0, BM)[None, :, None]
     w = t * 4 + tl.arange(0, 4)[None, None, :]
@@ -163,3 +152,25 @@ def amax_rows_columns(
         at = tl.arange(0, BN // 8)[:, None] * 8 + tl.arange(0, 4)[None, :] * 2
         tl.atomic_max(column_amax + col0 + at, column_low, mask=at < cols)
         tl.atomic_max(column_amax + col0 + at + 1, column_high, mask=at + 1 < cols)
+
+
+@triton.jit
+def amax_rows_columns(
+    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
+    pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    tile_axes(
+        x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN, HW,
+        BM, BN,
+    )  # fmt: skip

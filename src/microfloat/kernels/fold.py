@@ -57,6 +57,17 @@ def is_lossy(shifted, BIAS: tl.constexpr):
 
 
 @triton.jit
+def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.constexpr):
+    """The scale of a tile, one of `columns` in its row; each row is filled up to a multiple by zeros."""
+    stride = (columns + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    tl.store(scale_ptr + row * stride + column, scale)
+    if MULTIPLE > 1:  # noqa: SIM102  # a constant beside a tensor
+        if column == columns - 1:
+            at = columns + tl.arange(0, MULTIPLE)
+            tl.store(scale_ptr + row * stride + at, tl.zeros([MULTIPLE], tl.float32), mask=at < stride)
+
+
+@triton.jit
 def fold_rows(
     x_tile, out_tile, scale_ptr, seed_ptr, stream, R, C, stride_r, stride_c, row0, col0,
     CAST: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
@@ -78,7 +89,7 @@ def fold_rows(
         largest = tl.max(largest, 0)
         exponent, scale = group_scale(largest, MB, BIAS)
         shift = group_shift(byte, exponent, largest)
-        tl.store(scale_ptr + (row0 // BM) * ((C + 127) // 128) + col0 // 128, scale)
+        store_tile_scale(scale_ptr, scale, row0 // BM, col0 // 128, (C + 127) // 128, TILE)
     else:
         exponent, scale = group_scale(largest, MB, BIAS)
         shift = group_shift(byte, exponent[None, :], largest[None, :])
@@ -169,7 +180,7 @@ def fold_columns(
         exponent_high = exponent_low
         shift_low = group_shift(byte_low, exponent_low, largest_low)
         shift_high = group_shift(byte_high, exponent_low, largest_low)
-        tl.store(scale_ptr + (col0 // BN) * ((R + 127) // 128) + row0 // 128, scale)
+        store_tile_scale(scale_ptr, scale, col0 // BN, row0 // 128, (R + 127) // 128, TILE)
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
         exponent_low, scale = group_scale(largest_low, MB, BIAS)
@@ -263,7 +274,9 @@ def fold_blocks(
     ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; lossy counts go to int64[2]."""
+    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of tiles (TILE > 0) row by row,
+    in rows of a multiple of TILE; lossy counts go to int64[2].
+    """
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)

@@ -1,18 +1,19 @@
-"""One or two matrices cast in one launch, each with a scale of its own: what a small Linear casts in a step.
+"""One or two matrices cast in one launch, each with scales of its own: what a small Linear casts in a step.
 
 The casts are those of `scaled`, tile by tile, so the bytes are too; what differs is who runs them. A launch has fewer
-programs than there are tiles, and each takes several. Under current scaling (AMAX) all programs first measure their
-tiles, meet, and then cast: they must all run at once, so the launch is a cooperative one. Host time is what it saves,
-and the second reading of the tiles, which finds them in the L2 cache.
+programs than there are tiles, and each takes several. Where scales span more than a tile (AMAX, AXES) all programs
+first measure their tiles, wait for each other, and then cast: they must all run at once, so the launch is a cooperative
+one. Host time is what it saves, and the second reading of the tiles, which finds them in the L2 cache.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
+from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs, packed_max
 from microfloat.kernels._produce import LOAD
 from microfloat.kernels._tiles import load_pair
-from microfloat.kernels.scaled import AMAX, cast_tile, words_amax_bits
+from microfloat.kernels.amax import tile_axes
+from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
 
 
 @triton.jit
@@ -44,8 +45,40 @@ def measure_tiles(
 
 
 @triton.jit
+def measure_axes(
+    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, first, programs,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amaxes of rows and columns, int32 and cleared before, from the same tiles."""
+    across = (C + BN - 1) // BN
+    tiles = ((R + BM - 1) // BM) * across
+    tile = first
+    while tile < tiles:
+        row0 = (tile // across) * BM
+        col0 = (tile % across) * BN
+        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        tile_axes(
+            x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN,
+            HW, BM, BN,
+        )  # fmt: skip
+        tile += programs
+
+
+@triton.jit
+def clear(amax_ptr, count, first, programs, BLOCK: tl.constexpr):
+    """Zero in the blocks `first`, `first` + `programs`, ... of `count` words."""
+    start = first * BLOCK
+    at = tl.arange(0, BLOCK)
+    while start < count:
+        tl.store(amax_ptr + start + at, tl.zeros([BLOCK], tl.int32), mask=at < count - start)
+        start += programs * BLOCK
+
+
+@triton.jit
 def cast_tiles(
-    x_ptr, row_out, column_out, scale_ptr, source_ptr, epsilon, R, C, stride_r, stride_c, first, programs,
+    x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, epsilon, R, C, stride_r, stride_c,
+    first, programs,
     ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
     EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +93,8 @@ def cast_tiles(
         x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
         source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
         found = cast_tile(
-            source, row_out, column_out, scale_ptr, scale_ptr, source_ptr, None, None, 0, 0, epsilon, R, C, row0, col0,
+            source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, None, 0, 0, epsilon, R, C,
+            row0, col0,
             ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
         )  # fmt: skip
         amax = tl.maximum(amax, found)
@@ -69,35 +103,33 @@ def cast_tiles(
 
 
 @triton.jit
-def meet(first_bits, second_bits, scratch_ptr, PAIR: tl.constexpr):
-    """Wait until every program of the launch has brought its maxima; pointers to both of all, float32.
+def wait_for_all(scratch_ptr, times):
+    """Go on when every program of the launch has come here; `times`: how often it has waited, this time included.
 
-    `scratch_ptr`: int64[7], zero before and after: first maximum, arrivals, second maximum, open, departures; and two
-    that hold the results and need not be zero.
+    `scratch_ptr`: int64[5], zero before and after the launch: first maximum, arrivals, second maximum, -, departures.
     """
-    results = (scratch_ptr + 5).to(tl.pointer_type(tl.float32))
-    tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
-    if PAIR:
-        tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
-    last = tl.num_programs(0) - 1
-    if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == last:
-        tl.store(results, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
-        if PAIR:
-            tl.store(results + 2, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
-        tl.atomic_xchg(scratch_ptr + 3, 1, sem="acq_rel")
-    is_open = tl.atomic_add(scratch_ptr + 3, 0, sem="acq_rel")
-    while is_open == 0:
-        is_open = tl.atomic_add(scratch_ptr + 3, 0, sem="acq_rel")
-    if tl.atomic_add(scratch_ptr + 4, 1, sem="acq_rel") == last:
+    tl.debug_barrier()  # what all threads have written comes before the arrival
+    tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
+    wanted = tl.num_programs(0) * times
+    arrived = tl.atomic_add(scratch_ptr + 1, 0, sem="acq_rel")
+    while arrived < wanted:
+        arrived = tl.atomic_add(scratch_ptr + 1, 0, sem="acq_rel")
+
+
+@triton.jit
+def leave(scratch_ptr):
+    """The last program to leave clears the scratch words; none of them is read afterwards."""
+    tl.debug_barrier()
+    if tl.atomic_add(scratch_ptr + 4, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(scratch_ptr, 0)
         tl.atomic_xchg(scratch_ptr + 1, 0)
-        tl.atomic_xchg(scratch_ptr + 3, 0)
+        tl.atomic_xchg(scratch_ptr + 2, 0)
         tl.atomic_xchg(scratch_ptr + 4, 0)
-    return results, results + 2
 
 
 @triton.jit
 def record_two(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
-    """`publish_amax` with RECORD for two maxima, each into a history of its own; `scratch_ptr` as in `meet`."""
+    """`publish_amax` with RECORD for two maxima, each into a history of its own; the scratch of `wait_for_all`."""
     tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
     if PAIR:
         tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
@@ -112,16 +144,18 @@ def record_two(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR
 
 @triton.jit
 def cast_pair(
-    x_ptr, x_row, x_column, x_scale, x_source, x_record, w_ptr, w_row, w_column, w_scale, w_source, w_record,
-    scratch_ptr, x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
+    x_ptr, x_row, x_column, x_row_scale, x_column_scale, x_source, x_record,
+    w_ptr, w_row, w_column, w_row_scale, w_column_scale, w_source, w_record, scratch_ptr,
+    x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, PAIR: tl.constexpr,
     X_ROW: tl.constexpr, X_COLUMN: tl.constexpr, X_READS: tl.constexpr,
     W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, W_READS: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs. ROW and COLUMN as in `cast_scaled`; READS: (KIND, EVEN, PAIRS, QUADS) of a matrix. PAIR:
-    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor) or AMAX (measured here).
-    No matrix needs 64-bit offsets inside a tile.
+    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES
+    (the same; `source` is room for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets
+    inside a tile.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -129,25 +163,54 @@ def cast_pair(
     if PAIR:  # programs that have one tile of x less begin with w
         tiles = ((XR + BM - 1) // BM) * ((XC + BN - 1) // BN)
         begin = (pid + programs - tiles % programs) % programs
-    x_amax = tl.zeros([], tl.int32)
-    w_amax = tl.zeros([], tl.int32)
+    x_columns, w_columns = None, None  # amaxes of columns
     if SOURCE == AMAX:
         x_amax = measure_tiles(
             x_ptr, XR, XC, x_stride_r, x_stride_c, pid, programs, X_READS[0], X_READS[1], HW, BM, BN
         )  # fmt: skip
+        tl.atomic_max(scratch_ptr, x_amax.to(tl.int64), sem="relaxed")
         if PAIR:
             w_amax = measure_tiles(
                 w_ptr, WR, WC, w_stride_r, w_stride_c, begin, programs, W_READS[0], W_READS[1], HW, BM, BN
             )  # fmt: skip
-        x_source, w_source = meet(x_amax, w_amax, scratch_ptr, PAIR)
+            tl.atomic_max(scratch_ptr + 2, w_amax.to(tl.int64), sem="relaxed")
+        wait_for_all(scratch_ptr, 1)
+        # The low half of a word: bits of a float.
+        x_source = scratch_ptr.to(tl.pointer_type(tl.float32))
+        w_source = (scratch_ptr + 2).to(tl.pointer_type(tl.float32))
+    if SOURCE == AXES:
+        clear(x_source, XR + XC, pid, programs, 1024)
+        if PAIR:
+            clear(w_source, WR + WC, begin, programs, 1024)
+        wait_for_all(scratch_ptr, 1)
+        measure_axes(
+            x_ptr, x_source, x_source + XR, XR, XC, x_stride_r, x_stride_c, pid, programs,
+            X_ROW is not None, X_COLUMN is not None, X_READS[0], X_READS[1], HW, BM, BN,
+        )  # fmt: skip
+        if PAIR:
+            measure_axes(
+                w_ptr, w_source, w_source + WR, WR, WC, w_stride_r, w_stride_c, begin, programs,
+                W_ROW is not None, W_COLUMN is not None, W_READS[0], W_READS[1], HW, BM, BN,
+            )  # fmt: skip
+        wait_for_all(scratch_ptr, 2)
+        x_source = x_source.to(tl.pointer_type(tl.float32))
+        x_columns = x_source + XR
+        if PAIR:
+            w_source = w_source.to(tl.pointer_type(tl.float32))
+            w_columns = w_source + WR
     x_amax = cast_tiles(
-        x_ptr, x_row, x_column, x_scale, x_source, x_epsilon, XR, XC, x_stride_r, x_stride_c, pid, programs,
-        X_ROW, X_COLUMN, SOURCE, RECORDS, X_READS[0], X_READS[1], X_READS[2], X_READS[3], HW, BM, BN,
+        x_ptr, x_row, x_column, x_row_scale, x_column_scale, x_source, x_columns, x_epsilon, XR, XC, x_stride_r,
+        x_stride_c, pid, programs, X_ROW, X_COLUMN, SOURCE, RECORDS, X_READS[0], X_READS[1], X_READS[2], X_READS[3], HW,
+        BM, BN,
     )  # fmt: skip
+    w_amax = tl.zeros([], tl.int32)
     if PAIR:
         w_amax = cast_tiles(
-            w_ptr, w_row, w_column, w_scale, w_source, w_epsilon, WR, WC, w_stride_r, w_stride_c, begin, programs,
-            W_ROW, W_COLUMN, SOURCE, RECORDS, W_READS[0], W_READS[1], W_READS[2], W_READS[3], HW, BM, BN,
+            w_ptr, w_row, w_column, w_row_scale, w_column_scale, w_source, w_columns, w_epsilon, WR, WC, w_stride_r,
+            w_stride_c, begin, programs, W_ROW, W_COLUMN, SOURCE, RECORDS, W_READS[0], W_READS[1], W_READS[2],
+            W_READS[3], HW, BM, BN,
         )  # fmt: skip
-    if RECORDS:
+    if SOURCE != GIVEN:
+        leave(scratch_ptr)
+    elif RECORDS:
         record_two(x_amax, w_amax, x_record, w_record, scratch_ptr, PAIR)

@@ -207,7 +207,8 @@ class LinearPlan:
         assert scale is not None
         fmt = cast.format if form == "codes" else self.module.folded_format(cast.format, form)
         if scale.dim() and fmt.block != (1, 128):
-            scale = scale.t().contiguous()
+            blocks = -(-length // (fmt.block[1] or length))  # fewer than the GEMM wants them filled up to
+            scale = scale[:blocks].t().contiguous()
         return Operand(codes.t().contiguous(), scale, None, fmt, self.in_features, length)
 
 
@@ -247,8 +248,11 @@ class _Side:
         )  # fmt: skip
 
 
-def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dw: bool) -> bool:
-    """Whether dtypes, devices, sizes, strides and addresses are those that FP8 GEMMs and prepared launches take."""
+def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows_too: bool) -> bool:
+    """Whether dtypes, devices, sizes, strides and addresses are those that FP8 GEMMs and prepared launches take.
+
+    `rows_too`: whether rows of x matter to a GEMM, because one contracts them or scales them in blocks.
+    """
     columns = x.shape[-1] if x.dim() > 1 else 0
     if (
         columns == 0 or x.numel() == 0 or weight.numel() == 0 or weight.dim() != 2 or weight.shape[1] != columns
@@ -257,7 +261,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, want
         or (bias is not None and bias.device != x.device)
     ):  # fmt: skip
         return False
-    if (columns | weight.shape[0] | (x.numel() // columns if wants_dw else 0)) % _ALIGNMENT:
+    if (columns | weight.shape[0] | (x.numel() // columns if rows_too else 0)) % _ALIGNMENT:
         return False
     if not weight.is_contiguous() or not (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)):
         return False
@@ -273,8 +277,10 @@ def linear_plan(
     x [..., K], weight [N, K] of one dtype and bias [N] on one device, all of them 16-byte aligned.
     """
     casts = [cast for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for cast in gemm.casts]
+    in_blocks = any(cast is not None and cast.format.block[1] == 128 for cast in casts)
+    in_blocks = in_blocks or any("folded" in pair for pair in forms.values())
     if any(cast is None or cast.is_delayed != recipe.is_delayed for cast in casts) or not _fits(
-        x, weight, bias, wants_dw
+        x, weight, bias, wants_dw or in_blocks
     ):
         return None
     if recipe.is_delayed and (recipe.is_stochastic or any(cast.format.block != (None, None) for cast in casts if cast)):

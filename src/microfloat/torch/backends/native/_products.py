@@ -34,7 +34,8 @@ def product(
         return _values(lhs, rhs, shape, bias, out_dtype, device)
     blocks = _blocks(lhs, forms[0]), _blocks(rhs, forms[1])
     if blocks[0] == (1, _SIDE) and blocks[1] in ((1, _SIDE), (_SIDE, _SIDE)):
-        return _blockwise(blocks[1] == (_SIDE, _SIDE), shape, bias, out_dtype, device)
+        tile, is_padded = blocks[1] == (_SIDE, _SIDE), forms[1] == "tiles"
+        return _blockwise(tile, is_padded, shape, bias, out_dtype, device)
     if blocks in (((None, None), (None, None)), ((1, None), (1, None))):
         return _wide(gemm.accumulate == "fast", shape, bias, out_dtype, device)
     return None
@@ -64,11 +65,12 @@ def _wide(
 
 
 def _blockwise(
-    tile: bool, shape: tuple[int, int, int], bias: torch.Tensor | None, out_dtype: torch.dtype, device: torch.device
-) -> Product:
-    """1x128 by 128x128 (`tile`) or 1x128 scales."""
+    tile: bool, is_padded: bool, shape: tuple[int, int, int], bias: torch.Tensor | None, out_dtype: torch.dtype,
+    device: torch.device,
+) -> Product:  # fmt: skip
+    """1x128 by 128x128 (`tile`) or 1x128 scales; `is_padded`: those of tiles lie in columns of a multiple of four."""
     multiply = _tile_matmul if tile else _block_matmul
-    padded = tile and -(-shape[1] // _SIDE) % 4  # the GEMM wants the tiles' scales in columns of a multiple of four
+    padded = tile and not is_padded and -(-shape[1] // _SIDE) % 4
     finish = None if bias is None else epilogue(shape[0], shape[2], (None, None), bias, out_dtype, device)
     if finish is None and not padded:
         return lambda a, a_scale, b, b_scale, bias: multiply(a, a_scale, b, b_scale, out_dtype)

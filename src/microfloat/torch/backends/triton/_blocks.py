@@ -127,7 +127,7 @@ def fold_blocks(
     row_codes, row_scale, row_format = allocate(row, rows, columns)
     column_codes, column_scale, column_format = allocate(column, columns, rows)
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
-    launch = fold_launch(matrix, row, column, tile, row_stream=row_stream, column_stream=column_stream)
+    launch = fold_launch(matrix, row, column, int(tile), row_stream=row_stream, column_stream=column_stream)
     launch(device, x, row_codes, row_scale, column_codes, column_scale, lossy, scratch(device), seed)
     return (
         Operand(row_codes, row_scale, None, row_format, rows, columns) if row else None,
@@ -142,11 +142,15 @@ def folded_dtype(plan: CastPlan) -> torch.dtype:
 
 
 def fold_launch(
-    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, tile: bool, *, row_stream: int = 0,
+    matrix: Matrix, row: CastPlan | None, column: CastPlan | None, tile: int, *, row_stream: int = 0,
     column_stream: int = 0,
 ) -> Launch:  # fmt: skip
-    """The launch that folds a matrix. Its tensors: the matrix; codes and scales of the row operand, those of the column
-    operand; int64[2] for the lossy elements of each; scratch words; the call seed. None what is not there."""
+    """The launch that folds a matrix; `tile`: 0 for 1x128 scales, else those of 128x128 tiles lie in rows of a multiple
+    of it.
+
+    Its tensors: the matrix; codes and scales of the row operand, those of the column operand; int64[2] for the lossy
+    elements of each; scratch words; the call seed. None what is not there.
+    """
     constants = (
         row.scaled_cast if row else None, column.scaled_cast if column else None, tile, matrix.kind,
         matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,

@@ -35,6 +35,7 @@ from microfloat.torch.backends.triton._together import fits_together, together_l
 __all__ = ["Want", "cast_program", "pair_program"]
 
 _SIDE = 128  # elements along which folded and FP8 blocks share a scale
+_SCALES_TOGETHER = 4  # what the number of tiles in a row is rounded up to, for their GEMM
 _SCALAR = Room((), (), torch.float32)
 
 
@@ -86,9 +87,10 @@ def pair_program(
     builder = Builder(x.device, operands=8)
     first, second = _matrix(x), _matrix(w)
     both = _parts(first, *x_wants), _parts(second, *w_wants, base=4)
-    if any(part is not None and not _is_tensorwise(part) for parts in both for part in parts):
+    blocks = {_wide_block(part) for parts in both for part in parts if part is not None}
+    if len(blocks) != 1 or None in blocks or not fits_together(first, second):
         return None
-    if any(len(_passes(*parts)) != 1 for parts in both) or not fits_together(first, second):
+    if any(len(_passes(*parts)) != 1 or _seed(*parts) != NOTHING for parts in both):
         return None
     _together(builder, [(first, both[0]), (second, both[1])], records)
     return Program(builder)
@@ -116,8 +118,10 @@ def _passes(row: _Part | None, column: _Part | None) -> list[_Parts]:
     return [(row, None), (None, column)]
 
 
-def _is_tensorwise(part: _Part) -> bool:
-    return part.want.form == "codes" and part.plan.family == "scaled" and part.plan.block == (None, None)
+def _wide_block(part: _Part) -> tuple[int | None, int | None] | None:
+    """The block of an FP8 cast with one scale per tensor or per row; None for every other operand."""
+    wide = part.want.form == "codes" and part.plan.family == "scaled" and part.plan.block[1] is None
+    return part.plan.block if wide else None
 
 
 def _plan(part: _Part | None) -> CastPlan | None:
@@ -163,12 +167,13 @@ def _codes(builder: Builder, part: _Part | None, dtype: torch.dtype | None = Non
     return builder.put(part.place, _lying(part.rows, part.length, part.want.right, dtype or part.plan.codes_dtype))
 
 
-def _block_scale(builder: Builder, part: _Part | None, tile: bool) -> int:
-    """float32 scales of 1x128 blocks or of 128x128 tiles."""
+def _block_scale(builder: Builder, part: _Part | None, tile: int) -> int:
+    """float32 scales of 1x128 blocks (0), or of 128x128 tiles in rows of a multiple of `tile`."""
     if part is None:
         return NOTHING
     along = ceil_div(part.length, _SIDE)
     if tile:
+        along = ceil_div(along, tile) * tile
         return builder.put(part.place + 1, _lying(ceil_div(part.rows, _SIDE), along, part.want.right, torch.float32))
     return builder.put(part.place + 1, Room((part.rows, along), (1, part.rows), torch.float32))
 
@@ -199,32 +204,44 @@ def _shared_scale(builder: Builder, parts: _Parts, base: int = 0) -> int:
 
 
 def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: bool) -> None:
-    """One launch for one or two matrices with one scale each."""
+    """One launch for one or two matrices with scales of their own, per tensor or per row."""
     positions: list[int] = []
     places = ((SOURCE, GIVEN, RECORD), (SECOND, SECOND_GIVEN, SECOND_RECORD))
-    part = matrices[0][1][0] or matrices[0][1][1]
-    delayed = part.plan.cast.is_delayed  # type: ignore[union-attr]
-    for base, (source, given, record), (_, parts) in zip((0, 4), places, matrices, strict=False):
-        codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts, base)
-        positions += [source, *codes, scale, given if delayed else NOTHING, record if records else NOTHING]
-    positions += [NOTHING] * (12 - len(positions))
+    first = matrices[0][1][0] or matrices[0][1][1]
+    assert first is not None
+    axes, delayed = first.plan.block == (1, None), first.plan.cast.is_delayed
+    for base, (source, given, record), (matrix, parts) in zip((0, 4), places, matrices, strict=False):
+        codes = [_codes(builder, part) for part in parts]
+        if axes:
+            scales = [_row_scale(builder, part) for part in parts]
+            known = builder.add(Room((matrix.rows + matrix.columns,), (1,), torch.int32))
+        else:
+            scales, known = [_shared_scale(builder, parts, base)] * 2, given if delayed else NOTHING
+        positions += [source, *codes, *scales, known, record if records else NOTHING]
+    positions += [NOTHING] * (14 - len(positions))
     casts = [(matrix, _plan(parts[0]), _plan(parts[1])) for matrix, parts in matrices]
-    mode = _scaled.GIVEN if delayed else _scaled.AMAX
+    mode = _scaled.AXES if axes else _scaled.GIVEN if delayed else _scaled.AMAX
     words = WORDS if records or not delayed else NOTHING
     builder.launch(together_launch(casts, mode, records=records), *positions, words)
 
 
+def _row_scale(builder: Builder, part: _Part | None) -> int:
+    if part is None:
+        return NOTHING
+    return builder.put(part.place + 1, _lying(part.rows, 1, part.want.right, torch.float32))
+
+
 def _rowwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    if _seed(row, column) == NOTHING and fits_together(matrix, None):
+        _together(builder, [(matrix, (row, column))], False)
+        return
     rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
     amaxes = builder.add(Room((rows + columns,), (1,), torch.int32, cleared=True))
     row_amax = amaxes if row else NOTHING
     column_amax = (builder.part(amaxes, 4 * rows) if row else amaxes) if column else NOTHING
     builder.launch(_scaled.axes_launch(matrix, row is not None, column is not None), SOURCE, row_amax, column_amax)
     codes = _codes(builder, row), _codes(builder, column)
-    scales = [
-        NOTHING if part is None else builder.put(part.place + 1, _lying(part.rows, 1, part.want.right, torch.float32))
-        for part in (row, column)
-    ]
+    scales = _row_scale(builder, row), _row_scale(builder, column)
     launch = _scaled.cast_launch(
         matrix, _plan(row), _plan(column), _scaled.AXES, records=False, **_streams(row, column)
     )  # fmt: skip
@@ -238,7 +255,7 @@ def _tiles(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | 
         matrix, _plan(row), _plan(column), _scaled.TILE, records=False, **_streams(row, column)
     )  # fmt: skip
     codes = _codes(builder, row), _codes(builder, column)
-    scales = _block_scale(builder, row, True), _block_scale(builder, column, True)
+    scales = _block_scale(builder, row, 1), _block_scale(builder, column, 1)
     builder.launch(
         launch, SOURCE, *codes, *scales, NOTHING, NOTHING, NOTHING, NOTHING, _seed(row, column)
     )  # fmt: skip
@@ -246,16 +263,17 @@ def _tiles(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | 
 
 def _blockwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
     launch = _blocks.blocks_launch(matrix, _plan(row), _plan(column), **_streams(row, column))
-    positions = [at for part in (row, column) for at in (_codes(builder, part), _block_scale(builder, part, False))]
+    positions = [at for part in (row, column) for at in (_codes(builder, part), _block_scale(builder, part, 0))]
     builder.launch(launch, SOURCE, *positions, _seed(row, column))
 
 
 def _folded(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None, *, tile: bool) -> None:
-    launch = _blocks.fold_launch(matrix, _plan(row), _plan(column), tile, **_streams(row, column))
+    multiple = _SCALES_TOGETHER if tile else 0
+    launch = _blocks.fold_launch(matrix, _plan(row), _plan(column), multiple, **_streams(row, column))
     positions = []
     for part in (row, column):
         dtype = None if part is None else _blocks.folded_dtype(part.plan)
-        positions += [_codes(builder, part, dtype), _block_scale(builder, part, tile)]
+        positions += [_codes(builder, part, dtype), _block_scale(builder, part, multiple)]
     builder.launch(launch, SOURCE, *positions, TILES if tile else FOLDED, WORDS, _seed(row, column))
 
 

@@ -1,4 +1,4 @@
-"""One launch that casts one or two matrices under tensor scales, measuring them first where their scales ask for it."""
+"""One launch that casts one or two matrices with scales per tensor or row, measured first where that is asked for."""
 
 import functools
 
@@ -7,11 +7,11 @@ import torch
 from microfloat.kernels import pair as kernels
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions
 from microfloat.torch.backends.triton._plans import CastPlan
-from microfloat.torch.backends.triton._scaled import AMAX, Launch
+from microfloat.torch.backends.triton._scaled import GIVEN, Launch
 
 __all__ = ["fits_together", "together_launch"]
 
-# Under current scaling programs wait for each other, so all of them must run at once: a cooperative launch.
+# To measure, programs wait for each other, so all of them must run at once: a cooperative launch.
 _MEASURE_AND_CAST, _CAST = Kernel(kernels.cast_pair, cooperative=True), Kernel(kernels.cast_pair)
 _PROGRAMS_PER_MULTIPROCESSOR = 3
 # Larger matrices do not stay in the L2 cache between the two readings, and their launches cost nothing beside them.
@@ -36,10 +36,10 @@ def fits_together(first: Matrix, second: Matrix | None) -> bool:
 def together_launch(
     matrices: list[tuple[Matrix, CastPlan | None, CastPlan | None]], mode: int, *, records: bool
 ) -> Launch:
-    """The launch for matrices with the casts of their row and column operands; `mode`: GIVEN or AMAX.
+    """The launch for matrices with the casts of their row and column operands; `mode`: GIVEN, AMAX or AXES.
 
-    Its tensors, for each of two: the matrix; codes of both operands; their scale; the encode scale (GIVEN); the history
-    to record into; and after both scratch words. None what is not there.
+    Its tensors, for each of two: the matrix; codes of both operands; scales of both; the encode scale (GIVEN) or int32
+    [R + C] (AXES); the history to record into; and after both scratch words. None what is not there.
     """
     rows, columns, warps = TILES["together"]
     tiles, scalars, casts, keys = 0, [], [], []
@@ -55,5 +55,5 @@ def together_launch(
     device = matrices[0][0].tensor.get_device()
     constants = (mode, records, len(matrices) == 2, *casts, compiled_conversions(device), rows, columns)
     programs = min(tiles, _most_programs(device))
-    kernel = _MEASURE_AND_CAST if mode == AMAX else _CAST
+    kernel = _CAST if mode == GIVEN else _MEASURE_AND_CAST
     return Launch(kernel, (*keys, constants, warps), programs, tuple(scalars), constants, warps)
