@@ -67,6 +67,8 @@ def watched(tool: str, numbers: list[int] | str) -> tuple[bool, str]:
     """(whether nothing was found, what was said) of one process under a tool; `numbers`: of cases, or "planted"."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    if tool == "memcheck":
+        options += ["--padding", "4096"]  # allocations lie side by side: beyond one of them is another
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         environment = {

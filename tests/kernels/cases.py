@@ -407,6 +407,13 @@ def traced(device):
         assert torch.equal(live, live_traced)
 
 
+def guard_zones(device):
+    """Nothing is written beside outputs, nothing read beside inputs (tests/kernels/guarded.py)."""
+    from tests.kernels import guarded
+
+    guarded.check(device)
+
+
 def refusals(device):
     """Casts without a kernel are refused by name, before anything runs."""
     from microfloat.errors import NotSupportedError

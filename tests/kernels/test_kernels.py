@@ -77,6 +77,7 @@ CASES = [
     case("wide_offsets"),
     case("swizzled"),
     case("empty"),
+    case("guard_zones"),
     case("refusals"),
     # Fused producers.
     *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu")],

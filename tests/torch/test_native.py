@@ -143,6 +143,42 @@ def test_padding_changes_no_value() -> None:
         torch.testing.assert_close(actual[:20, :30], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("names", [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_row", "fp8_row")])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (37, 75, 51), (20, 200, 30), (72, 96, 80), (130, 528, 16)], ids=str)
+def test_ragged_products_reach_the_gemm_with_sizes_that_it_takes(names, shape, monkeypatch) -> None:
+    """The vendor's GEMM, played by float32 products that check what they are given."""
+    in_blocks, seen = names[0] == "fp8_1x128", []
+
+    def blockwise(a, b, a_scale, a_kind, b_scale, b_kind, *, output_dtype):
+        seen.append(a.shape)
+        assert (a.shape[0] % 8, a.shape[1] % 16, b.shape[1] % 16) == (0, 0, 0)
+        assert a_scale.stride(0) == 1
+        assert a_scale.shape[1] == 1 or a_scale.stride(1) == a.shape[0]
+        left = a.float() * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
+        if b_kind == torch.nn.functional.ScalingType.BlockWise128x128:
+            assert b_scale.shape[0] % 4 == 0
+            spread = b_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        else:
+            assert b_scale.shape[1] == 1 or b_scale.stride() == (1, b.shape[1])
+            spread = b_scale.t().repeat_interleave(128, 0)
+        return (left @ (b.float() * spread[: b.shape[0], : b.shape[1]])).to(output_dtype)
+
+    def wide(a, b, a_scale, b_scale, *, bias, out_dtype, use_fast_accum):
+        seen.append(a.shape)
+        assert (a.shape[1] % 16, b.shape[1] % 16) == (0, 0)
+        return ((a.float() @ b.float()) * (a_scale * b_scale)).to(out_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", blockwise)
+    monkeypatch.setattr(torch, "_scaled_mm", wide)
+    rows, length, columns = shape
+    operands = [torch_reference.quantize(torch.randn(size, length), Cast(name)) for size, name in zip(
+        (rows, columns), names, strict=True)]  # fmt: skip
+    product = _gemm.fp8_matmul(*operands, bias=None, out_dtype=torch.float32, fast=False)
+    expected = torch_reference.scaled_matmul(*operands, out_dtype=torch.float32)
+    torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+    assert seen[0][0] == (-(-rows // 8) * 8 if in_blocks else rows)
+
+
 class Arrived:
     """Counts that have arrived: (GEMM, side, form) -> share."""
 

@@ -1,8 +1,8 @@
 """GEMMs of quantized operands through torch's scaled matmul, with the layouts that each generation of chips needs.
 
 Hopper and Ada multiply FP8 with both operands' contraction axis contiguous. Scales: () per tensor, [R, 1] per row;
-1x128 blocks as [R, C/128] column-major, 128x128 tiles of the second operand as [C/128 rounded up to 4, R/128] with unit
-stride along the first axis.
+1x128 blocks as [R, C/128] column-major, R a multiple of 8 (the vendor's library refuses odd ones), 128x128 tiles of the
+second operand as [C/128 rounded up to 4, R/128] with unit stride along the first axis.
 What no scaled matmul takes (MX and NVFP4 before Blackwell) runs as an exact bfloat16 product of `Values`.
 
 Legend: M, N = rows of the operands, K = contraction length.
@@ -17,6 +17,7 @@ from microfloat.torch.backends.triton._epilogue import scale_and_round
 __all__ = ["fp8_matmul", "values_matmul"]
 
 _ALIGNMENT = 16
+_BLOCK_ROWS = 8  # what rows with 1x128 scales are a multiple of
 _TILE = (128, 128)
 
 
@@ -28,8 +29,9 @@ def fp8_matmul(
     Per-tensor, per-row, 1x128 x 1x128 and 1x128 x 128x128 scales. `fast`: the hardware accumulator along all of K.
     """
     rows, columns = a.rows, b.rows
-    if (a.codes.shape[1] | columns) % _ALIGNMENT:
-        a, b = _aligned(a, b)
+    more_rows = -rows % _BLOCK_ROWS if a.format.block[1] == 128 else 0
+    if more_rows or (a.codes.shape[1] | columns) % _ALIGNMENT:
+        a, b = _aligned(a, b, more_rows)
     # A bias of another dtype than the output would be rounded to it first: add it in float32 instead.
     in_kernel = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     kernel_dtype = out_dtype if in_kernel else torch.float32
@@ -72,10 +74,11 @@ def _column_major(scale: torch.Tensor) -> torch.Tensor:
     return scale if scale.stride(0) == 1 and scale.stride(1) == scale.shape[0] else scale.t().contiguous().t()
 
 
-def _aligned(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Both operands with C and b's rows padded to 16 by code 0 and scale 1, which changes no value."""
+def _aligned(a: Operand, b: Operand, more_rows: int = 0) -> tuple[Operand, Operand]:
+    """Both operands with C and b's rows padded to 16, and a's by `more_rows`: by code 0 and scale 1, which changes no
+    value."""
     pad_length, pad_rows = -a.codes.shape[1] % _ALIGNMENT, -b.rows % _ALIGNMENT
-    return _padded(a, 0, pad_length), _padded(b, pad_rows, pad_length)
+    return _padded(a, more_rows, pad_length), _padded(b, pad_rows, pad_length)
 
 
 def _padded(operand: Operand, more_rows: int, more_columns: int) -> Operand:

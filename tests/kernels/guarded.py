@@ -1,0 +1,93 @@
+"""Kernels between guard zones: what they write stays inside their outputs, and what lies beyond an input is not read.
+
+Imported only where kernels run, as `cases.py` is. Every tensor that a launcher allocates lies in a larger buffer whose
+other bytes must be as they were afterwards; every input lies among NaN, which no amax, sum or code would survive.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+
+from microfloat.recipes import Cast, Hadamard
+from microfloat.torch.backends import reference, triton
+
+ZONE, MARK = 512, 0xA5
+INPUTS = (((1, 1), "float32"), ((3, 33), "float32"), ((37, 75), "bfloat16"), ((40, 72), "bfloat16"))
+
+
+@contextlib.contextmanager
+def guard_zones():
+    """While this is open `torch.empty` allocates between zones; checks them at the end."""
+    plain, buffers = torch.empty, []
+
+    def empty(*shape, dtype=None, device=None):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        dtype = dtype or torch.float32
+        size = torch.Size(shape).numel() * dtype.itemsize
+        buffer = torch.full((size + 2 * ZONE,), MARK, dtype=torch.uint8, device=device)
+        buffers.append((buffer, size))
+        return buffer[ZONE : ZONE + size].view(dtype).view(shape)
+
+    with mock.patch.object(torch, "empty", empty):
+        yield
+    assert torch.empty is plain
+    assert buffers, "nothing was allocated"
+    for buffer, size in buffers:
+        outside = torch.cat([buffer[:ZONE], buffer[ZONE + size :]])
+        assert bool((outside == MARK).all()), f"bytes beyond {size} were written"
+
+
+def among_nan(x):
+    """A copy of `x` with NaN before and behind it."""
+    filler = torch.full((ZONE,), float("nan"), dtype=x.dtype, device=x.device)
+    return torch.cat([filler, x.reshape(-1), filler])[ZONE:-ZONE].view(x.shape)
+
+
+def check(device):
+    """All kernels on ragged and even shapes; the bytes are those of the reference."""
+    from tests.kernels.cases import check_operand, check_values, matrix, seed_words
+
+    casts = [Cast(name) for name in (
+        "fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d",
+    )]  # fmt: skip
+    casts.append(Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()))
+    for shape, dtype in INPUTS:
+        plain = matrix(shape, dtype)
+        x = among_nan(plain.to(device))
+        for cast in casts:
+            with guard_zones():
+                made = triton.quantize_both(x, cast, cast, seed=seed_words(device))
+                values = [triton.dequantize(operand, torch.float32) for operand in made]
+            want = reference.quantize_both(plain, cast, cast, seed=seed_words("cpu"))
+            for operand, value, other in zip(made, values, want, strict=True):
+                check_operand(operand, other, f"{cast.format.name} {shape} {dtype}")
+                if cast.hadamard is None:
+                    check_values(value, reference.dequantize(other, torch.float32), cast.format.name)
+        _forms_for_gemms(x)
+        _producers(x)
+
+
+def _forms_for_gemms(x):
+    """Folded codes, values in bfloat16, packed codes, swizzled scales: their bytes have cases of their own."""
+    with guard_zones():
+        triton.fold_both(x, Cast("mxfp8"), Cast("mxfp8"))
+        triton.quantize_to_bf16(x, Cast("mxfp8"), Cast("mxfp8"))
+        triton.quantize_to_bf16(x, Cast("nvfp4_2d"), Cast("nvfp4_2d"))
+        packed, scale = triton.quantize_packed(x, Cast("mxfp6_e2m3"))
+        triton.dequantize_packed(packed, scale, Cast("mxfp6_e2m3").format, x.shape[1])
+        triton.swizzle_scales(scale)
+
+
+def _producers(x):
+    weight = among_nan(torch.ones_like(x[0]))
+    cast, delayed = Cast("mxfp8"), Cast("fp8_tensor")
+    with guard_zones():
+        for row in (cast, Cast("mxfp4")):
+            triton.activation_quantize(x, x, row, row)
+            triton.activation_backward_quantize(x, x, x, row, row)
+            triton.norm_quantize(x, weight, weight, row, row, eps=1e-5, kind="layer")
+        _, amax = triton.activation_values(x, x)
+        triton.activation_quantize(x, x, delayed, delayed, amax=amax)
+        triton.activation_backward_values(x, x, x)
+        triton.norm_values(x, weight, None, eps=1e-5)
