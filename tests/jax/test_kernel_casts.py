@@ -1,5 +1,6 @@
 """Casts by Triton kernels from JAX: what a program is told on a machine that has them, and their bytes on a GPU."""
 
+import functools
 import json
 import os
 import re
@@ -91,6 +92,7 @@ def assert_bytes(matrix, expected, context):
             assert not differing, f"{context} {field}: {differing} of {wanted.nbytes} bytes differ"
 
 
+@functools.cache
 def program(repository, what, **variables):
     """What tests/jax/lowering.py prints, from a process in which Triton compiles (other tests need its interpreter)."""
     pytest.importorskip("triton", reason="triton is not installed")
