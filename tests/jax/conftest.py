@@ -29,7 +29,7 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
-_AS_USERS_DO = ("test_bits", "test_every_cast", "test_fp8_ops", "test_guide", "test_quantize")
+_AS_USERS_DO = ("test_bits", "test_every_cast", "test_excess", "test_fp8_ops", "test_guide", "test_quantize")
 
 
 @pytest.fixture(autouse=True)
