@@ -99,3 +99,11 @@ def column_bytes(seed, row, quad, stream, batch):
     place = (quad & 3) + tl.zeros_like(row)
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
     return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def split_words(draw_ptr, words_ptr):
+    """64 random bits, int64, as a call seed: int64[2], both words below 2^32, low first."""
+    draw = tl.load(draw_ptr)
+    tl.store(words_ptr, draw & 0xFFFFFFFF)
+    tl.store(words_ptr + 1, (draw >> 32) & 0xFFFFFFFF)

@@ -17,7 +17,6 @@ from microfloat.torch import backends, scaling
 from microfloat.torch.backends import shared
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear import LinearCall, bias_gradient, linear_backward, refuse_double_backward
-from microfloat.torch.seeds import fresh_seed
 
 __all__ = ["counts_of", "planned_linear"]
 
@@ -77,9 +76,9 @@ def planned_linear(
         if plan is None:
             return None
         counts.note(plan.noted)
-        given = tuple(plan.given(None, None, *counts.places(slot)) for slot in scaling.SLOTS)
+        given = plan.given_by(counts)
     if plan.is_stochastic:
-        seed = fresh_seed(x.device)
+        seed = plan.draw_seed()
         given = tuple(slot._replace(known=seed) for slot in given)
     kept = None
     if is_first_microbatch is not None:

@@ -12,7 +12,7 @@ import torch
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.torch.backends.reference._random import philox
 
-__all__ = ["derive", "draw_seed", "fresh_seed", "seed_words"]
+__all__ = ["derive", "draw_seed", "seed_words"]
 
 _LOW = 0xFFFFFFFF
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
@@ -25,11 +25,6 @@ _library.define("draw_seed(*, Device device) -> Tensor", tags=[torch.Tag.nondete
 
 
 def _draw_seed(*, device: torch.device) -> torch.Tensor:
-    return fresh_seed(device)
-
-
-def fresh_seed(device: torch.device) -> torch.Tensor:
-    """`draw_seed` without torch's dispatcher."""
     draw = torch.empty(1, dtype=torch.int64, device=device)
     draw.random_(-(2**63), None)  # all 2^64 patterns; randint(-2**63, 2**63 - 1) would miss one
     return draw.view(torch.uint32).to(torch.int64)  # both words, low first: little-endian

@@ -6,6 +6,7 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 
 import threading
 import weakref
+from typing import Any
 
 import torch
 
@@ -75,6 +76,7 @@ class FoldCounts:
         self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._limits: list[tuple[int, float]] = []
         self._latest: object = None
+        self.given: Any = None  # the places as plans hand them on
         # Operands that 128x128 tiles changed too much: these stay at 1x128 blocks.
         self.narrow: set[tuple[str, str]] = set()
 

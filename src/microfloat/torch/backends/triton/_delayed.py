@@ -6,6 +6,7 @@ import triton
 from microfloat.kernels import delayed as kernels
 from microfloat.recipes import Delayed
 from microfloat.torch.backends.triton._launch import Kernel, Prepared
+from microfloat.torch.backends.triton._programs import fast_empty
 
 __all__ = ["Slots", "slots_of", "update_delayed"]
 
@@ -23,7 +24,8 @@ class Slots:
         self.maxima = torch.tensor(maxima, dtype=torch.float32).to(device)
         self.count, self.length, self.device = len(histories), histories[0].shape[0], device
         self.number = histories[0].get_device()
-        self.previous = torch.empty(self.count, dtype=torch.float32, device=device)  # only what it looks like
+        self.empty = fast_empty(device)
+        self.at = self.addresses.data_ptr(), self.maxima.data_ptr()
         self.updates: dict[tuple, Prepared] = {}
 
     def gather_live(self) -> torch.Tensor:
@@ -58,7 +60,7 @@ def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) ->
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return update_delayed(slots, delayed, live)
-    previous = torch.empty_like(slots.previous)
+    previous = slots.empty((slots.count,), (1,), torch.float32)
     most_recent = delayed.amax_compute_algo == "most_recent"
     update = slots.updates.get((live is not None, most_recent, delayed.margin))
     if update is None:
@@ -67,5 +69,9 @@ def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) ->
         update = _UPDATE.prepared(key, slots.count, (2.0**-delayed.margin, slots.length), constants)
         slots.updates[live is not None, most_recent, delayed.margin] = update
     stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
-    update(stream, slots.addresses, previous if live is None else live, previous, slots.maxima)
+    if update.at is None or live is not None:
+        update(stream, slots.addresses, previous if live is None else live, previous, slots.maxima)
+    else:
+        addresses, maxima = slots.at
+        update.at(stream, addresses, previous.data_ptr(), previous.data_ptr(), maxima)
     return previous
