@@ -16,11 +16,12 @@ import torch
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch.backends import shared
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.backends.native._lossy import READERS
+from microfloat.torch.backends.native._lossy import READERS, FoldCounts
 from microfloat.torch.backends.native._products import Product, product
 from microfloat.torch.backends.triton._launch import scratch
 from microfloat.torch.backends.triton._operand_programs import Want, cast_program, pair_program
-from microfloat.torch.backends.triton._programs import Program
+from microfloat.torch.backends.triton._programs import Program, fast_empty
+from microfloat.torch.backends.triton._seeds import split_words
 
 __all__ = ["Given", "LinearPlan", "linear_plan"]
 
@@ -81,6 +82,7 @@ class LinearPlan:
         # Activations that several Linears read are cast once.
         fixed = wants_dw and not (self.is_delayed or self.is_stochastic or self.folds)
         self._x_key = ("planned", forms["fprop"], forms["wgrad"], recipe.fprop.lhs, recipe.wgrad.rhs) if fixed else None
+        self._empty = fast_empty(x.device)
         self._fprop: Product | None = None
         self._dgrad: Product | None = None
         self._wgrad: Product | None = None
@@ -125,6 +127,21 @@ class LinearPlan:
             if form in ("folded", "tiles") and wanted.get((slot, orientation), True):
                 found[gemm, side] = (slot, orientation, form, sizes[slot])
         return found
+
+    def given_by(self, counts: FoldCounts) -> tuple[Given, Given, Given]:
+        """What the casts of a layer that folds are given: places for what folding changes."""
+        if self.device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
+            own = [Given(None, None, *counts.places(slot)) for slot in _USES]
+            return own[0], own[1], own[2]
+        if counts.given is None:
+            counts.given = tuple(Given(None, None, *counts.places(slot)) for slot in _USES)
+        return counts.given
+
+    def draw_seed(self) -> torch.Tensor:
+        """A call seed, drawn as `microfloat.torch.seeds` draws it."""
+        draw = self._empty((1,), (1,), torch.int64)
+        draw.random_(-(2**63), None)
+        return split_words(draw)
 
     def _place(self) -> tuple[int, torch.Tensor]:
         """The current stream, and scratch words."""
