@@ -181,6 +181,27 @@ def test_why_xla_casts(monkeypatch):
     assert "Hadamard" in kernels.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
 
 
+def test_where_a_matrix_is_whole(monkeypatch):
+    """One device, a mesh of one, or inside shard_map over the whole mesh."""
+    devices, auto = jax.devices("cpu"), jax.sharding.AxisType.Auto
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not kernels.is_local()
+    for shape, whole in (((1, 1), True), ((2, 1), False)):
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(auto, auto), devices=devices[: shape[0]])
+        with jax.set_mesh(mesh):
+            assert kernels.is_local() is whole
+        seen = []
+        for axes in ({"data", "model"}, {"data"}):
+            function = jax.shard_map(
+                lambda x, seen=seen: seen.append(kernels.is_local()) or x, mesh=mesh, axis_names=axes,
+                in_specs=jax.sharding.PartitionSpec("data"), out_specs=jax.sharding.PartitionSpec("data"),
+            )  # fmt: skip
+            jax.make_jaxpr(function)(np.ones(4, np.float32))
+        assert seen == [True, whole]
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert kernels.is_local()
+
+
 def test_reordered_parameters():
     declared = [f"\n\t.param .u{64 - 32 * (place == 1)} name_param_{place}" for place in range(3)]
     ptx = f".visible .entry name({','.join(declared)}\n)\n{{}}"

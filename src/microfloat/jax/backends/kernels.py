@@ -56,7 +56,7 @@ def is_local() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count() == 1
-    return all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
