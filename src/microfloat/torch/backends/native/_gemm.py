@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.native._block_gemm import block_matmul
 from microfloat.torch.backends.triton._epilogue import scale_and_round
 
 __all__ = ["fp8_matmul", "values_matmul"]
@@ -58,16 +59,13 @@ def _wide_matmul(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch
 
 
 def _block_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
-    kinds = F.ScalingType
-    if b.format.block == _TILE:
+    tiles = b.format.block == _TILE
+    if tiles:
         more = -b.scale.shape[1] % 4
         b_scale = (F.pad(b.scale, (0, more)) if more else b.scale).t()  # F.pad copies even where nothing is added
-        b_kind = kinds.BlockWise128x128
     else:
-        b_scale, b_kind = _column_major(b.scale), kinds.BlockWise1x128
-    return F.scaled_mm(
-        a.codes, b.codes.t(), _column_major(a.scale), kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype
-    )
+        b_scale = _column_major(b.scale)
+    return block_matmul(a.codes, _column_major(a.scale), b.codes.t(), b_scale, dtype, tiles)
 
 
 def _column_major(scale: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.recipes import Cast, Gemm
+from microfloat.torch.backends.native._block_gemm import block_matmul, is_faster
+from microfloat.torch.backends.native._forms import chip_of
 from microfloat.torch.backends.triton._epilogue import epilogue
 
 __all__ = ["Product", "product"]
@@ -69,7 +71,11 @@ def _blockwise(
     device: torch.device,
 ) -> Product:  # fmt: skip
     """1x128 by 128x128 (`tile`) or 1x128 scales; `is_padded`: those of tiles lie in columns of a multiple of four."""
-    multiply = _tile_matmul if tile else _block_matmul
+    made = torch.float32 if bias is not None else out_dtype
+    if device.type == "cuda" and is_faster(shape, tile, made, chip_of(device)):
+        multiply = _large_tile_matmul if tile else _large_block_matmul
+    else:
+        multiply = _tile_matmul if tile else _block_matmul
     padded = tile and not is_padded and -(-shape[1] // _SIDE) % 4
     finish = None if bias is None else epilogue(shape[0], shape[2], (None, None), bias, out_dtype, device)
     if finish is None and not padded:
@@ -96,6 +102,14 @@ def _block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype
 
 def _tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
     return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
+
+
+def _large_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, False)
+
+
+def _large_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, True)
 
 
 def _values(

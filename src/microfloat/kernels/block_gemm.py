@@ -1,0 +1,250 @@
+"""``C = A @ B.T`` of FP8 matrices with 1x128 scales along K, on Hopper: sums on tensor cores, promoted every 128 of K.
+
+    C[m, n] = sum over j of  a_scale[j, m] * b_scale[j, n] * (sum over k in block j of  A[m, k] * B[n, k])
+
+The inner sum is the tensor core's, started from zero for every block of 128; products with the scales and the outer sum
+are float32. `b_scale` is one factor for a column and block (1x128), or for 128 columns and a block (128x128).
+
+One program runs on each multiprocessor and takes tiles of C in turn. Its first warpgroups multiply, 64 rows x 128
+columns at a time: while one promotes its partial sums, the others' are on the tensor cores. A last warp has tiles of A,
+B and their scales copied into a ring of shared-memory buffers. Written in Gluon, since warp specialization and
+asynchronous products must be spelled out; Gluon is part of Triton 3.6 and still changes, so its names stay here.
+
+Legend: M, N, K as above; a step is 128 of K; ROWS = rows of a tile of C, 64 for every part of a warpgroup.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["COLUMNS", "PART", "SCALE_BOX", "block_gemm", "codes_layout", "output_layout", "scale_layout"]
+
+PART = 64  # rows that one asynchronous product of a warpgroup covers
+COLUMNS = 128
+STEP = gl.constexpr(128)
+SCALE_BOX = 256  # scales of A copied at once: those of a tile's rows, in a power of two
+
+codes_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def output_layout(bytes_per_element: int) -> gl.NVMMASharedLayout:
+    """How a piece of C of 128 bytes a row lies in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * bytes_per_element, rank=2)
+
+
+@gluon.jit
+def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
+    """Tile number -> row and column of tiles: down GROUP rows of tiles, then to the right, so that L2 serves many."""
+    group = tile // (GROUP * column_tiles)
+    rows = gl.minimum(row_tiles - group * GROUP, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return group * GROUP + within % rows, within // rows
+
+
+@gluon.jit
+def _copy_tiles(
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M, N, K,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr,
+):  # fmt: skip
+    PARTS: gl.constexpr = ROWS // 64
+    SCALES: gl.constexpr = a_scale_ring.shape[1] + (0 if B_TILES else COLUMNS)
+    row_tiles, column_tiles, steps = gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, STEP)
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        for step in range(steps):
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, (ROWS + COLUMNS) * STEP + 4 * SCALES)
+            for part in gl.static_range(PARTS):
+                tma.async_copy_global_to_shared(
+                    a_desc, [row * ROWS + part * 64, step * STEP], arrived, a_ring.index(stage * PARTS + part)
+                )
+            tma.async_copy_global_to_shared(b_desc, [column * COLUMNS, step * STEP], arrived, b_ring.index(stage))
+            tma.async_copy_global_to_shared(a_scale_desc, [step * M + row * ROWS], arrived, a_scale_ring.index(stage))
+            if not B_TILES:
+                tma.async_copy_global_to_shared(
+                    b_scale_desc, [step * N + column * COLUMNS], arrived, b_scale_ring.index(stage)
+                )
+            turn += 1
+
+
+@gluon.jit
+def _by_columns(p, factor):
+    # A fused multiply-add where a product would do: ptxas lets other warps in between those, and only those.
+    return gl.fma(p, factor[None, :].broadcast_to(p.shape), gl.zeros_like(p))
+
+
+@gluon.jit
+def _halves(x):
+    return x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _by_columns_in_halves(p, factors):
+    """The same with few registers: half of the factors are loaded at a time."""
+    LAYOUT: gl.constexpr = p.type.layout
+    left, right = _halves(p)
+    HALF: gl.constexpr = left.shape[1]
+    left = _by_columns(left, factors.slice(0, HALF).load(gl.SliceLayout(0, left.type.layout)))
+    left = warpgroup_mma_wait(0, deps=[left])
+    right = _by_columns(right, factors.slice(HALF, HALF).load(gl.SliceLayout(0, right.type.layout)))
+    p = gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * HALF])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _promote(total, p, row_factor, column_factor, B_TILES: gl.constexpr, HALVES: gl.constexpr):
+    """total + p * factors, and what became of p. Waits (for nothing) keep the compiler from moving the arithmetic
+    behind the next product, where p would need registers of its own."""
+    if not B_TILES:
+        p = warpgroup_mma_wait(
+            0, deps=[_by_columns_in_halves(p, column_factor) if HALVES else _by_columns(p, column_factor)]
+        )
+    total = warpgroup_mma_wait(0, deps=[total + p * row_factor[:, None]])
+    return total, p
+
+
+@gluon.jit
+def _store(c_desc, staging, x, row, column):
+    """A part of C, in pieces as wide as `staging`; what lies outside C is not written."""
+    WIDTH: gl.constexpr = staging.shape[1]
+    HALF: gl.constexpr = x.shape[1] // 2
+    if x.shape[1] > WIDTH:
+        left, right = _halves(x)
+        _store(c_desc, staging, left, row, column)
+        _store(c_desc, staging, right, row, column + HALF)
+    else:
+        tma.store_wait(0)
+        staging.store(x.to(c_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c_desc, [row, column], staging)
+
+
+@gluon.jit
+def _multiply(
+    c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging, full, empty, M, N, K,
+    WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, B_TILES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """What one warpgroup does: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32]
+    )
+    FIRST: gl.constexpr = WARPGROUP * PARTS
+    LAST: gl.constexpr = FIRST + PARTS - 1
+    row_tiles, column_tiles, steps = gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, STEP)
+    p = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    never = M < 0  # start every product from zero, and let it overwrite the registers of p
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        first = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+        second = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+        tile_scale_ptr = b_scale_ptr + column * b_scale_stride
+        for step in range(steps):
+            stage = turn % STAGES
+            if B_TILES:
+                factor = gl.load(tile_scale_ptr + step)
+            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            b = b_ring.index(stage).permute((1, 0))
+            a_scale = a_scale_ring.index(stage)
+            row_factor = a_scale.slice(FIRST * 64, 64).load(gl.SliceLayout(1, LAYOUT))
+            last_row_factor = a_scale.slice(LAST * 64, 64).load(gl.SliceLayout(1, LAYOUT))
+            if B_TILES:
+                column_factor = row_factor
+                row_factor *= factor
+                last_row_factor *= factor
+            else:
+                column_factor = b_scale_ring.index(stage)
+                if not HALVES:
+                    column_factor = column_factor.load(gl.SliceLayout(0, LAYOUT))
+            p = warpgroup_mma(a_ring.index(stage * (ROWS // 64) + FIRST), b, p, use_acc=never, is_async=True)
+            p = warpgroup_mma_wait(0, deps=[p])
+            if PARTS == 2:
+                first, p = _promote(first, p, row_factor, column_factor, B_TILES, HALVES)
+                p = warpgroup_mma(a_ring.index(stage * (ROWS // 64) + LAST), b, p, use_acc=never, is_async=True)
+                p = warpgroup_mma_wait(0, deps=[p])
+            if not HALVES:
+                mbarrier.arrive(empty.index(stage))
+            if PARTS == 2:
+                second, p = _promote(second, p, last_row_factor, column_factor, B_TILES, HALVES)
+            else:
+                first, p = _promote(first, p, row_factor, column_factor, B_TILES, HALVES)
+            if HALVES:
+                mbarrier.arrive(empty.index(stage))
+            turn += 1
+        _store(c_desc, staging, first, row * ROWS + FIRST * 64, column * COLUMNS)
+        if PARTS == 2:
+            _store(c_desc, staging, second, row * ROWS + LAST * 64, column * COLUMNS)
+    tma.store_wait(0)
+
+
+# Not specialized: a size that is a multiple of 16 makes no better code here.
+@gluon.jit(do_not_specialize=["b_scale_stride", "M", "N", "K"], do_not_specialize_on_alignment=["b_scale_ptr"])
+def block_gemm(
+    a_desc, b_desc, a_scale_desc, b_scale_desc, b_scale_ptr, b_scale_stride, c_desc, M, N, K,
+    WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    B_TILES: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """C [M, N] of A [M, K] and B [N, K], all with unit stride along the last axis. Scales: A's float32 [K/128, M]
+    contiguous; B's the same with N, or with B_TILES one per 128 columns at ``b_scale_ptr + (n / 128) * b_scale_stride +
+    k / 128``. Descriptors: A by 64 x 128, B by 128 x 128, scales flat by `SCALE_BOX` and 128, C by 64 x 128 bytes.
+    """
+    ROWS: gl.constexpr = 64 * WARPGROUPS * PARTS
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * (ROWS // 64), 64, STEP], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, COLUMNS, STEP], b_desc.layout)
+    a_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, a_scale_desc.block_shape[0]], a_scale_desc.layout)
+    b_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], a_scale_desc.layout)
+    staging = gl.allocate_shared_memory(c_desc.dtype, [WARPGROUPS, 64, c_desc.block_shape[1]], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    fence_async_shared()
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    TWO: gl.constexpr = 2
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_multiply, (
+                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
+                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+            )),
+            (_multiply, (
+                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
+                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+            )),
+            (_copy_tiles, (
+                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,
+                N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (
+                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
+                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+            )),
+            (_multiply, (
+                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
+                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+            )),
+            (_multiply, (
+                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(2), full,
+                empty, M, N, K, TWO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+            )),
+            (_copy_tiles, (
+                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,
+                N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

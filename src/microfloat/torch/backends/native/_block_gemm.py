@@ -1,0 +1,161 @@
+"""FP8 GEMMs with 1x128 scales: the vendor's, or a kernel of our own where it is faster, on Hopper, for large matrices.
+
+`kernels.block_gemm` needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older
+ones keep float32 arithmetic and tensor cores from overlapping. Where either is missing the vendor's GEMM serves.
+
+Operands lie as the vendor's GEMM takes them: codes `a` [M, K] and `b` [K, N] with unit stride along K; 1x128 scales
+[M, K/128] and [N, K/128] with unit stride along rows, 128x128 scales ("tiles") [K/128 rounded up to 4, N/128] with unit
+stride along K.
+
+Legend: M, N = rows of the operands, K = contraction length.
+"""
+
+import functools
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from microfloat.torch.backends.chips import Chip
+from microfloat.torch.backends.triton._launch import INTERPRETED, ceil_div
+
+__all__ = ["block_matmul", "is_faster", "is_there", "own_block_matmul"]
+
+_SIDE = 128
+_ASSEMBLER = (12, 9)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Warpgroups, parts of 64 rows of each, stages, rows of tiles to go down first, registers, whether B's scales are read
+# in halves; by whether B has 128x128 scales. Chosen by measurement.
+_SHAPES = {False: (2, 2, 4, 8, 240, False), True: (3, 1, 4, 8, 160, False)}
+# Where it was measured to win: long sums, many products, and tiles that keep all multiprocessors busy to the end.
+_LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
+_LOCK = threading.Lock()
+_COMPILED: set[tuple] = set()
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether this Triton can build the kernel."""
+    if INTERPRETED or tuple(triton.__version__.split(".")[:2]) != ("3", "6"):
+        return False
+    return _assembler() is not None
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """The path of an assembler that is new enough."""
+    from triton import knobs
+
+    for name in ("ptxas", "ptxas_blackwell"):
+        try:
+            tool = getattr(knobs.nvidia, name)
+        except (AttributeError, RuntimeError):
+            continue
+        if tuple(int(part) for part in tool.version.split(".")[:2]) >= _ASSEMBLER:
+            return tool.path
+    return None
+
+
+def is_faster(shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype, chip: Chip, processors: int = 132) -> bool:
+    """Whether the kernel serves a product of M, K, N and beats the vendor's.
+
+    On compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on, where tiles of C
+    come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
+    """
+    m, k, n = shape
+    if chip.capability != (9, 0) or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
+        return False
+    if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
+        return False
+    return _fill(m, n, tiles, processors) >= _LEAST_FILL and dtype in _DTYPES and is_there()
+
+
+def _fill(m: int, n: int, tiles: bool, processors: int) -> float:
+    """The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long."""
+    rows, columns = _tile(tiles)
+    rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), processors)
+    return m * n / (rounds * processors * rows * columns)
+
+
+def _tile(tiles: bool) -> tuple[int, int]:
+    """Rows and columns of C that one program makes at a time."""
+    warpgroups, parts, *_ = _SHAPES[tiles]
+    return 64 * warpgroups * parts, _SIDE
+
+
+def block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
+) -> torch.Tensor:
+    """``a @ b`` in `dtype`, by whichever GEMM is faster."""
+    shape = (a.shape[0], a.shape[1], b.shape[1])
+    if _is_faster_here(a, shape, tiles, dtype) and _lie_well(a, a_scale.t(), b.t(), b_scale.t()):
+        return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
+    kinds = F.ScalingType
+    b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
+    return F.scaled_mm(a, b, a_scale, kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype)
+
+
+def _is_faster_here(a: torch.Tensor, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype) -> bool:
+    device = a.get_device()
+    return device >= 0 and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
+
+
+def _lie_well(*tensors: torch.Tensor) -> bool:
+    """Whether all are contiguous and begin at multiples of 16 bytes, as copies into shared memory need."""
+    return all(tensor.is_contiguous() and tensor.data_ptr() & 15 == 0 for tensor in tensors)
+
+
+def own_block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
+) -> torch.Tensor:
+    """``a @ b`` by `kernels.block_gemm`, whatever the size. K and N multiples of 16, M of 4."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels import block_gemm as kernels
+
+    (m, k), n = a.shape, b.shape[1]
+    warpgroups, parts, stages, group, registers, halves = _SHAPES[tiles]
+    c = torch.empty((m, n), dtype=dtype, device=a.device)
+    codes, flat = kernels.codes_layout, kernels.scale_layout
+    a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    size = c.element_size()
+    arguments = (
+        TensorDescriptor(a, [m, k], [k, 1], [kernels.PART, _SIDE], codes),
+        TensorDescriptor(b, [n, k], [k, 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        b_scale.stride(1) if tiles else 0,
+        TensorDescriptor(c, [m, n], [n, 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)), m, n, k,
+        warpgroups, parts, kernels.COLUMNS, stages, group, tiles, halves, registers,
+    )  # fmt: skip
+    device = a.get_device()
+    rows, columns = _tile(tiles)
+    programs = min(ceil_div(m, rows) * ceil_div(n, columns), _processors(device))
+    with torch.cuda.device(device):
+        _start(kernels.block_gemm, programs, arguments, (tiles, a.dtype, b.dtype, dtype, device))
+    return c
+
+
+def _start(function: Any, programs: int, arguments: tuple, kind: tuple) -> None:
+    if kind in _COMPILED:
+        function[(programs,)](*arguments, num_warps=4)
+        return
+    from triton import knobs
+
+    assembler = _assembler()
+    with _LOCK, knobs.nvidia.scope():
+        if assembler is not None:
+            knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
+        function[(programs,)](*arguments, num_warps=4)
+    _COMPILED.add(kind)
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _chip(device: int) -> Chip:
+    return Chip(torch.cuda.get_device_capability(device))

@@ -1,0 +1,207 @@
+"""The 1x128-scaled GEMM: what compiles for Hopper here, without a GPU, and its values on one.
+
+Gluon has no interpreter, so there is nothing of it that a CPU could run.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+from microfloat import formats  # noqa: E402
+from microfloat.recipes import Cast, Gemm  # noqa: E402
+from microfloat.torch.backends import reference  # noqa: E402
+from microfloat.torch.backends.chips import Chip  # noqa: E402
+from microfloat.torch.backends.native import _block_gemm, _products  # noqa: E402
+from microfloat.torch.backends.native._gemm import fp8_matmul  # noqa: E402
+from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
+from tests.contract.comparison import UNIT_OUT  # noqa: E402
+
+HOPPER = Chip((9, 0))
+needs_kernel = pytest.mark.skipif(not _block_gemm.is_there(), reason="needs Triton 3.6, compiled, with a new assembler")
+
+
+def _compile(tiles, dtype):
+    """Instructions of the kernel as launched; the version of Triton's assembler afterwards."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from microfloat.kernels import block_gemm
+    from tests.kernels.compiling import _NamedTarget, instructions_of
+
+    driver.set_active(_NamedTarget(90))
+    compiled = []
+
+    class Compiler:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: compiled.append(
+                block_gemm.block_gemm.run(*arguments, **options, grid=grid, warmup=True)
+            )
+
+    class Anywhere:
+        def __init__(self, device):
+            pass
+
+        __enter__ = __exit__ = lambda self, *exception: None
+
+    _block_gemm._processors = lambda device: 132
+    torch.cuda.device = Anywhere
+    a, b = (torch.zeros(1024, 1024).to(torch.float8_e4m3fn) for _ in range(2))
+    scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
+    start = _block_gemm._start
+    _block_gemm._start = lambda function, *rest: start(Compiler(), *rest)
+    _block_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
+    return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["1x128", "128x128"])
+def program(request):
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return request.param, pool.submit(_compile, request.param, torch.bfloat16).result()
+
+
+@needs_kernel
+@pytest.mark.xdist_group("triton-interpreter")
+def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
+    tiles, (instructions, _) = program
+    words = [line.split() for line in instructions]
+    operations = [line[line[0][0] == "@"].split(".")[0] for line in words]
+    warpgroups, parts, *_ = _block_gemm._SHAPES[tiles]
+    chunks = warpgroups * parts
+    assert operations.count("QGMMA") == 4 * chunks  # 32 of K each
+    # An element of a partial sum takes one multiply-add for the row's factor and one for its column's.
+    assert operations.count("FFMA") == chunks * 64 * (1 if tiles else 2)
+    # None of the sums goes to memory inside a loop: what is stored there is a few addresses.
+    assert sum(operation in ("STL", "LDL") for operation in operations) <= 16
+
+
+@needs_kernel
+def test_the_assembler_is_swapped_for_this_kernel_alone(program):
+    from triton import knobs
+
+    assert program[1][1] == knobs.nvidia.ptxas.version
+
+
+class TestChoice:
+    def test_large_products_on_hopper(self, monkeypatch):
+        monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
+        large = (16384, 4096, 14336)
+        assert _block_gemm.is_faster(large, False, torch.bfloat16, HOPPER)
+        for chip in (Chip((8, 9)), Chip((10, 0)), Chip((12, 0))):
+            assert not _block_gemm.is_faster(large, False, torch.bfloat16, chip)
+        for shape in ((1024, 1024, 1024), (16383, 4096, 14336), (16384, 4100, 14336), (16384, 4096, 14340)):
+            assert not _block_gemm.is_faster(shape, False, torch.bfloat16, HOPPER)
+        assert not _block_gemm.is_faster(large, False, torch.float64, HOPPER)
+
+    def test_not_without_the_assembler(self, monkeypatch):
+        monkeypatch.setattr(_block_gemm, "is_there", lambda: False)
+        assert not _block_gemm.is_faster((16384, 4096, 14336), False, torch.bfloat16, HOPPER)
+
+    def test_rounds_that_are_nearly_empty_do_not_pay(self, monkeypatch):
+        monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
+        rows, columns = _block_gemm._tile(False)
+        whole = rows * 12, 2**20, columns * 11  # 132 tiles
+        assert _block_gemm.is_faster(whole, False, torch.bfloat16, HOPPER)
+        assert not _block_gemm.is_faster((rows * 13, *whole[1:]), False, torch.bfloat16, HOPPER)
+        assert not _block_gemm.is_faster(whole, False, torch.bfloat16, HOPPER, processors=114)
+
+    @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    def test_the_general_path_hands_over_what_the_kernel_reads(self, monkeypatch, tiles, bias):
+        monkeypatch.setattr(_block_gemm, "_is_faster_here", lambda *arguments: True)
+        monkeypatch.setattr(_block_gemm, "own_block_matmul", _as_documented)
+        a, b = _operands(40, 144, 400, ("e4m3", "e4m3"), tiles)
+        added = torch.randn(144) if bias else None
+        y = fp8_matmul(a, b, bias=added, out_dtype=torch.float32, fast=False)
+        torch.testing.assert_close(y, reference.scaled_matmul(a, b, bias=added, out_dtype=torch.float32))
+
+    @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+    def test_so_do_plans(self, monkeypatch, tiles):
+        for name in ("_is_faster_here", "is_there"):
+            monkeypatch.setattr(_block_gemm, name, lambda *arguments: True)
+        monkeypatch.setattr(_block_gemm, "own_block_matmul", _as_documented)
+        monkeypatch.setattr(_products, "chip_of", lambda device: HOPPER)
+        gemm = Gemm(Cast("fp8_1x128"), Cast("fp8_128x128" if tiles else "fp8_1x128"))
+        large, device = (16384, 8192, 14336), torch.device("cuda")
+        multiply = _products.product(gemm, ("codes", "codes"), large, None, torch.float32, device)
+        a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
+        b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
+        y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
+        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.float32))
+
+
+def _as_documented(a, a_scale, b, b_scale, dtype, tiles):
+    """The product by what `_block_gemm` says of layouts, read from memory as the kernel does."""
+    (m, k), n, steps = a.shape, b.shape[1], -(-a.shape[1] // 128)
+    left = a_scale.as_strided((steps, m), (m, 1)).repeat_interleave(128, 0)[:k].t()
+    if tiles:
+        right = b_scale.as_strided((-(-n // 128), steps), (b_scale.stride(1), 1)).repeat_interleave(128, 0)[:n]
+        right = right.repeat_interleave(128, 1)[:, :k]
+    else:
+        right = b_scale.as_strided((steps, n), (n, 1)).repeat_interleave(128, 0)[:k].t()
+    values = a.float().as_strided((m, k), (k, 1)) * left, b.t().float().as_strided((n, k), (k, 1)) * right
+    return (values[0] @ values[1].t()).to(dtype)
+
+
+def _operands(rows, columns, length, elements, tiles):
+    """Two operands with 1x128 scales, the second with 128x128 ones if `tiles`, that differ a lot from row to row."""
+    torch.manual_seed(rows + columns + length)
+    kinds = {
+        "e4m3": (formats.FP8_1x128, formats.FP8_128x128),
+        "e5m2": (formats.FP8_1x128_E5M2, formats.FP8_128x128_E5M2),
+    }
+    made = []
+    for size, element, tile in ((rows, elements[0], False), (columns, elements[1], tiles)):
+        x = torch.randn(size, length) * torch.exp(2 * torch.randn(size, 1))
+        made.append(reference.quantize(x, Cast(kinds[element][tile])))
+    return made
+
+
+def _values(operand):
+    return reference.dequantize(operand, torch.float32).double()
+
+
+def _check(a, b, dtype, tiles):
+    """Within both bounds of the row "Hopper/Ada FP8, split" of docs/numerics.md 8.3, and the same bits every time."""
+    exact, magnitudes = _values(a) @ _values(b).T, _values(a).abs() @ _values(b).abs().T
+    arguments = [tensor.cuda() for tensor in (a.codes, a.scale.t().contiguous(), b.codes)]
+    arguments.append((b.scale if tiles else b.scale.t().contiguous()).cuda().t())
+    codes, scale, right, right_scale = arguments
+    torch.full((a.rows, b.rows), float("nan"), dtype=dtype, device="cuda")  # what an unwritten element would show
+    runs = [
+        _block_gemm.own_block_matmul(codes, scale.t(), right.t(), right_scale, dtype, tiles).cpu() for _ in range(3)
+    ]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    error = (runs[0].double() - exact).abs()
+    name = str(dtype).removeprefix("torch.")
+    assert error.norm() <= HOPPER_SPLIT.relative[name] * exact.norm()
+    assert (error <= UNIT_OUT[name] * exact.abs() + HOPPER_SPLIT.accumulation(a.length) * magnitudes).all()
+
+
+@pytest.mark.gpu
+@needs_kernel
+@pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1024, 768, 2048), (1000, 528, 1040), (72, 144, 144), (4, 16, 16)], ids=str)
+def test_values(shape, dtype, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    m, n, k = shape
+    a, b = _operands(m, n, k, ("e4m3", "e4m3"), tiles)
+    if dtype == torch.float16:  # rows differ so much that some products would overflow
+        a.scale.mul_(2.0**-8)
+    _check(a, b, dtype, tiles)
+
+
+@pytest.mark.gpu
+@needs_kernel
+@pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("elements", [("e4m3", "e5m2"), ("e5m2", "e4m3")], ids=str)
+def test_mixed_elements(elements, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    _check(*_operands(256, 384, 512, elements, tiles), torch.float32, tiles)
