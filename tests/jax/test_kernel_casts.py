@@ -171,14 +171,22 @@ def test_why_xla_casts(monkeypatch):
     assert kernels.why_no_kernel(cast) == "no CUDA device"
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "is_local", lambda: True)
-    monkeypatch.setattr(_launch, "why_unavailable", lambda: "triton is not installed")
+    monkeypatch.setattr(_launch, "why_unavailable", lambda capability: "triton is not installed")
     assert kernels.why_no_kernel(cast) == "triton is not installed"
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(_launch, "why_unavailable", lambda: "")
+    monkeypatch.setattr(_launch, "why_unavailable", lambda capability: "")
     assert kernels.why_no_kernel(cast) == ""
     assert kernels.why_no_kernel(cast, (64, 64)) == "fewer than 65536 elements"
     assert kernels.why_no_kernel(cast, backend="reference") == "backend='reference'"
     assert "Hadamard" in kernels.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
+
+
+def test_another_triton_leaves_the_casts_to_xla(repository):
+    """What Triton writes in another form is no reason to fail."""
+    found = program(repository, "another triton")
+    assert found["calls"] == []
+    assert "XLA's operations (triton 3" in found["explained"]
+    assert "does not compile for JAX: Triton's PTX has no entry of the form that microfloat knows" in found["explained"]
 
 
 def test_where_a_matrix_is_whole(monkeypatch):

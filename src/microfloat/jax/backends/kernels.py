@@ -26,11 +26,12 @@ SMALLEST = 1 << 16
 
 def why_none_here(shape: Sequence[int] | None = None) -> str:
     """Why no kernel is called for a matrix of this shape (None: one large enough), or "" where one can be."""
-    if cuda.capability() is None:
+    capability = cuda.capability()
+    if capability is None:
         return "no CUDA device"
     from microfloat.jax.backends.triton import _launch
 
-    if missing := _launch.why_unavailable():
+    if missing := _launch.why_unavailable(capability):
         return missing
     if not is_local():
         return "several devices: XLA shards its own operations only (inside shard_map kernels are used)"

@@ -39,9 +39,9 @@ class Output(NamedTuple):
     pointer: str = ""
 
 
-@lru_cache(maxsize=1)
-def why_unavailable() -> str:
-    """Why kernels cannot be called on a CUDA device of this process, or an empty string."""
+@lru_cache(maxsize=4)
+def why_unavailable(capability: tuple[int, int]) -> str:
+    """Why kernels cannot be called on a CUDA device of this capability, or an empty string. Compiles a small one."""
     try:
         import triton
     except ImportError:
@@ -55,7 +55,23 @@ def why_unavailable() -> str:
         return "triton runs in its interpreter"
     library = _library()
     missing = [name for name in _NEEDED if not hasattr(library, name)]
-    return f"this jaxlib cannot start Triton kernels ({missing[0]} is missing)" if missing else ""
+    if missing:
+        return f"this jaxlib cannot start Triton kernels ({missing[0]} is missing)"
+    try:
+        _compile_one(capability)
+    except Exception as error:  # whatever another version of Triton raises: then XLA's operations cast
+        return f"triton {triton.__version__} does not compile for JAX: {error}"
+    return ""
+
+
+def _compile_one(capability: tuple[int, int]) -> None:
+    """The smallest kernel, by the way that all of them go."""
+    from microfloat.kernels.amax import amax_contiguous
+
+    arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)
+    constants = (0, capability >= (8, 9), 128, 1)  # KIND, HW, BLOCK, UNROLL
+    signature = (*arguments, *(("constant", "constexpr", value) for value in constants))
+    _compiled(amax_contiguous, capability, signature, (4, None))
 
 
 _NEEDED = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
