@@ -101,6 +101,7 @@ class Report:
         self.options = options
         self.rows: list[Row] = []
         self.extra: dict[str, Any] = {}
+        self.earlier: dict[str, Any] | None = None  # what the file held before this run
         self.provenance = {
             "device": device_name(options.device), "driver": _smi("driver_version"), "versions": versions(),
             "date": datetime.date.today().isoformat(), "command": printable_command(arguments),
@@ -119,6 +120,7 @@ class Report:
         row.clocks = None if row.skipped or self.options.quick else clocks()
         self.rows.append(row)
         print(line(row), flush=True)
+        self.save()
         return row
 
     def skip(self, row_id: str, why: str, **fields: Any) -> None:
@@ -150,19 +152,28 @@ class Report:
             "limit": found and found.limit, "passed": passed, "beyond_limit": beyond,
         }  # fmt: skip
 
+    def save(self) -> None:
+        """Write the JSON if asked to: after every row, so that a run cut short keeps those it has."""
+        if not self.options.json:
+            return
+        path = Path(self.options.json)
+        rows = [{**as_data(row), **self.provenance} for row in self.rows]
+        document = {"command": self.provenance["command"], **self.extra, "rows": rows}
+        if self.earlier is None:
+            self.earlier = json.loads(path.read_text()) if path.exists() else {}
+        if self.earlier:
+            document = merged(self.earlier, document)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text(json.dumps(document, indent=1) + "\n")
+        unfinished.replace(path)
+
     def finish(self) -> int:
         """Write the JSON if asked to; the exit status is 1 where a result differed from the reference."""
         missed = list(dict.fromkeys(row.label or row.id for row in self.rows if row.passed is False))
         skipped = [row for row in self.rows if row.skipped]
         print(f"{len(self.rows)} rows, {len(skipped)} did not run; targets missed: {', '.join(missed) or 'none'}")
-        if self.options.json:
-            path = Path(self.options.json)
-            rows = [{**as_data(row), **self.provenance} for row in self.rows]
-            document = {"command": self.provenance["command"], **self.extra, "rows": rows}
-            if path.exists():
-                document = merged(json.loads(path.read_text()), document)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(document, indent=1) + "\n")
+        self.save()
         return int(any(row.skipped and "differs" in row.skipped for row in self.rows))
 
 

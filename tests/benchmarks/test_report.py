@@ -89,6 +89,16 @@ def test_rows_of_two_runs_stand_in_one_file(tmp_path):
     assert json.loads((tmp_path / "new" / "other.json").read_text())["rows"] == rows
 
 
+def test_a_run_cut_short_keeps_its_rows(tmp_path):
+    report = report_of(tmp_path)
+    report.add(Row("l.row", (1, 2, 3), ratio=1.5))
+    report = report_of(tmp_path)
+    report.add(Row("l.delayed", (1, 2, 3), ratio=1.7))
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["id"], row["ratio"]) for row in rows] == [("l.row", 1.5), ("l.delayed", 1.7)]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
 def test_a_geometric_mean_stands_for_the_shapes(tmp_path):
     report = report_of(tmp_path)
     for ratio in (0.80, 0.95, 0.99):
