@@ -82,7 +82,7 @@ def linear_table(path: Path) -> str:
     rows = rows_of(path)
     cells = [
         [
-            f"`{row['id']}`", ", ".join([shape_text(row), *_remarks(row)]),
+            f"`{_full_id(row)}`", ", ".join([shape_text(row), *_remarks(row)]),
             number(row["base_ms"]), number(row["median_ms"]), figure(row, row["ratio"]),
             number(row.get("target")), number(row.get("stretch")), number(row.get("limit")),
             number(row.get("extra", {}).get("limit_of_run")), number(row.get("extra", {}).get("gemms_ms")),
@@ -93,6 +93,12 @@ def linear_table(path: Path) -> str:
         "id", "shape", "bf16, ms", "ms", "ratio", "target", "stretch", "limit", "limit of this run", "GEMMs alone, ms",
     ]  # fmt: skip
     return finished(header, cells, rows, 2)
+
+
+def _full_id(row: dict[str, Any]) -> str:
+    """The id, and of a peer which of its recipes."""
+    recipe = row.get("recipe")
+    return f"{row['id']}.{recipe}" if recipe and row["id"].endswith("torchao") else row["id"]
 
 
 def matmul_table(path: Path) -> str:
