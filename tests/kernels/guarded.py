@@ -13,7 +13,7 @@ from microfloat.recipes import Cast, Hadamard
 from microfloat.torch.backends import reference, triton
 
 ZONE, MARK = 512, 0xA5
-INPUTS = (((1, 1), "float32"), ((3, 33), "float32"), ((37, 75), "bfloat16"), ((40, 72), "bfloat16"))
+INPUTS = (((1, 1), "float32"), ((37, 75), "float32"), ((40, 72), "bfloat16"))
 
 
 @contextlib.contextmanager
