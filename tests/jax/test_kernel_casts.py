@@ -162,7 +162,7 @@ def test_kernels_inside_shard_map(repository, name):
 def test_several_devices_are_left_to_xla(repository):
     found = program(repository, "reason", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert found["calls"] == []
-    assert "casts of x, w, dy: XLA's operations (several devices" in found["explained"]
+    assert "casts of x, w, dy: XLA's operations (several devices or a mesh" in found["explained"]
 
 
 def test_why_xla_casts(monkeypatch):
@@ -192,6 +192,8 @@ def test_another_triton_leaves_the_casts_to_xla(repository):
 def test_where_a_matrix_is_whole(monkeypatch):
     """One device, a mesh of one, or inside shard_map over the whole mesh."""
     devices, auto = jax.devices("cpu"), jax.sharding.AxisType.Auto
+    assert not kernels.SEEN_UNDER_A_MESH, "no kernel has run there on a GPU yet"
+    monkeypatch.setattr(kernels, "SEEN_UNDER_A_MESH", True)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not kernels.is_local()
     for shape, whole in (((1, 1), True), ((2, 1), False)):
@@ -206,6 +208,9 @@ def test_where_a_matrix_is_whole(monkeypatch):
             )  # fmt: skip
             jax.make_jaxpr(function)(np.ones(4, np.float32))
         assert seen == [True, whole]
+    monkeypatch.setattr(kernels, "SEEN_UNDER_A_MESH", False)
+    with jax.set_mesh(mesh):
+        assert not kernels.is_local()
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert kernels.is_local()
 
@@ -348,6 +353,7 @@ def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
 @needs_gpu
 def test_transformations_with_kernels(small):
     """jit, vmap, scan, remat and shard_map of one cast and of one layer."""
+    small.setattr(kernels, "SEEN_UNDER_A_MESH", True)
     x = spread_values((128, 256), "bfloat16", 9)
     expected = np.asarray(oracle(x, as_cast("nvfp4"), -1, 0).codes)
     batch = jnp.stack([x, 2 * x])

@@ -1,7 +1,9 @@
 """Where Triton kernels can be called from JAX, and a wrapper for what calls one.
 
-Kernels serve matrices that lie on one CUDA device as a whole: with one device, or inside shard_map. XLA would gather
-what it has sharded before it calls a kernel it knows nothing about. Source: docs/jax.md, "What casts".
+Kernels serve matrices that lie on one CUDA device as a whole: with one device, or inside shard_map (there they wait for
+`SEEN_UNDER_A_MESH`). XLA would gather what it has sharded before it calls a kernel it knows nothing about.
+
+Source: docs/jax.md, "What casts on a GPU".
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ __all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
+# Whether kernels run under a mesh of one device and inside shard_map. They are lowered there in the tests, and wait for
+# a first run on a GPU: `test_transformations_with_kernels`.
+SEEN_UNDER_A_MESH = False
 
 
 def why_none_here(shape: Sequence[int] | None = None) -> str:
@@ -34,7 +39,7 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
     if missing := _launch.why_unavailable(capability):
         return missing
     if not is_local():
-        return "several devices: XLA shards its own operations only (inside shard_map kernels are used)"
+        return "several devices or a mesh: XLA shards its own operations only"
     if shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST:
         return f"fewer than {SMALLEST} elements"
     return ""
@@ -57,7 +62,7 @@ def is_local() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count() == 1
-    return mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return SEEN_UNDER_A_MESH and (mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types))
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
