@@ -95,7 +95,8 @@ class TestChoice:
             assert not _block_gemm.is_faster(large, False, torch.bfloat16, chip)
         for shape in ((1024, 1024, 1024), (16383, 4096, 14336), (16384, 4100, 14336), (16384, 4096, 14340)):
             assert not _block_gemm.is_faster(shape, False, torch.bfloat16, HOPPER)
-        assert not _block_gemm.is_faster(large, False, torch.float64, HOPPER)
+        for dtype in (torch.float16, torch.float32):
+            assert not _block_gemm.is_faster(large, False, dtype, HOPPER)
 
     def test_not_without_the_assembler(self, monkeypatch):
         monkeypatch.setattr(_block_gemm, "is_there", lambda: False)
@@ -127,11 +128,11 @@ class TestChoice:
         monkeypatch.setattr(_products, "chip_of", lambda device: HOPPER)
         gemm = Gemm(Cast("fp8_1x128"), Cast("fp8_128x128" if tiles else "fp8_1x128"))
         large, device = (16384, 8192, 14336), torch.device("cuda")
-        multiply = _products.product(gemm, ("codes", "codes"), large, None, torch.float32, device)
+        multiply = _products.product(gemm, ("codes", "codes"), large, None, torch.bfloat16, device)
         a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
         b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
         y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
-        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.float32))
+        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16))
 
 
 def _as_documented(a, a_scale, b, b_scale, dtype, tiles):

@@ -25,11 +25,12 @@ __all__ = ["block_matmul", "is_faster", "is_there", "own_block_matmul"]
 
 _SIDE = 128
 _ASSEMBLER = (12, 9)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Warpgroups, parts of 64 rows of each, stages, rows of tiles to go down first, registers, whether B's scales are read
 # in halves; by whether B has 128x128 scales. Chosen by measurement.
 _SHAPES = {False: (2, 2, 4, 8, 240, False), True: (3, 1, 4, 8, 160, False)}
-# Where it was measured to win: long sums, many products, and tiles that keep all multiprocessors busy to the end.
+# Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
+# products, and tiles that keep all multiprocessors busy to the end.
+_CODES, _RESULT = torch.float8_e4m3fn, torch.bfloat16
 _LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
 _LOCK = threading.Lock()
 _COMPILED: set[tuple] = set()
@@ -59,17 +60,17 @@ def _assembler() -> str | None:
 
 
 def is_faster(shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype, chip: Chip, processors: int = 132) -> bool:
-    """Whether the kernel serves a product of M, K, N and beats the vendor's.
+    """Whether the kernel serves a product of M, K, N in `dtype` and beats the vendor's.
 
-    On compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on, where tiles of C
-    come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
+    bfloat16 results, on compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on,
+    where tiles of C come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
     """
     m, k, n = shape
-    if chip.capability != (9, 0) or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
+    if chip.capability != (9, 0) or dtype != _RESULT or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
         return False
     if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
         return False
-    return _fill(m, n, tiles, processors) >= _LEAST_FILL and dtype in _DTYPES and is_there()
+    return _fill(m, n, tiles, processors) >= _LEAST_FILL and is_there()
 
 
 def _fill(m: int, n: int, tiles: bool, processors: int) -> float:
@@ -90,16 +91,22 @@ def block_matmul(
 ) -> torch.Tensor:
     """``a @ b`` in `dtype`, by whichever GEMM is faster."""
     shape = (a.shape[0], a.shape[1], b.shape[1])
-    if _is_faster_here(a, shape, tiles, dtype) and _lie_well(a, a_scale.t(), b.t(), b_scale.t()):
+    if _is_faster_here(a, b, shape, tiles, dtype) and _lie_well(a, a_scale.t(), b.t(), b_scale.t()):
         return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
     kinds = F.ScalingType
     b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
     return F.scaled_mm(a, b, a_scale, kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype)
 
 
-def _is_faster_here(a: torch.Tensor, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype) -> bool:
+def _is_faster_here(
+    a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype
+) -> bool:
     device = a.get_device()
-    return device >= 0 and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
+    return (
+        device >= 0
+        and a.dtype == b.dtype == _CODES
+        and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
+    )
 
 
 def _lie_well(*tensors: torch.Tensor) -> bool:
