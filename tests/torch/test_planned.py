@@ -15,9 +15,10 @@ CASES = [
     *[("same_bits", (name, (32, 48), 64, False, "bfloat16")) for name in NAMES],
     *[("same_bits", (name, (2, 16, 48), 64, True, "float16")) for name in ("delayed", "fp8_row", "fp8_block", "nvfp4")],
     *[("same_bits", (name, (32, 48), 64, True, "float32")) for name in ("fp8_current", "mxfp8", "mxfp8_exact")],
-    *[("same_bits", (name, (160, 400), 528, False, "bfloat16")) for name in ("fp8_current", "fp8_block", "mxfp8")],
+    ("same_bits", ("fp8_block", (48, 400), 144, False, "bfloat16")),
+    *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "mxfp8")],
     *[("same_bits_by_addresses", (name,)) for name in NAMES],
-    *[("general_backward_takes_over", (name,)) for name in NAMES if name != "delayed"],
+    *[("general_backward_takes_over", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     ("counts_change_the_plan", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("only_what_is_wanted", ()),
@@ -60,8 +61,14 @@ def test_interpreted(interpreted, case: tuple) -> None:
     interpreted(case)
 
 
+ON_GPUS = [
+    *[("same_bits", (name, (208, 1040), 1552, False, "bfloat16")) for name in NAMES], ("graphs_and_streams", ()),
+    ("threads", ()),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, ("graphs_and_streams", ()), ("threads", ())], ids=_name)
+@pytest.mark.parametrize("case", [*CASES, *ON_GPUS], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
     from tests.torch import planned_cases
 

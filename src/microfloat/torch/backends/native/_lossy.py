@@ -65,13 +65,9 @@ class FoldCounts:
     """The latest counts of one layer's operands, by (GEMM, side)."""
 
     def __init__(self) -> None:
-        words = _PLACES.take()
-        weakref.finalize(self, _PLACES.give_back, words).atexit = False
-        self._words = memoryview(words.numpy())  # type: ignore[arg-type]
-        pairs = words.view(len(_SLOTS), len(_FORMS), 2)
-        self._pairs = {
-            slot: {form: pairs[row, column] for column, form in enumerate(_FORMS)} for row, slot in enumerate(_SLOTS)
-        }
+        # Taken when the first cast asks for them, which is not while a CUDA graph is captured.
+        self._words: Any = None
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # GEMM and side -> form, word, elements.
         self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._limits: list[tuple[int, float]] = []
@@ -86,8 +82,13 @@ class FoldCounts:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             own = torch.empty(2, dtype=torch.int64, device="cuda")
             return own, own
-        pairs = self._pairs[slot]
-        return pairs["folded"], pairs["tiles"]
+        if self._words is None:
+            words = _PLACES.take()
+            weakref.finalize(self, _PLACES.give_back, words).atexit = False
+            self._words = memoryview(words.numpy())  # type: ignore[arg-type]
+            folded, tiles = words.view(len(_SLOTS), len(_FORMS), 2).unbind(1)
+            self._pairs = {name: (folded[row], tiles[row]) for row, name in enumerate(_SLOTS)}
+        return self._pairs[slot]
 
     def note(self, operands: dict[tuple[str, str], tuple[str, str, str, int]]) -> None:
         """Remember which operands fold: GEMM and side -> slot, orientation, form, elements."""
@@ -102,15 +103,19 @@ class FoldCounts:
     def is_quiet(self) -> bool:
         """Whether every operand may fold as it would without counts."""
         words = self._words
-        return not self.narrow and all(words[index] <= limit for index, limit in self._limits)
+        return words is None or not (self.narrow or any(words[index] > limit for index, limit in self._limits))
 
     def exceeded(self, gemm: str, side: str, form: str) -> bool:
         """Whether the latest count of this form is above the limit."""
         known = self._noted.get((gemm, side))
-        return known is not None and known[0] == form and self._words[known[1]] > LOSSY_LIMIT * known[2]
+        if known is None or known[0] != form or self._words is None:
+            return False
+        return self._words[known[1]] > LOSSY_LIMIT * known[2]
 
     def shares(self) -> dict[str, float]:
         """Share of changed elements per operand, "fprop.lhs" and so on; waits for counts on their way."""
+        if self._words is None:
+            return {}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {
