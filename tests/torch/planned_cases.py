@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from microfloat.torch import backends, planned, rolling, scaling
 from microfloat.torch.backends import native
 from microfloat.torch.backends.native import _plan, _products
 from microfloat.torch.backends.native._forms import Chip
-from microfloat.torch.backends.triton import _delayed, _direct, _launch, _programs
+from microfloat.torch.backends.triton import _delayed, _direct, _launch, _programs, _scaled, _together
 
 M, K, N = 32, 48, 64
 
@@ -222,6 +223,26 @@ def same_bits_by_addresses(device, name):
         return
     steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(3)]
     compare(device, _recipe(name), steps, guard=by_addresses)
+
+
+def rows_together(device):
+    """Rows measured and cast in one launch, which CUDA tensors are released to once this has passed on a GPU."""
+    saved = _together._MODES_ON_CUDA
+    _together._MODES_ON_CUDA = (*saved, _scaled.AXES)
+    try:
+        for shape, out in (((32, 48), 64), ((80, 144), 272), *([((208, 1040), 1552)] if device == "cuda" else [])):
+            same_bits(device, "fp8_row", shape, out, False, "bfloat16")
+    finally:
+        _together._MODES_ON_CUDA = saved
+
+
+def cuda_keeps_what_has_run(device):
+    """Launches that have not been compared on a GPU are left out for CUDA tensors alone."""
+    matrix = SimpleNamespace(tensor=SimpleNamespace(is_cuda=True), rows=16, columns=16, index64=False)
+    for mode in (_scaled.GIVEN, _scaled.AMAX, _scaled.AXES):
+        assert _together.fits_together(matrix, None, mode) is (mode in _together._MODES_ON_CUDA)
+    matrix.tensor.is_cuda = False
+    assert _together.fits_together(matrix, matrix, _scaled.AXES)
 
 
 def general_backward_takes_over(device, name):

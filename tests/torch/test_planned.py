@@ -19,6 +19,8 @@ CASES = [
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "mxfp8")],
     *[("same_bits_by_addresses", (name,)) for name in NAMES],
     *[("general_backward_takes_over", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
+    ("rows_together", ()),
+    ("cuda_keeps_what_has_run", ()),
     ("counts_change_the_plan", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("only_what_is_wanted", ()),

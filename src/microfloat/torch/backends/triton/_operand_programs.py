@@ -88,7 +88,9 @@ def pair_program(
     first, second = _matrix(x), _matrix(w)
     both = _parts(first, *x_wants), _parts(second, *w_wants, base=4)
     blocks = {_wide_block(part) for parts in both for part in parts if part is not None}
-    if len(blocks) != 1 or None in blocks or not fits_together(first, second):
+    if len(blocks) != 1 or None in blocks:
+        return None
+    if not fits_together(first, second, _mode(*both[0])):
         return None
     if any(len(_passes(*parts)) != 1 or _seed(*parts) != NOTHING for parts in both):
         return None
@@ -122,6 +124,15 @@ def _wide_block(part: _Part) -> tuple[int | None, int | None] | None:
     """The block of an FP8 cast with one scale per tensor or per row; None for every other operand."""
     wide = part.want.form == "codes" and part.plan.family == "scaled" and part.plan.block[1] is None
     return part.plan.block if wide else None
+
+
+def _mode(row: _Part | None, column: _Part | None) -> int:
+    """Where the scales of a matrix come from: given, from its amax, from those of its rows and columns."""
+    part = row or column
+    assert part is not None
+    if part.plan.block == (1, None):
+        return _scaled.AXES
+    return _scaled.GIVEN if part.plan.cast.is_delayed else _scaled.AMAX
 
 
 def _plan(part: _Part | None) -> CastPlan | None:
@@ -181,7 +192,7 @@ def _block_scale(builder: Builder, part: _Part | None, tile: int) -> int:
 def _tensorwise(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) -> None:
     plans = _plan(parts[0]), _plan(parts[1])
     delayed = (plans[0] or plans[1]).cast.is_delayed  # type: ignore[union-attr]
-    if _seed(*parts) == NOTHING and fits_together(matrix, None) and not delayed:
+    if _seed(*parts) == NOTHING and not delayed and fits_together(matrix, None, _scaled.AMAX):
         _together(builder, [(matrix, parts)], records)
         return
     codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts)
@@ -207,9 +218,8 @@ def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: 
     """One launch for one or two matrices with scales of their own, per tensor or per row."""
     positions: list[int] = []
     places = ((SOURCE, GIVEN, RECORD), (SECOND, SECOND_GIVEN, SECOND_RECORD))
-    first = matrices[0][1][0] or matrices[0][1][1]
-    assert first is not None
-    axes, delayed = first.plan.block == (1, None), first.plan.cast.is_delayed
+    mode = _mode(*matrices[0][1])
+    axes, delayed = mode == _scaled.AXES, mode == _scaled.GIVEN
     for base, (source, given, record), (matrix, parts) in zip((0, 4), places, matrices, strict=False):
         codes = [_codes(builder, part) for part in parts]
         if axes:
@@ -220,7 +230,6 @@ def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: 
         positions += [source, *codes, *scales, known, record if records else NOTHING]
     positions += [NOTHING] * (14 - len(positions))
     casts = [(matrix, _plan(parts[0]), _plan(parts[1])) for matrix, parts in matrices]
-    mode = _scaled.AXES if axes else _scaled.GIVEN if delayed else _scaled.AMAX
     words = WORDS if records or not delayed else NOTHING
     builder.launch(together_launch(casts, mode, records=records), *positions, words)
 
@@ -232,7 +241,7 @@ def _row_scale(builder: Builder, part: _Part | None) -> int:
 
 
 def _rowwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
-    if _seed(row, column) == NOTHING and fits_together(matrix, None):
+    if _seed(row, column) == NOTHING and fits_together(matrix, None, _scaled.AXES):
         _together(builder, [(matrix, (row, column))], False)
         return
     rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
