@@ -218,7 +218,10 @@ _apply: Any = super(torch.autograd.Function, _PlannedLinear).apply  # pyright: i
 
 
 def _backward(plan: Any, call: Any, dy: torch.Tensor, saved: tuple, wants_dx: bool, wants_dw: bool) -> tuple[Any, Any]:
-    """dx and dw by the plan where it was made for this gradient and these wishes, else by the general path."""
+    """dx and dw by the plan where it was made for this gradient and these wishes, else by the general path.
+
+    `call`: a `_Delayed` if the recipe is one of delayed scaling, else what the plan gives to the cast of dy.
+    """
     if wants_dx is not plan.wants_dx or wants_dw is not plan.wants_dw or not plan.takes(dy):
         return _general_backward(plan, call, dy, saved, wants_dx, wants_dw)
     given = _dy_state(plan, call) if plan.is_delayed else call

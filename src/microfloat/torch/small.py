@@ -110,6 +110,10 @@ def _passes(cast: Cast) -> tuple[int, float]:
 
 
 def _is_planned(recipe: Recipe) -> bool:
-    """Whether an eager step on a Hopper runs by plan: recipes that quantize all six operands."""
-    casts = recipe.casts.values()
-    return all(cast is not None and (cast.hadamard is None or cast.format.element.bits == 4) for cast in casts)
+    """Whether an eager step on a Hopper runs by plan: all six operands are cast, and none is transformed in a launch of
+    its own, as only the kernels of NVFP4 need not be."""
+    return all(cast is not None and (cast.hadamard is None or _transforms(cast)) for cast in recipe.casts.values())
+
+
+def _transforms(cast: Cast) -> bool:
+    return cast.format.scale.name == "E4M3" and cast.format.tensor_scale != "row"

@@ -1,10 +1,10 @@
 """One Linear with everything decided but the addresses: what eager steps of small layers run.
 
-The launches and GEMMs are those of the general path (`prepare_both`, `scaled_matmul`) with the same arguments, hence
-the same bytes. Which they are follows from what `microfloat.torch.planned` keys a plan by (recipe, shapes, strides,
-dtypes, device, alignment, what needs a gradient) and from the forms in which operands enter their GEMMs, so it is
-worked out once: a `Program` for x, for w, for dy, one for x and w together where a launch serves both, and three
-products.
+Casts and GEMMs are those of the general path (`prepare_both`, `scaled_matmul`), GEMMs with the same arguments, casts
+in fewer launches where one serves several; hence the same bytes. Which they are follows from what
+`microfloat.torch.planned` keys a plan by (recipe, shapes, strides, dtypes, device, alignment, what needs a gradient)
+and from the forms in which operands enter their GEMMs, so it is worked out once: a `Program` for x, for w, for dy, one
+for x and w together where a launch serves both, and three products.
 
 Legend: M = rows of x, K = in features, N = out features.
 """

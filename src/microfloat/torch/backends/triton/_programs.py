@@ -1,7 +1,8 @@
 """Casts as data: which tensors to allocate and which launches fill them, worked out once and run many times.
 
 A `Program` holds what the functions of `_scaled`, `_blocks` and `_nvfp4` decide on every call, for one kind of matrix.
-Its launches are theirs, with the same arguments, and so are its bytes. It holds no data.
+Its launches are theirs, with the same arguments, or one of `_together` in place of several; so its bytes are theirs. It
+holds no data.
 """
 
 from collections.abc import Callable, Sequence
