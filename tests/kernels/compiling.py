@@ -67,7 +67,16 @@ def compile_all(workloads, capability=HOPPER):
     import torch
     from triton.runtime import driver
 
-    from microfloat.torch.backends.triton import _blocks, _dequantize, _fused, _launch, _nvfp4, _scaled, _together
+    from microfloat.torch.backends.triton import (
+        _blocks,
+        _dequantize,
+        _fused,
+        _launch,
+        _norms,
+        _nvfp4,
+        _scaled,
+        _together,
+    )  # fmt: skip
 
     driver.set_active(_NamedTarget(capability))
     launched = []
@@ -79,15 +88,18 @@ def compile_all(workloads, capability=HOPPER):
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
         program = instructions_of(compiled.asm["cubin"])
-        elements = constants[-2] * constants[-1] / (32 * warps.number)
+        tile = constants[-2:] if type(constants[-1]) is int else (128, 128)  # folding knows no other
+        elements = tile[0] * tile[1] / (32 * warps.number)
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(program), elements, unwritten_reads(program), conversions))
 
     _launch.Kernel.__call__ = compile_only
-    for module in (_blocks, _dequantize, _fused, _nvfp4, _scaled, _together):
+    for module in (_blocks, _dequantize, _fused, _norms, _nvfp4, _scaled, _together):
         module.compiled_conversions = lambda device: capability >= 89
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
+        if hasattr(module, "shared_words"):
+            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int32)
     counts = {}
     for name in workloads:
         launched.clear()
@@ -136,8 +148,15 @@ def _fused(name):
             triton.activation_quantize(x, x, cast, cast)
         elif name == "swiglu rows":
             triton.activation_quantize(x, x, cast, None)
-        elif name == "norm":
-            triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5)
+        elif name == "gradients":
+            one, record, delayed = torch.ones(()), torch.zeros(4), _casts()["delayed"]
+            known = {"scale_enc": (one, one), "record": (record, record)}
+            triton.activation_backward_quantize(x, x, x, delayed, delayed, **known)
+        elif name.startswith("norm"):
+            cast, known = _casts()[name.split()[1]], {}
+            if cast.is_delayed:
+                known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
+            triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5, **known)
         elif name == "fold":
             triton.fold_both(x, cast, cast)
         else:
@@ -175,6 +194,8 @@ WORKLOADS = {
     "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None,
     "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
-    "swiglu to mxfp8, rows": _fused("swiglu rows"),
+    "swiglu to mxfp8, rows": _fused("swiglu rows"), "gradients of swiglu to fp8, both": _fused("gradients"),
+    "norm to fp8, both": _fused("norm delayed"), "norm to mxfp8, both": _fused("norm mxfp8"),
+    "mxfp8 folded, both": _fused("fold"),
     "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
 
-A *source* is the tuple ``(x, y, z, mean, inverse, weight, bias, stride_r, stride_c)``: up to three inputs of one shape,
-dtype and strides (pointers at the tile's origin), statistics of the tile's rows and parameters of its columns. What
-PRODUCER does with them is rounded to the dtype of `x` before anything else sees it, as the unfused graph would do
-(docs/numerics.md, section 6). Exponentials are the hardware's: activations are in the tolerance class.
+A *source* is the tuple ``(x, y, z, stride_r, stride_c)``: up to three inputs of one shape, dtype and strides (pointers
+at the tile's origin). What PRODUCER does with them is rounded to the dtype of the input before anything else sees
+it, as the unfused graph would do (docs/numerics.md, section 6). Exponentials are the hardware's: activations are in the
+tolerance class.
 
 | PRODUCER | value | inputs |
 |---|---|---|
@@ -11,10 +11,9 @@ PRODUCER does with them is rounded to the dtype of `x` before anything else sees
 | ACTIVATE | f(x) | x |
 | GATE | round(f(x)) * y | x = gate, y = up |
 | ACTIVATE_GRADIENT | y * f'(x) | x, y = gradient of f(x) |
-| GATE_GRADIENT | round(z * y) * f'(x) | x = gate, y = up, z = gradient of the product |
-| UP_GRADIENT | z * round(f(x)) | the same |
-| RMS_NORM | x * inverse[r] * weight[c] | x |
-| LAYER_NORM | (x - mean[r]) * inverse[r] * weight[c] + bias[c] | x |
+| GATE_GRADIENTS | round(z * y) * f'(x), and z * round(f(x)) | x = gate, y = up, z = gradient of the product |
+| RMS_NORM | x * scale[r] * weight[c] (`normalized`) | x |
+| LAYER_NORM | (x - shift[r]) * scale[r] * weight[c] + bias[c] (`normalized`) | x |
 """
 
 import triton
@@ -27,10 +26,9 @@ LOAD = tl.constexpr(0)
 ACTIVATE = tl.constexpr(1)
 GATE = tl.constexpr(2)
 ACTIVATE_GRADIENT = tl.constexpr(3)
-GATE_GRADIENT = tl.constexpr(4)
-UP_GRADIENT = tl.constexpr(5)
-RMS_NORM = tl.constexpr(6)
-LAYER_NORM = tl.constexpr(7)
+GATE_GRADIENTS = tl.constexpr(4)  # of gate and of up: `produce_gradients`
+RMS_NORM = tl.constexpr(5)
+LAYER_NORM = tl.constexpr(6)
 
 # f: the activation.
 SILU = tl.constexpr(0)
@@ -95,6 +93,33 @@ def rounded(low, high, OUT: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def parameters(
+    weight, bias, r, w, rows, cols, OUT: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Weights and biases of the two columns of words, in the layout of the values; a bias that is None is not read."""
+    WKIND: tl.constexpr = KIND if weight.dtype.element_ty == OUT else ELEMENTWISE
+    _w, w_low, w_high = load_pair(weight, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
+    b_low, b_high = w_low, w_high
+    if bias is not None:
+        _b, b_low, b_high = load_pair(bias, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
+    return w_low, w_high, b_low, b_high
+
+
+@triton.jit
+def normalized(values, statistics, weights, inside, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
+    """The norm of `values` (of `produce_pair`); `statistics`: (shift, scale) of their rows, `weights`: `parameters`."""
+    _raw, low, high = values
+    shift, scale = statistics
+    w_low, w_high, b_low, b_high = weights
+    if PRODUCER == RMS_NORM:
+        return rounded(low * scale * w_low, high * scale * w_high, OUT, HW)
+    else:
+        low = tl.where(inside, (low - shift) * scale * w_low + b_low, 0.0)
+        high = tl.where(inside, (high - shift) * scale * w_high + b_high, 0.0)
+        return rounded(low, high, OUT, HW)
+
+
+@triton.jit
 def produce_pair(
     source, r, w, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     ALIGN: tl.constexpr, HW: tl.constexpr,
@@ -103,7 +128,7 @@ def produce_pair(
 
     `raw` is a word of bfloat16 for bfloat16 inputs, and what `load_pair` gives for plain loads.
     """
-    x_tile, y_tile, z_tile, mean, inverse, weight, bias, stride_r, stride_c = source
+    x_tile, y_tile, _z_tile, stride_r, stride_c = source
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
     if PRODUCER == LOAD:
         return raw, low, high
@@ -111,34 +136,28 @@ def produce_pair(
         OUT: tl.constexpr = x_tile.dtype.element_ty
         if PRODUCER == ACTIVATE:
             return rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
-        elif PRODUCER >= RMS_NORM:
-            inside = r < rows
-            scale = tl.load(inverse + r, mask=inside, other=0.0)
-            # Read for every row (they hit the L1 cache), so that parameters come in the layout of the values.
-            WKIND: tl.constexpr = KIND if weight.dtype.element_ty == x_tile.dtype.element_ty else ELEMENTWISE
-            _w, w_low, w_high = load_pair(weight, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
-            if PRODUCER == RMS_NORM:
-                return rounded(low * scale * w_low, high * scale * w_high, OUT, HW)
-            else:
-                shift = tl.load(mean + r, mask=inside, other=0.0)
-                _b, b_low, b_high = load_pair(bias, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
-                low = tl.where(inside, (low - shift) * scale * w_low + b_low, 0.0)
-                high = tl.where(inside, (high - shift) * scale * w_high + b_high, 0.0)
-                return rounded(low, high, OUT, HW)
         else:
             _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
             if PRODUCER == ACTIVATE_GRADIENT:
                 low, high = y_low * activate_gradient(low, F, HW), y_high * activate_gradient(high, F, HW)
                 return rounded(low, high, OUT, HW)
-            elif PRODUCER == GATE:
+            else:
                 _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
                 return rounded(low * y_low, high * y_high, OUT, HW)
-            else:
-                _z, z_low, z_high = load_pair(z_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
-                if PRODUCER == GATE_GRADIENT:
-                    _p, p_low, p_high = rounded(z_low * y_low, z_high * y_high, OUT, HW)
-                    low, high = p_low * activate_gradient(low, F, HW), p_high * activate_gradient(high, F, HW)
-                    return rounded(low, high, OUT, HW)
-                else:
-                    _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
-                    return rounded(z_low * low, z_high * high, OUT, HW)
+
+
+@triton.jit
+def produce_gradients(
+    source, r, w, rows, cols, F: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """The gradients of gate and of up, each as `produce_pair` gives values, from one reading of the inputs."""
+    x_tile, y_tile, z_tile, stride_r, stride_c = source
+    OUT: tl.constexpr = x_tile.dtype.element_ty
+    _x, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+    _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+    _z, z_low, z_high = load_pair(z_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+    _p, p_low, p_high = rounded(z_low * y_low, z_high * y_high, OUT, HW)
+    gate = rounded(p_low * activate_gradient(low, F, HW), p_high * activate_gradient(high, F, HW), OUT, HW)
+    _f, f_low, f_high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
+    return gate, rounded(z_low * f_low, z_high * f_high, OUT, HW)

@@ -20,6 +20,27 @@ SCALE_SWIZZLED = tl.constexpr(2)
 
 
 @triton.jit
+def prefetch_later(
+    x_tile, rows, tiles, stride_r, AHEAD: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for the tile of the same columns that a program about AHEAD programs later will read.
+
+    `tiles`: to a row of tiles. AHEAD is as many programs as run at once, or fewer: the L2 cache holds less than its
+    size, since what is written goes through it too.
+    """
+    if HW and EVEN and KIND != ELEMENTWISE:
+        ahead = (AHEAD // tiles) * BM
+        if (ahead > 0) & (ahead < rows):
+            at = x_tile + ahead.to(tl.int64) * stride_r
+            at = at + (tl.arange(0, BM)[:, None] * stride_r + tl.arange(0, BN // 64)[None, :] * 64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
 def load_pair(
     tile_ptr, r, w, rows, cols, stride_r, stride_c, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr
 ):
@@ -42,6 +63,19 @@ def load_pair(
         else:
             raw = tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
         return raw, low_half(raw, KIND), high_half(raw, KIND)
+
+
+@triton.jit
+def lane_rows(BM: tl.constexpr):
+    """[1, BM, 1, 1]: the rows of a tile whose lanes hold neighbours of a row."""
+    return tl.arange(0, BM)[None, :, None, None]
+
+
+@triton.jit
+def lane_words(BN: tl.constexpr, LANE: tl.constexpr):
+    """[BN / LANE, 1, LANE / 8, 4]: the words of such a row, LANE elements to a lane."""
+    lane = tl.arange(0, BN // LANE)[:, None, None, None] * (LANE // 2)
+    return lane + tl.arange(0, LANE // 8)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
 
 
 @triton.jit

@@ -1,8 +1,6 @@
 """Absolute maxima of whole tensors, of rows and of columns, NaN ignored (docs/numerics.md 2.3).
 
-A tensor's maximum needs no cleared buffer: programs meet in two words of scratch memory (a maximum and a count of
-arrivals), and the last one to arrive publishes the result and clears the scratch for the next launch of the same
-stream.
+A tensor's maximum needs no cleared buffer: programs meet in scratch memory (`_meeting`).
 """
 
 import triton
@@ -12,7 +10,6 @@ from microfloat.kernels._convert import (
     ELEMENTWISE,
     bits_of,
     drop_nan,
-    float_of,
     high_half,
     low_half,
     magnitude_bits,
@@ -20,60 +17,8 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
+from microfloat.kernels._meeting import STORE, arrive, offer_maximum, peek, publish_maximum
 from microfloat.kernels._tiles import load_pair
-
-# What the last program does with the maximum: store it as float32, or merge it into a history if it is finite.
-STORE = tl.constexpr(0)
-RECORD = tl.constexpr(1)
-
-
-@triton.jit
-def publish_amax(amax_bits, out_ptr, scratch_ptr, WHAT: tl.constexpr):
-    """Merge one program's maximum; the last program of the launch writes the result of all.
-
-    `scratch_ptr`: int64[2], zero at launch, zero again afterwards. With RECORD, ``out = max(out, A)`` unless A is
-    infinite (docs/numerics.md 3.3).
-    """
-    tl.atomic_max(scratch_ptr, amax_bits.to(tl.int64), sem="relaxed")
-    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
-        tl.atomic_xchg(scratch_ptr + 1, 0)
-        if WHAT == RECORD:
-            finite = tl.where(total < 0x7F800000, total, 0)
-            tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
-        else:
-            tl.store(out_ptr, float_of(total))
-
-
-@triton.jit
-def publish_two(first_bits, second_bits, out_ptr, scratch_ptr):
-    """Two maxima of a launch into float32[2]; `scratch_ptr`: int64[3], zero before and after."""
-    tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
-    tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
-    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(out_ptr, float_of(tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)))
-        tl.store(out_ptr + 1, float_of(tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)))
-        tl.atomic_xchg(scratch_ptr + 1, 0)
-
-
-@triton.jit
-def publish_counts(first, second, out_ptr, scratch_ptr):
-    """Sum two counts over the programs of a launch into ``out`` (int64[2]); `scratch_ptr`: int64[3], zero before and
-    after.
-
-    Programs that counted nothing only arrive.
-    """
-    if first > 0:
-        tl.atomic_add(scratch_ptr, first.to(tl.int64), sem="relaxed")
-    if second > 0:
-        tl.atomic_add(scratch_ptr + 2, second.to(tl.int64), sem="relaxed")
-    arrived = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(out_ptr, tl.atomic_xchg(scratch_ptr, 0))
-        tl.store(out_ptr + 1, tl.atomic_xchg(scratch_ptr + 2, 0))
-        tl.atomic_xchg(scratch_ptr + 1, 0)
 
 
 @triton.jit
@@ -81,6 +26,7 @@ def amax_contiguous(
     x_ptr, out_ptr, scratch_ptr, N, KIND: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
 ):
     """amax of N contiguous elements (N even when KIND reads words); a program reads UNROLL blocks."""
+    known = peek(scratch_ptr, HW)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * UNROLL)
     lanes = tl.arange(0, BLOCK // 2)
     total = tl.zeros([BLOCK // 2], tl.int32)
@@ -96,7 +42,8 @@ def amax_contiguous(
         amax = drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
     else:
         amax = tl.max(total, 0)
-    publish_amax(amax, out_ptr, scratch_ptr, STORE)
+    offer_maximum(amax, known, scratch_ptr, HW)
+    publish_maximum(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, STORE, HW)
 
 
 @triton.jit
@@ -117,7 +64,8 @@ def amax_strided(
     w = tl.arange(0, BN // 2)[None, :]
     _raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
     m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
-    publish_amax(tl.max(tl.max(m, 1), 0), out_ptr, scratch_ptr, STORE)
+    offer_maximum(tl.max(tl.max(m, 1), 0), 0, scratch_ptr, False)
+    publish_maximum(arrive(scratch_ptr + 1, False), tl.num_programs(0), out_ptr, scratch_ptr, STORE, False)
 
 
 @triton.jit

@@ -42,12 +42,15 @@ from microfloat.kernels._packed import (
     scale_word,
     small_codes,
 )
-from microfloat.kernels._produce import LOAD, produce_pair
+from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels._tiles import (
+    lane_rows,
+    lane_words,
     over_columns,
     over_rows,
+    prefetch_later,
     scale_offset,
     store_pairs,
     store_quads,
@@ -56,6 +59,8 @@ from microfloat.kernels._tiles import (
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
+COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand reads at once
+PREFETCH_AHEAD = tl.constexpr(264)  # for blocks of more than 32; those of 32 do not gain
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def rows_amax(
     raw, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, T: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """Amax bits [NB, BM] of a [NB * T, BM, 2, 4] tile of words, T lanes to a block."""
+    """Amax bits [NB, BM] of a [NB * T, BM, ., 4] tile of words, T lanes to a block."""
     if HW and KIND != ELEMENTWISE:
         m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
         m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
@@ -169,15 +174,37 @@ def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
+    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A tile as `cast_rows` takes it, 16 neighbours of a row to a lane: (local rows, local words, raw, low, high)."""
-    t = tl.arange(0, BN // 16)[:, None, None, None]
-    r = tl.arange(0, BM)[None, :, None, None]
-    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    """A tile as `cast_rows` takes it: (local rows, local words, raw, low, high).
+
+    A lane holds 8 neighbours of a row, so that a warp reads and writes whole sectors, or 16 (LANE).
+    """
+    r = lane_rows(BM)
+    w = lane_words(BN, LANE)
     raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
     return r, w, raw, low, high
+
+
+@triton.jit
+def normalize_rows(tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
+    """The norm of `load_rows`, by (shift, scale) of its rows; `weights`: its `parameters`."""
+    r, w, raw, low, high = tile
+    raw, low, high = normalized((raw, low, high), statistics, weights, r < rows, OUT, PRODUCER, HW)
+    return r, w, raw, low, high
+
+
+@triton.jit
+def load_row_gradients(
+    source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of the gradients of gate and of up."""
+    r = lane_rows(BM)
+    w = lane_words(BN, LANE)
+    gate, up = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    return (r, w, gate[0], gate[1], gate[2]), (r, w, up[0], up[1], up[2])
 
 
 @triton.jit
@@ -192,7 +219,9 @@ def cast_rows(
     IGNORE_NAN: tl.constexpr = CAST[2] == FP32
     BLOCK: tl.constexpr = CAST[4]
     STOCHASTIC: tl.constexpr = CAST[5]
-    T: tl.constexpr = BLOCK // 16  # lanes that share a block, 16 elements each
+    T: tl.constexpr = BLOCK // (
+        16 if STOCHASTIC else 8
+    )  # lanes that share a block; a draw of random bytes serves 16 elements
     NB: tl.constexpr = BN // BLOCK
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
     rows = R - row0
@@ -244,11 +273,40 @@ def load_columns(
     g = tl.arange(0, BM // (4 * Q))[:, None, None]
     w = tl.arange(0, BN // 2)[None, None, :]
     r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
-    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 8, HW)
+    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     return r, w, phase0, phase1, phase2, phase3
+
+
+@triton.jit
+def normalize_columns(tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
+    """The norm of `load_columns`, by (shift, scale) of each of its phases; `weights`: its `parameters`."""
+    r, w, phase0, phase1, phase2, phase3 = tile
+    statistics0, statistics1, statistics2, statistics3 = statistics
+    return (
+        r, w, normalized(phase0, statistics0, weights, r < rows, OUT, PRODUCER, HW),
+        normalized(phase1, statistics1, weights, r + 1 < rows, OUT, PRODUCER, HW),
+        normalized(phase2, statistics2, weights, r + 2 < rows, OUT, PRODUCER, HW),
+        normalized(phase3, statistics3, weights, r + 3 < rows, OUT, PRODUCER, HW),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_column_gradients(
+    source, rows, cols, BLOCK: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`load_columns` of the gradients of gate and of up."""
+    Q: tl.constexpr = 8 if BLOCK >= 32 else 4
+    w = tl.arange(0, BN // 2)[None, None, :]
+    r = tl.arange(0, BM // (4 * Q))[:, None, None] * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
+    gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
+    return (r, w, gate0, gate1, gate2, gate3), (r, w, up0, up1, up2, up3)
 
 
 @triton.jit
@@ -354,14 +412,16 @@ def quantize_blocks(
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
     rows = R - row0
     cols = C - col0
     # All loads first: the second reading of the tile meets the first on its way.
     if ROW is not None:
-        row_words = load_rows(source, rows, cols, LOAD, 0, KIND, EVEN, HW, BM, BN)
+        row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, KIND, EVEN, HW, BM, BN)
     if COLUMN is not None:
         column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
+    if COLUMN is not None and COLUMN[4] > 32:
+        prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
     if ROW is not None:
         cast_rows(
             row_words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C,

@@ -9,9 +9,13 @@ from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
-__all__ = ["MOST_CASTS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch"]
+__all__ = [
+    "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch",
+    "tile_of_blocks", "tile_of_nvfp4",
+]  # fmt: skip
 
 MOST_CASTS = 512
+NO_SIGNS = -1  # of a Hadamard transform that is not there
 
 
 class Warps(NamedTuple):
@@ -26,11 +30,11 @@ class Warps(NamedTuple):
 
 # Rows, columns and warps of one program, by kernel: chosen by measurement (`python -m benchmarks quantize --sweep`).
 TILES = {
-    "cast": (128, 128, Warps(4)),
+    "cast": (128, 128, Warps(8)),
     "axes": (128, 128, Warps(4)),
     "together": (64, 128, Warps(4, 168)),  # three programs per SM, whatever they cast
-    "blocks": (128, 128, Warps(16, 64)),
-    "blocks_long": (128, 128, Warps(8)),  # blocks of 128
+    "blocks": (128, 128, Warps(8, 80)),
+    "blocks_long": (128, 128, Warps(8, 112)),  # blocks of 128
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
@@ -41,10 +45,12 @@ TILES = {
     "nvfp4_amax": (128, 128, Warps(8)),
     "dequantize": (64, 128, Warps(4)),
     "fused_scaled": (64, 128, Warps(8)),
+    "fused_gradients": (64, 64, Warps(4, 128)),  # those of gate and of up
     "fused_blocks": (128, 128, Warps(8)),
     "fused_values": (32, 256, Warps(4)),
-    "statistics": (4, 1024, Warps(4)),
-    "norm": (32, 512, Warps(16)),  # one program per SM: its 32 rows are read again from the L2 cache
+    "norm_scaled": (64, 128, Warps(8)),
+    "norm_blocks": (128, 128, Warps(8, 128)),
+    "norm_values": (32, 256, Warps(8)),
 }
 
 
@@ -87,10 +93,38 @@ class KernelCast:
         )  # fmt: skip
 
     @property
+    def signs(self) -> int:
+        """The sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS."""
+        return self.nvfp4_cast[4]
+
+    @property
+    def is_scaled_per_row(self) -> bool:
+        """Whether an NVFP4 cast has a first level for every row."""
+        return self.nvfp4_cast[6]
+
+    @property
     def usual_scale_layout(self) -> int:
         """FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order."""
         is_gemm_block = self.block == (1, 128) and self.float_scale
         return (SCALE_COLUMN_MAJOR if is_gemm_block else SCALE_ROW_MAJOR).value
+
+
+def tile_of_blocks(row: KernelCast | None, column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps]:
+    """The tile of a pass of `kernels.blocks` over a matrix; `values`: dequantized values are all that it writes."""
+    if max(cast.block[1] or 0 for cast in (row, column) if cast is not None) > 32:
+        return TILES["blocks_long"]
+    if values:
+        return TILES["block_values"]
+    return TILES["blocks" if column else "block_rows"]
+
+
+def tile_of_nvfp4(column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps]:
+    """The tile of a pass of `kernels.nvfp4` over a matrix; `values`: dequantized values are all that it writes."""
+    if values:
+        return TILES["nvfp4_values"]
+    if column is None:
+        return TILES["nvfp4_rows"]
+    return TILES["nvfp4_tiles" if column.block[0] == 16 else "nvfp4"]
 
 
 @functools.lru_cache(MOST_CASTS)
@@ -158,7 +192,7 @@ def _nvfp4_cast(cast: Cast) -> tuple:
         rule = TWO_LEVEL
     else:
         rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
-    signs = -1 if cast.hadamard is None else cast.hadamard.sign_mask
+    signs = NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask
     per_row = cast.format.tensor_scale == "row" and level.tensor_scale
     return (
         rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row

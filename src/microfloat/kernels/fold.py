@@ -22,11 +22,11 @@ from microfloat.kernels._convert import (
     low_half,
     quantized_pair,
 )
+from microfloat.kernels._meeting import arrive, offer_count, publish_two
 from microfloat.kernels._packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import e8m0_scale
-from microfloat.kernels._tiles import load_pair, store_pairs, store_quads, transpose_quads
-from microfloat.kernels.amax import publish_counts
+from microfloat.kernels._tiles import lane_rows, lane_words, load_pair, store_pairs, store_quads, transpose_quads
 from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
 
 
@@ -78,11 +78,11 @@ def fold_rows(
     BIAS: tl.constexpr = CAST[1]
     rows = R - row0
     cols = C - col0
-    t = tl.arange(0, 8)[:, None, None, None]
-    r = tl.arange(0, BM)[None, :, None, None]
-    w = t * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    T: tl.constexpr = 32 // (16 if CAST[3] else 8)  # lanes that share a block
+    r = lane_rows(BM)
+    w = lane_words(128, 32 // T)
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    amax = rows_amax(raw, low, high, KIND, False, HW, 4, 2, BM)
+    amax = rows_amax(raw, low, high, KIND, False, HW, 4, T, BM)
     byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST[2])
     largest = tl.max(byte, 0)  # [BM]
     if TILE:
@@ -101,17 +101,17 @@ def fold_rows(
         else:
             words = shift_word(byte, exponent[None, :], largest[None, :])
         if KIND == WORDS_BF16:
-            y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, 2, BM))
+            y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, T, BM))
             low, high = low_half(y, KIND), high_half(y, KIND)
         else:
-            factor = spread_rows(factor, 4, 2, BM)
+            factor = spread_rows(factor, 4, T, BM)
             low, high = low * factor, high * factor
-        codes, lossy = fold_pair(low, high, spread_rows(words, 4, 2, BM))
+        codes, lossy = fold_pair(low, high, spread_rows(words, 4, T, BM))
         store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, PAIRS, EVEN)
         return count_halves(tl.reduce(tl.reduce(lossy, 3, add_f16x2), 2, add_f16x2))
     else:
-        factor = spread_rows(factor, 4, 2, BM)
-        shift = spread_rows(shift, 4, 2, BM)
+        factor = spread_rows(factor, 4, T, BM)
+        shift = spread_rows(shift, 4, T, BM)
         return fold_rows_by_steps(
             out_tile, low * factor, high * factor, shift, seed_ptr, stream, r, w, row0, col0, rows, cols, C,
             CAST, EVEN, PAIRS, HW, BM,
@@ -162,10 +162,10 @@ def fold_columns(
     g = tl.arange(0, 4)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
-    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
-    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 8)
+    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
     amax_low, amax_high = columns_amax(
         raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, False, HW, 4, 1, W
     )
@@ -297,4 +297,6 @@ def fold_blocks(
             x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
             stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
         )  # fmt: skip
-    publish_counts(lossy_rows + tl.zeros([], tl.int32), lossy_columns + tl.zeros([], tl.int32), lossy_ptr, scratch_ptr)
+    offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
+    offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
+    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)

@@ -55,10 +55,10 @@ def quantize_packed(
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
     rows = R - row0
     cols = C - col0
-    _r, w, raw, low, high = load_rows(source, rows, cols, LOAD, 0, KIND, EVEN, HW, BM, BN)
+    _r, w, raw, low, high = load_rows(source, rows, cols, 16, LOAD, 0, KIND, EVEN, HW, BM, BN)
     amax = rows_amax(raw, low, high, KIND, False, HW, NB, T, BM)
     stored, factor, _value = block_scale(amax, 0.0, CAST)
     random = 0

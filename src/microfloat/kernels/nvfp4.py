@@ -23,10 +23,10 @@ from microfloat.kernels._block16 import (
 from microfloat.kernels._convert import WORDS_BF16
 from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
 from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_values
+from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
 from microfloat.kernels._random import block_words, load_seed, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, e4m3_scale, tensor_level
 from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
-from microfloat.kernels.amax import publish_two
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -361,6 +361,7 @@ def amax_transformed(
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored."""
+    known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
@@ -384,7 +385,9 @@ def amax_transformed(
         words, low, high = hadamard_column_blocks(low, high, MASK, KIND, HW)
         a, b = column_block_amax(words, low, high, WORDS_BF16, True, HW)
         transformed = tl.maximum(a, b)
-    publish_two(tl.max(tl.max(plain, 1), 0), tl.max(tl.max(transformed, 1), 0), out_ptr, scratch_ptr)
+    offer_maximum(tl.max(tl.max(plain, 1), 0), known, scratch_ptr, HW)
+    offer_maximum(tl.max(tl.max(transformed, 1), 0), known_transformed, scratch_ptr + 2, HW)
+    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, HW)
 
 
 @triton.jit

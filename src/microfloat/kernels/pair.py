@@ -91,7 +91,7 @@ def cast_tiles(
         row0 = (tile // across) * BM
         col0 = (tile % across) * BN
         x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-        source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
+        source = (x_tile, x_tile, x_tile, stride_r, stride_c)
         found = cast_tile(
             source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, None, 0, 0, epsilon, R, C,
             row0, col0,
@@ -129,7 +129,7 @@ def leave(scratch_ptr):
 
 @triton.jit
 def record_two(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
-    """`publish_amax` with RECORD for two maxima, each into a history of its own; the scratch of `wait_for_all`."""
+    """`publish_maximum` with RECORD for two maxima, each into a history of its own; the scratch of `wait_for_all`."""
     tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
     if PAIR:
         tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")

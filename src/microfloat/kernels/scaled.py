@@ -26,16 +26,18 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
-from microfloat.kernels._produce import LOAD, produce_pair
+from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
-from microfloat.kernels._tiles import store_pairs, store_quads
-from microfloat.kernels.amax import RECORD, publish_amax
+from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads
 
 GIVEN = tl.constexpr(0)
 AMAX = tl.constexpr(1)
 AXES = tl.constexpr(2)
 TILE = tl.constexpr(3)
+
+PREFETCH_AHEAD = tl.constexpr(264)
 
 
 @triton.jit
@@ -99,28 +101,123 @@ def cast_tile_columns(
 
 
 @triton.jit
-def cast_tile(
-    source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream, column_stream,
-    epsilon, R, C, row0, col0,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
-    F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+def local_rows(BM: tl.constexpr):
+    """[1, BM / 4, 1]: the first of every four rows of a tile."""
+    return tl.arange(0, BM // 4)[None, :, None] * 4
+
+
+@triton.jit
+def local_words(BN: tl.constexpr):
+    """[BN / 8, 1, 4]: the words of a row of a tile, four to a thread."""
+    return tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit
+def load_tile(
+    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A tile as `write_tile` takes it: what `produce_pair` gives for each of four neighbouring rows."""
+    r = local_rows(BM)
+    w = local_words(BN)
+    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    return phase0, phase1, phase2, phase3
+
+
+@triton.jit
+def load_gradients(
+    source, rows, cols, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Two tiles from one reading: the gradients of gate and of up."""
+    r = local_rows(BM)
+    w = local_words(BN)
+    gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    return (gate0, gate1, gate2, gate3), (up0, up1, up2, up3)
+
+
+@triton.jit
+def normalize_tile(
+    tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr
+):
+    """The norm of a tile that was loaded before its statistics (of each phase) were known; `weights`: `parameters`."""
+    r = local_rows(BM)
+    phase0, phase1, phase2, phase3 = tile
+    statistics0, statistics1, statistics2, statistics3 = statistics
+    return (
+        normalized(phase0, statistics0, weights, r < rows, OUT, PRODUCER, HW),
+        normalized(phase1, statistics1, weights, r + 1 < rows, OUT, PRODUCER, HW),
+        normalized(phase2, statistics2, weights, r + 2 < rows, OUT, PRODUCER, HW),
+        normalized(phase3, statistics3, weights, r + 3 < rows, OUT, PRODUCER, HW),
+    )  # fmt: skip
+
+
+@triton.jit
+def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr):
+    """(scale, factor) of a tensor whose encode scale or amax is in memory; ask before the loads of the tile."""
+    ANY: tl.constexpr = ROW if ROW is not None else COLUMN
+    MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
+    if SOURCE == GIVEN:
+        factor = tl.load(source_ptr)
+        return factor, factor  # the scale is the reciprocal, which one program computes
+    elif SOURCE == AMAX:
+        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2])
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
+    """Bits of the amax of a tile."""
+    phase0, phase1, phase2, phase3 = tile
+    raw0, low0, high0 = phase0
+    raw1, low1, high1 = phase1
+    raw2, low2, high2 = phase2
+    raw3, low3, high3 = phase3
+    return tile_amax(raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW)
+
+
+@triton.jit
+def measure_tile(
+    tile, scratch_ptr, known, RECORDS: tl.constexpr, SOURCE: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr
+):
+    """(bits of the amax of a tile, arrivals at `scratch_ptr`), each 0 if not needed."""
+    amax = tl.zeros([], tl.int32)
+    arrived = 0
+    if RECORDS or SOURCE == TILE:
+        amax = amax_of_tile(tile, KIND, HW)
+    if RECORDS:
+        offer_maximum(amax, known, scratch_ptr, HW)
+        arrived = arrive(scratch_ptr + 1, HW)
+    return amax, arrived
+
+
+@triton.jit
+def write_tile(
+    tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
+    column_stream, epsilon, R, C, row0, col0,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
     QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both operands; returns the bits of its amax (0 unless recorded). The outputs begin at the matrix."""
+    """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`. The outputs begin at the matrix."""
     rows = R - row0
     cols = C - col0
     i = tl.arange(0, BM // 4)[None, :, None]
-    w = tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    r = i * 4
-    raw0, low0, high0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    raw1, low1, high1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    raw2, low2, high2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    raw3, low3, high3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    w = local_words(BN)
+    r = local_rows(BM)
+    phase0, phase1, phase2, phase3 = tile
+    _raw, low0, high0 = phase0
+    _raw, low1, high1 = phase1
+    _raw, low2, high2 = phase2
+    _raw, low3, high3 = phase3
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
-    amax = tl.zeros([], tl.int32)
-    if RECORDS or SOURCE == TILE:
-        amax = tile_amax(raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW)
     f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     if SOURCE == AXES:
         if ROW is not None:
@@ -141,17 +238,16 @@ def cast_tile(
                 tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
     else:
-        if SOURCE == GIVEN:
-            f0 = tl.load(source_ptr)
-            scale0 = tl.div_rn(1.0, f0)
-        elif SOURCE == AMAX:
-            scale0, f0 = fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2])
-        else:
+        if SOURCE == TILE:
             scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2])
+        else:
+            scale0, f0 = given
         f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
         at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
         if (SOURCE == TILE) | ((row0 == 0) & (col0 == 0)):
+            if SOURCE == GIVEN:
+                scale0 = tl.div_rn(1.0, f0)
             if ROW is not None:
                 tl.store(row_scale + at_row, scale0)
             if COLUMN is not None:
@@ -186,6 +282,26 @@ def cast_tile(
             out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
             seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
         )  # fmt: skip
+
+
+@triton.jit
+def cast_tile(
+    source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream, column_stream,
+    epsilon, R, C, row0, col0,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
+    F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of both operands, from memory; returns the bits of its amax (0 unless recorded)."""
+    given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
+    tile = load_tile(source, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+    amax = tl.zeros([], tl.int32)
+    if RECORDS or SOURCE == TILE:
+        amax = amax_of_tile(tile, KIND, HW)
+    write_tile(
+        tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
+        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
+    )  # fmt: skip
     return amax
 
 
@@ -207,11 +323,18 @@ def cast_scaled(
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, x_tile, stride_r, stride_c)
-    amax = cast_tile(
-        source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
-        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS,
-        HW, BM, BN,
+    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+    if RECORDS:
+        known = peek(scratch_ptr, HW)
+    else:
+        known = 0
+    given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
+    tile = load_tile(source, R - row0, C - col0, LOAD, 0, KIND, EVEN, HW, BM, BN)
+    prefetch_later(x_tile, R - row0, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
+    write_tile(
+        tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
+        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
     )  # fmt: skip
     if RECORDS:
-        publish_amax(amax, record_ptr, scratch_ptr, RECORD)
+        publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, RECORD, HW)

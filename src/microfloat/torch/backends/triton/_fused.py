@@ -1,13 +1,13 @@
-"""Norms and activations fused with the cast of their result, forward and backward.
+"""Activations fused with the cast of their result, forward and backward.
 
 Every function quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts
 per tensor take a known encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current
 scaling.
 
-Legend: M x F = gate, up and their product; M x K = the input of a norm.
+Legend: M x F = gate, up and their product.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,12 +18,19 @@ from microfloat.kernels import scaled as scaled_kernels
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale
-from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._launch import (
+    TILES,
+    Kernel,
+    Matrix,
+    ceil_div,
+    compiled_conversions,
+    scratch,
+)
 from microfloat.torch.backends.triton._plans import CastPlan, operand, plan_of
 
 __all__ = [
-    "ACTIVATIONS", "Normed", "activation_backward_quantize", "activation_backward_values", "activation_quantize",
-    "activation_values", "fuses", "norm_quantize", "norm_values",
+    "ACTIVATIONS", "Both", "Inputs", "Work", "activation_backward_quantize", "activation_backward_values",
+    "activation_quantize", "activation_values", "codes_of", "fuses", "layout", "operands", "plans", "source_of",
 ]  # fmt: skip
 
 ACTIVATIONS = {
@@ -32,25 +39,14 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 _SCALED, _BLOCKS = Kernel(kernels.produce_scaled), Kernel(kernels.produce_blocks)
-_VALUES, _STATISTICS = Kernel(kernels.produce_values), Kernel(kernels.row_statistics)
-_NORM_SCALED, _NORM_BLOCKS = Kernel(kernels.norm_scaled), Kernel(kernels.norm_blocks)
+_VALUES = Kernel(kernels.produce_values)
 _GIVEN, _AMAX = scaled_kernels.GIVEN.value, scaled_kernels.AMAX.value
 _NO_INPUTS = (None, None, None, None)
 Both = tuple[Operand | None, Operand | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Normed:
-    """What a fused norm returns: both operands, and the statistics that its backward needs (mean: LayerNorm only)."""
-
-    row: Operand | None
-    column: Operand | None
-    mean: torch.Tensor | None
-    inverse: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class Inputs:
     """One to three matrices of one shape and dtype, read alike."""
 
     matrix: Matrix
@@ -59,14 +55,14 @@ class _Inputs:
     produced_kind: int
 
     @staticmethod
-    def of(x: torch.Tensor, y: torch.Tensor | None = None, z: torch.Tensor | None = None) -> "_Inputs":
+    def of(x: torch.Tensor, y: torch.Tensor | None = None, z: torch.Tensor | None = None) -> "Inputs":
         others = [None if t is None else t if t.stride() == x.stride() else t.contiguous() for t in (y, z)]
         if any(t is not None and t.stride() != x.stride() for t in others):
             x = x.contiguous()
         matrix = Matrix(x)
         aligned = all(t is None or t.data_ptr() & 7 == 0 for t in others)
         produced = _convert.WORDS_BF16.value if x.dtype == torch.bfloat16 else _convert.ELEMENTWISE.value
-        return _Inputs(matrix, (others[0], others[1]), matrix.kind if aligned else 0, produced)
+        return Inputs(matrix, (others[0], others[1]), matrix.kind if aligned else 0, produced)
 
 
 def _function(activation: str) -> int:
@@ -78,13 +74,13 @@ def _function(activation: str) -> int:
 def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
     """Whether a producer can write codes of both casts in one launch."""
     try:
-        _plans(row_cast, column_cast)
+        plans(row_cast, column_cast)
     except NotSupportedError:
         return False
     return True
 
 
-def _plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | None, CastPlan | None, CastPlan]:
+def plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | None, CastPlan | None, CastPlan]:
     """Plans of both casts and the one that stands for both; they must be served by one launch."""
     row = None if row_cast is None else plan_of(row_cast)
     column = None if column_cast is None else plan_of(column_cast)
@@ -110,7 +106,7 @@ def _plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | 
     return row, column, plan
 
 
-def _source(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+def source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
     if scale_enc is not None:
         return _GIVEN, scale_enc
     if amax is None:
@@ -121,7 +117,7 @@ def _source(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor |
     return _AMAX, amax
 
 
-def _codes(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
+def codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
     """Row and column codes of a matrix of this shape."""
     rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
     first = second = None
@@ -132,12 +128,12 @@ def _codes(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tup
     return first, second
 
 
-def _operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
+def operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
     rows, columns = matrix.rows, matrix.columns
     return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
 
 
-def _layout(inputs: _Inputs, tile_rows: int, tile_columns: int) -> tuple:
+def layout(inputs: Inputs, tile_rows: int, tile_columns: int) -> tuple:
     """LOADS, KIND, EVEN, PAIRS, QUADS, INDEX64, HW of a launch."""
     matrix = inputs.matrix
     return (
@@ -147,10 +143,10 @@ def _layout(inputs: _Inputs, tile_rows: int, tile_columns: int) -> tuple:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """A producer and its inputs; `parameters`: mean, inverse, weight, bias."""
 
-    inputs: _Inputs
+    inputs: Inputs
     producer: int
     function: int = 0
     two: bool = False
@@ -158,29 +154,29 @@ class _Work:
 
 
 def _quantize(
-    work: _Work, row_cast: Cast | None, column_cast: Cast | None, *, seed: tuple, row_stream: int, column_stream: int,
+    work: Work, row_cast: Cast | None, column_cast: Cast | None, *, seed: tuple, row_stream: int, column_stream: int,
     amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
 ) -> tuple[Both, Both | None]:  # fmt: skip
     """Both operands of one produced matrix, or (`work.two`) of two; a seed, an amax and so on for each."""
-    row, column, plan = _plans(row_cast, column_cast)
+    row, column, plan = plans(row_cast, column_cast)
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
-    name = "fused_scaled" if plan.family == "scaled" else "fused_blocks"
+    name = "fused_blocks" if plan.family == "blocks" else "fused_gradients" if work.two else "fused_scaled"
     tile_rows, tile_columns, warps = TILES[name]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    layout = _layout(work.inputs, tile_rows, tile_columns)
+    shape = layout(work.inputs, tile_rows, tile_columns)
     count = 2 if work.two else 1
-    codes = [_codes(row, column, matrix) for _ in range(count)]
-    pointers = (x, *work.inputs.others, *work.parameters)
+    codes = [codes_of(row, column, matrix) for _ in range(count)]
+    pointers = (x, *work.inputs.others)
     if plan.family == "scaled":
         scales = [torch.empty((), dtype=torch.float32, device=x.device) for _ in range(count)]
-        sources = [_source(plan, amax[i], scale_enc[i]) for i in range(count)]
+        sources = [source_of(plan, amax[i], scale_enc[i]) for i in range(count)]
         outputs: list = []
         for i in range(2):
             outputs += [*codes[i], scales[i], sources[i][1], record[i]] if i < count else [None] * 5
         constants = (
             row.scaled_cast if row else None, column.scaled_cast if column else None, sources[0][0],
-            record[0] is not None, work.producer, work.two, work.function, *layout, tile_rows, tile_columns,
+            record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
         )  # fmt: skip
         meeting = scratch(device) if record[0] is not None else None
         tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
@@ -197,46 +193,44 @@ def _quantize(
         for i in range(2):
             outputs += [codes[i][0], both_scales[i][0], codes[i][1], both_scales[i][1]] if i < count else [None] * 4
         constants = (
-            row.constant(0) if row else None, column.constant(0) if column else None, work.producer, work.two,
-            work.function, *layout, tile_rows, tile_columns,
+            row.constant(0) if row else None, column.constant(0) if column else None, work.producer, work.function,
+            *shape, tile_rows, tile_columns,
         )  # fmt: skip
         tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
     key = (matrix.key, constants, warps, row_stream, column_stream)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)
-    results = [_operands(row, column, matrix, codes[i], both_scales[i]) for i in range(count)]
+    results = [operands(row, column, matrix, codes[i], both_scales[i]) for i in range(count)]
     return results[0], results[1] if work.two else None
 
 
-def _values(work: _Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
+def _values(work: Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
     """(values, amax) of one produced matrix, or of two."""
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
     tile_rows, tile_columns, warps = TILES["fused_values"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    loads, kind, even, pairs, _, index64, hardware = _layout(work.inputs, tile_rows, tile_columns)
+    loads, kind, even, pairs, _, index64, hardware = layout(work.inputs, tile_rows, tile_columns)
     results = [
         (torch.empty((matrix.rows, matrix.columns), dtype=x.dtype, device=x.device), torch.empty((), device=x.device))
         for _ in range(2 if work.two else 1)
     ]
     second = results[1] if work.two else (None, None)
-    constants = (
-        work.producer, work.two, work.function, loads, kind, even, pairs, index64, hardware, tile_rows, tile_columns
-    )  # fmt: skip
-    tensors = (x, *work.inputs.others, *work.parameters, *results[0], *second, scratch(device))
+    constants = (work.producer, work.function, loads, kind, even, pairs, index64, hardware, tile_rows, tile_columns)
+    tensors = (x, *work.inputs.others, *results[0], *second, scratch(device))
     _VALUES((matrix.key, constants, warps), programs, device, tensors, matrix.sizes, constants, warps)
     return results[0], results[1] if work.two else None
 
 
-def _forward(x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> _Work:
+def _forward(x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> Work:
     producer = _produce.ACTIVATE.value if up_MF is None else _produce.GATE.value
-    return _Work(_Inputs.of(x_MF, up_MF), producer, _function(activation))
+    return Work(Inputs.of(x_MF, up_MF), producer, _function(activation))
 
 
-def _backward(grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> _Work:
+def _backward(grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> Work:
     if up_MF is None:
-        return _Work(_Inputs.of(x_MF, grad_MF), _produce.ACTIVATE_GRADIENT.value, _function(activation))
-    inputs = _Inputs.of(x_MF, up_MF, grad_MF)
-    return _Work(inputs, _produce.GATE_GRADIENT.value, _function(activation), two=True)
+        return Work(Inputs.of(x_MF, grad_MF), _produce.ACTIVATE_GRADIENT.value, _function(activation))
+    inputs = Inputs.of(x_MF, up_MF, grad_MF)
+    return Work(inputs, _produce.GATE_GRADIENTS.value, _function(activation), two=True)
 
 
 def activation_quantize(
@@ -280,99 +274,3 @@ def activation_backward_values(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
     """(gradient, amax) of x, and with `up` of up, in one pass."""
     return _values(_backward(grad_MF, x_MF, up_MF, activation))
-
-
-def _norm_work(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, kind: str
-) -> tuple[_Work, torch.Tensor | None, torch.Tensor]:
-    """The producer of a norm and its statistics, still empty; a LayerNorm without bias gets zeros."""
-    if kind not in ("rms", "layer"):
-        raise unknown_name("kind", kind, ["rms", "layer"])
-    layer = kind == "layer"
-    if layer and bias_K is None:
-        bias_K = torch.zeros_like(weight_K)
-    rows = x_MK.shape[0]
-    mean = torch.empty(rows, dtype=torch.float32, device=x_MK.device) if layer else None
-    inverse = torch.empty(rows, dtype=torch.float32, device=x_MK.device)
-    producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
-    parameters = (mean, inverse, weight_K, bias_K if layer else None)
-    inputs = _Inputs.of(x_MK)
-    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 7) for t in parameters[2:]):
-        inputs = replace(inputs, kind=_convert.ELEMENTWISE.value)
-    return _Work(inputs, producer, parameters=parameters), mean, inverse
-
-
-def _measure_statistics(work: _Work, eps: float) -> None:
-    matrix = work.inputs.matrix
-    mean, inverse, _, _ = work.parameters
-    tile_rows, tile_columns, warps = TILES["statistics"]
-    constants = (
-        mean is not None, work.inputs.kind, matrix.fills(tile_rows, tile_columns), matrix.index64, tile_rows,
-        tile_columns
-    )  # fmt: skip
-    key = (matrix.key, constants, warps)
-    tensors, scalars = (matrix.tensor, mean, inverse), (eps, *matrix.sizes)
-    device = matrix.tensor.get_device()
-    _STATISTICS(key, ceil_div(matrix.rows, tile_rows), device, tensors, scalars, constants, warps)
-
-
-def norm_quantize(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, row_cast: Cast | None,
-    column_cast: Cast | None, *, eps: float, kind: str = "rms", seed: torch.Tensor | None = None, row_stream: int = 0,
-    column_stream: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
-    record: torch.Tensor | None = None,
-) -> Normed:  # fmt: skip
-    """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x; x is read from memory once.
-
-    Blocks taller than a program's rows (1x128 columns) take two launches instead.
-    """
-    row, column, plan = _plans(row_cast, column_cast)
-    work, mean, inverse = _norm_work(x_MK, weight_K, bias_K, kind)
-    matrix = work.inputs.matrix
-    device, x = matrix.tensor.get_device(), matrix.tensor
-    tile_rows, tile_columns, warps = TILES["norm"]
-    if (plan.family == "blocks" and ((column or plan).block[1] or 0) > tile_rows) or (
-        row and row.block[0] not in (1, None)
-    ):
-        _measure_statistics(work, eps)
-        (first, second), _ = _quantize(
-            work, row_cast, column_cast, seed=(seed, None), row_stream=row_stream, column_stream=column_stream
-        )
-        return Normed(first, second, mean, inverse)
-    codes = _codes(row, column, matrix)
-    layout = _layout(work.inputs, tile_rows, tile_columns)
-    if plan.family == "scaled":
-        scale = torch.empty((), dtype=torch.float32, device=x.device)
-        mode, source = _source(plan, amax, scale_enc)
-        constants = (
-            row.scaled_cast if row else None, column.scaled_cast if column else None, mode, record is not None,
-            work.producer, *layout, tile_rows, tile_columns,
-        )  # fmt: skip
-        meeting = scratch(device) if record is not None else None
-        tensors, kernel = (x, *work.parameters, *codes, scale, source, record, meeting, seed), _NORM_SCALED
-        scales = (scale, scale)
-    else:
-        scales = (
-            empty_scale(row, matrix.rows, matrix.columns, x.device) if row else None,
-            empty_scale(column, matrix.columns, matrix.rows, x.device) if column else None,
-        )
-        constants = (
-            row.constant(0) if row else None, column.constant(0) if column else None, work.producer, *layout, tile_rows,
-            tile_columns,
-        )  # fmt: skip
-        tensors, kernel = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], seed), _NORM_BLOCKS
-    key = (matrix.key, constants, warps, row_stream, column_stream, weight_K.dtype)
-    scalars = (row_stream, column_stream, eps, *matrix.sizes)
-    kernel(key, ceil_div(matrix.rows, tile_rows), device, tensors, scalars, constants, warps)
-    first, second = _operands(row, column, matrix, codes, scales)
-    return Normed(first, second, mean, inverse)
-
-
-def norm_values(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, *, eps: float, kind: str = "rms"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
-    work, mean, inverse = _norm_work(x_MK, weight_K, bias_K, kind)
-    _measure_statistics(work, eps)
-    (values, amax), _ = _values(work)
-    return values, amax, mean, inverse

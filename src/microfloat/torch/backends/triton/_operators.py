@@ -12,10 +12,11 @@ import torch
 from microfloat.recipes import Cast
 from microfloat.recipes._serialize import cast_of
 from microfloat.torch.backends.base import Operand, record_amax_
-from microfloat.torch.backends.triton import _fused
+from microfloat.torch.backends.triton import _fused, _norms
 from microfloat.torch.backends.triton._blocks import empty_scale
-from microfloat.torch.backends.triton._fused import Both, Normed
+from microfloat.torch.backends.triton._fused import Both
 from microfloat.torch.backends.triton._launch import ceil_div
+from microfloat.torch.backends.triton._norms import Normed
 from microfloat.torch.backends.triton._plans import plan_of
 
 __all__ = ["activation_backward_quantize", "activation_quantize", "norm_quantize"]
@@ -123,7 +124,7 @@ def _run_norm(
 ) -> list[torch.Tensor]:  # fmt: skip
     live = _live(x, records)
     options = _options(seed, row_stream, column_stream, amax, scale_enc, live)
-    made = _fused.norm_quantize(x, weight, bias, _cast(row), _cast(column), eps=eps, kind=kind, **options)
+    made = _norms.norm_quantize(x, weight, bias, _cast(row), _cast(column), eps=eps, kind=kind, **options)
     statistics = [made.inverse] if made.mean is None else [made.inverse, made.mean]
     return _unshared(_flatten((made.row, made.column))) + statistics + ([] if live is None else [live])
 
@@ -209,10 +210,10 @@ def norm_quantize(
     column_stream: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Normed:  # fmt: skip
-    """See `_fused.norm_quantize`; one operator under a tracing compiler."""
+    """See `_norms.norm_quantize`; one operator under a tracing compiler."""
     options = _options(seed, row_stream, column_stream, amax, scale_enc, record)
     if not torch.compiler.is_compiling():
-        return _fused.norm_quantize(x_MK, weight_K, bias_K, row_cast, column_cast, eps=eps, kind=kind, **options)
+        return _norms.norm_quantize(x_MK, weight_K, bias_K, row_cast, column_cast, eps=eps, kind=kind, **options)
     tokens = _token(row_cast), _token(column_cast)
     parts = _operators.norm_quantize(
         x_MK, weight_K, bias_K, eps, kind, *tokens, *list(options.values())[:-1], record is not None

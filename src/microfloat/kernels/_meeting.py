@@ -1,0 +1,187 @@
+"""Where the programs of one launch meet: maxima and sums of all of them, without waiting for each other.
+
+Words of scratch memory, zero before and after a launch: what is merged, and a count of arrivals. A program offers what
+it found, arrives, goes on with its stores, and only in the end looks whether it was the last to arrive; the last one
+publishes what all have found and clears the words for the next launch of the same stream.
+
+Compiled for Hopper (`HW`), one thread does all of that, so that no other waits. It fences only what it did offer: a
+maximum that the scratch memory already holds is not offered again, and after the first few programs hardly any is. A
+program that waited for its own stores here, or for the answer of its arrival, would keep the next one from starting.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import bits_of, float_of
+
+# What the last program does with a maximum: store it as float32, or merge it into a history if it is finite.
+STORE = tl.constexpr(0)
+RECORD = tl.constexpr(1)
+
+
+@triton.jit
+def peek(scratch_ptr, HW: tl.constexpr):
+    """The maximum offered so far (as far as one thread needs to know it): ask before the loads of the tile."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
+            "@p ld.relaxed.gpu.global.b32 $0, [$1]; }",
+            "=r,l", [scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return 0
+
+
+@triton.jit
+def offer_maximum(bits, known, scratch_ptr, HW: tl.constexpr):
+    """Merge the bits of a magnitude into the first word."""
+    if HW:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $1, $2, p; "
+            "@p red.relaxed.gpu.global.max.s32 [$3], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }",
+            "=r,r,r,l", [bits, known, scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_max(scratch_ptr, bits.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def offer_count(count, scratch_ptr, HW: tl.constexpr):
+    """Add a count to an int64 word."""
+    if HW:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s64 p, $1, 0, p; "
+            "@p red.relaxed.gpu.global.add.u64 [$2], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }",
+            "=r,l,l", [count.to(tl.int64), scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if count > 0:
+            tl.atomic_add(scratch_ptr, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def arrive(count_ptr, HW: tl.constexpr):
+    """How many programs had arrived (as far as one thread needs to know it): after all offers, before the stores."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, -1; "
+            "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+            "=r,l", [count_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.atomic_add(count_ptr, 1, sem="acq_rel").to(tl.int32)
+
+
+@triton.jit
+def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr, HW: tl.constexpr):
+    """The last of `programs` programs publishes the maximum. With RECORD, ``out = max(out, A)`` unless A is infinite
+    (docs/numerics.md 3.3).
+    """
+    if HW:
+        out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
+        if WHAT == RECORD:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+                "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; DONE: mov.b32 $0, 0; }",
+                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+                "st.global.b32 [$3], v; DONE: mov.b32 $0, 0; }",
+                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        if arrived == programs - 1:
+            total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
+            tl.atomic_xchg(scratch_ptr + 1, 0)
+            if WHAT == RECORD:
+                finite = tl.where(total < 0x7F800000, total, 0)
+                tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
+            else:
+                tl.store(out_ptr, float_of(total))
+
+
+@triton.jit
+def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
+    """The last of `programs` programs publishes words 0 and 2: float32 maxima, or int64 counts."""
+    if HW:
+        out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
+        if out_ptr.dtype.element_ty == tl.int64:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b64 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+                "atom.relaxed.gpu.global.exch.b64 v, [$4], 0; st.global.b64 [$3], v; "
+                "atom.relaxed.gpu.global.exch.b64 v, [$4 + 16], 0; st.global.b64 [$3 + 8], v; "
+                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }",
+                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.global.b32 [$3], v; "
+                "atom.relaxed.gpu.global.exch.b32 v, [$4 + 16], 0; st.global.b32 [$3 + 4], v; "
+                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }",
+                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        if arrived == programs - 1:
+            first, second = tl.atomic_xchg(scratch_ptr, 0), tl.atomic_xchg(scratch_ptr + 2, 0)
+            if out_ptr.dtype.element_ty == tl.float32:
+                tl.store(out_ptr, float_of(first.to(tl.int32)))
+                tl.store(out_ptr + 1, float_of(second.to(tl.int32)))
+            else:
+                tl.store(out_ptr, first)
+                tl.store(out_ptr + 1, second)
+            tl.atomic_xchg(scratch_ptr + 1, 0)
+
+
+@triton.jit
+def announce(word_ptr, value):
+    """Store a float32 where others `expect` it: its bits + 1, since 0 says that nothing is there yet."""
+    bits = bits_of(value)
+    tl.atomic_xchg(word_ptr, tl.where(bits == -1, 0x7FC00000, bits) + 1, sem="relaxed")
+
+
+@triton.jit
+def expect(word_ptr, HW: tl.constexpr):
+    """Wait until others have announced all these words; behind a barrier, the whole program may then `recall` them.
+
+    Whoever waits here must wait for programs with smaller numbers alone: the GPU starts those first, so that they are
+    running or have ended.
+    """
+    if HW:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.eq.b32 p, $0, 0; @p bra AGAIN; }",
+            "=&r,l", [word_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        while tl.min(tl.abs(tl.load(word_ptr, volatile=True)), 0) == 0:
+            pass
+
+
+@triton.jit
+def recall(word_ptr):
+    """The float32s of announced words."""
+    return float_of(tl.load(word_ptr) - 1)
+
+
+@triton.jit
+def forget(departed, members, count_ptr, word_ptr, WORDS: tl.constexpr, HW: tl.constexpr):
+    """The last of `members` programs that read some words clears them, and the count of departures, for the next
+    launch.
+    """
+    if HW:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 i; .reg .b64 a; setp.ne.s32 p, $1, $2; @p bra DONE; st.global.b32 [$3], 0; "
+            "mov.b32 i, 0; mov.b64 a, $4; AGAIN: st.global.v4.b32 [a], {i, i, i, i}; add.s64 a, a, 16; "
+            "setp.lt.u64 p, a, $5; @p bra AGAIN; DONE: mov.b32 $0, 0; }",
+            "=r,r,r,l,l,l",
+            [departed, members - 1, count_ptr.to(tl.int64), word_ptr.to(tl.int64), (word_ptr + WORDS).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if departed == members - 1:
+            tl.store(word_ptr + tl.arange(0, WORDS), tl.zeros([WORDS], tl.int32))
+            tl.store(count_ptr, 0)
