@@ -70,8 +70,8 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
     tiles, (instructions, _) = program
     words = [line.split() for line in instructions]
     operations = [line[line[0][0] == "@"].split(".")[0] for line in words]
-    warpgroups, parts, *_ = _block_gemm._SHAPES[tiles]
-    chunks = warpgroups * parts
+    shape = _block_gemm._SHAPES[tiles]
+    chunks = shape.warpgroups * shape.parts
     assert operations.count("QGMMA") == 4 * chunks  # 32 of K each
     # An element of a partial sum takes one multiply-add for the row's factor and one for its column's.
     assert operations.count("FFMA") == chunks * 64 * (1 if tiles else 2)

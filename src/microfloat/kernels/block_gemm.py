@@ -89,26 +89,11 @@ def _halves(x):
 
 
 @gluon.jit
-def _by_columns_in_halves(p, factors):
-    """The same with few registers: half of the factors are loaded at a time."""
-    LAYOUT: gl.constexpr = p.type.layout
-    left, right = _halves(p)
-    HALF: gl.constexpr = left.shape[1]
-    left = _by_columns(left, factors.slice(0, HALF).load(gl.SliceLayout(0, left.type.layout)))
-    left = warpgroup_mma_wait(0, deps=[left])
-    right = _by_columns(right, factors.slice(HALF, HALF).load(gl.SliceLayout(0, right.type.layout)))
-    p = gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * HALF])
-    return gl.convert_layout(p, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _promote(total, p, row_factor, column_factor, B_TILES: gl.constexpr, HALVES: gl.constexpr):
+def _promote(total, p, row_factor, column_factor, B_TILES: gl.constexpr):
     """total + p * factors, and what became of p. Waits (for nothing) keep the compiler from moving the arithmetic
     behind the next product, where p would need registers of its own."""
     if not B_TILES:
-        p = warpgroup_mma_wait(
-            0, deps=[_by_columns_in_halves(p, column_factor) if HALVES else _by_columns(p, column_factor)]
-        )
+        p = warpgroup_mma_wait(0, deps=[_by_columns(p, column_factor)])
     total = warpgroup_mma_wait(0, deps=[total + p * row_factor[:, None]])
     return total, p
 
@@ -133,7 +118,7 @@ def _store(c_desc, staging, x, row, column):
 def _multiply(
     c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging, full, empty, M, N, K,
     WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, B_TILES: gl.constexpr, HALVES: gl.constexpr,
+    GROUP: gl.constexpr, B_TILES: gl.constexpr,
 ):  # fmt: skip
     """What one warpgroup does: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -164,23 +149,18 @@ def _multiply(
                 row_factor *= factor
                 last_row_factor *= factor
             else:
-                column_factor = b_scale_ring.index(stage)
-                if not HALVES:
-                    column_factor = column_factor.load(gl.SliceLayout(0, LAYOUT))
+                column_factor = b_scale_ring.index(stage).load(gl.SliceLayout(0, LAYOUT))
             p = warpgroup_mma(a_ring.index(stage * (ROWS // 64) + FIRST), b, p, use_acc=never, is_async=True)
             p = warpgroup_mma_wait(0, deps=[p])
             if PARTS == 2:
-                first, p = _promote(first, p, row_factor, column_factor, B_TILES, HALVES)
+                first, p = _promote(first, p, row_factor, column_factor, B_TILES)
                 p = warpgroup_mma(a_ring.index(stage * (ROWS // 64) + LAST), b, p, use_acc=never, is_async=True)
                 p = warpgroup_mma_wait(0, deps=[p])
-            if not HALVES:
-                mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(empty.index(stage))
             if PARTS == 2:
-                second, p = _promote(second, p, last_row_factor, column_factor, B_TILES, HALVES)
+                second, p = _promote(second, p, last_row_factor, column_factor, B_TILES)
             else:
-                first, p = _promote(first, p, row_factor, column_factor, B_TILES, HALVES)
-            if HALVES:
-                mbarrier.arrive(empty.index(stage))
+                first, p = _promote(first, p, row_factor, column_factor, B_TILES)
             turn += 1
         _store(c_desc, staging, first, row * ROWS + FIRST * 64, column * COLUMNS)
         if PARTS == 2:
@@ -193,7 +173,7 @@ def _multiply(
 def block_gemm(
     a_desc, b_desc, a_scale_desc, b_scale_desc, b_scale_ptr, b_scale_stride, c_desc, M, N, K,
     WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    B_TILES: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr,
+    B_TILES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """C [M, N] of A [M, K] and B [N, K], all with unit stride along the last axis. Scales: A's float32 [K/128, M]
     contiguous; B's the same with N, or with B_TILES one per 128 columns at ``b_scale_ptr + (n / 128) * b_scale_stride +
@@ -218,11 +198,11 @@ def block_gemm(
         gl.warp_specialize([
             (_multiply, (
                 c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
-                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
             )),
             (_multiply, (
                 c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
-                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
             )),
             (_copy_tiles, (
                 a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,
@@ -233,15 +213,15 @@ def block_gemm(
         gl.warp_specialize([
             (_multiply, (
                 c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
-                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
             )),
             (_multiply, (
                 c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
-                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
             )),
             (_multiply, (
                 c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(2), full,
-                empty, M, N, K, TWO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES, HALVES,
+                empty, M, N, K, TWO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
             )),
             (_copy_tiles, (
                 a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,

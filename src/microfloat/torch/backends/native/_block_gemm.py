@@ -12,7 +12,7 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,21 @@ __all__ = ["block_matmul", "is_faster", "is_there", "own_block_matmul"]
 
 _SIDE = 128
 _ASSEMBLER = (12, 9)
-# Warpgroups, parts of 64 rows of each, stages, rows of tiles to go down first, registers, whether B's scales are read
-# in halves; by whether B has 128x128 scales. Chosen by measurement.
-_SHAPES = {False: (2, 2, 4, 8, 240, False), True: (3, 1, 4, 8, 160, False)}
+
+
+class _Shape(NamedTuple):
+    """How a program of the kernel is cut: warpgroups that multiply, parts of 64 rows of each, stages of its ring, rows
+    of tiles to go down before the next column, registers of a multiplying thread."""
+
+    warpgroups: int
+    parts: int
+    stages: int
+    group: int
+    registers: int
+
+
+# By whether B has 128x128 scales; chosen by measurement.
+_SHAPES = {False: _Shape(2, 2, 4, 8, 240), True: _Shape(3, 1, 4, 8, 160)}
 # Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
 # products, and tiles that keep all multiprocessors busy to the end.
 _CODES, _RESULT = torch.float8_e4m3fn, torch.bfloat16
@@ -82,8 +94,8 @@ def _fill(m: int, n: int, tiles: bool, processors: int) -> float:
 
 def _tile(tiles: bool) -> tuple[int, int]:
     """Rows and columns of C that one program makes at a time."""
-    warpgroups, parts, *_ = _SHAPES[tiles]
-    return 64 * warpgroups * parts, _SIDE
+    shape = _SHAPES[tiles]
+    return 64 * shape.warpgroups * shape.parts, _SIDE
 
 
 def block_matmul(
@@ -123,10 +135,11 @@ def own_block_matmul(
     from microfloat.kernels import block_gemm as kernels
 
     (m, k), n = a.shape, b.shape[1]
-    warpgroups, parts, stages, group, registers, halves = _SHAPES[tiles]
+    shape = _SHAPES[tiles]
     c = torch.empty((m, n), dtype=dtype, device=a.device)
     codes, flat = kernels.codes_layout, kernels.scale_layout
     a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    # With tiles the descriptor of B's scales is not read.
     b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
     size = c.element_size()
     arguments = (
@@ -134,7 +147,7 @@ def own_block_matmul(
         TensorDescriptor(b, [n, k], [k, 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
         b_scale.stride(1) if tiles else 0,
         TensorDescriptor(c, [m, n], [n, 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)), m, n, k,
-        warpgroups, parts, kernels.COLUMNS, stages, group, tiles, halves, registers,
+        shape.warpgroups, shape.parts, kernels.COLUMNS, shape.stages, shape.group, tiles, shape.registers,
     )  # fmt: skip
     device = a.get_device()
     rows, columns = _tile(tiles)
