@@ -470,6 +470,22 @@ def microbatches(device, name):
         assert_same(*outcomes)
 
 
+def kept_weights_serve_other_sizes(device):
+    """A weight kept by one plan serves that of another number of rows; one that folds otherwise casts anew."""
+    with native_on(device), block_gemms(device, []):
+        for name in ("fp8_current", "mxfp8"):
+            layer = make(_recipe(name), device)
+            first, second = inputs(device)[0], inputs(device, (2 * M, K))[0]
+            layer(first, is_first_microbatch=True)
+            kept = layer.__dict__["_weight_cache"]["operands"]
+            y = layer(second, is_first_microbatch=False)
+            assert layer.__dict__["_weight_cache"]["operands"] is kept
+            assert torch.equal(y, layer(second))
+        layer.__dict__["_fold_counts"].narrow.add(("fprop", "rhs"))
+        layer(second, is_first_microbatch=False)
+        assert layer.__dict__["_weight_cache"]["operands"] is not kept
+
+
 def regions(device):
     """Several layers in one autocast, called twice, as one region; exceptions; calls without gradients."""
     recipe = DelayedScaling(amax_history_len=4)

@@ -26,6 +26,7 @@ CASES = [
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),
     *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],
+    ("kept_weights_serve_other_sizes", ()),
     ("equal_recipes_share_plans", ()),
     ("activations_are_cast_once", ()),
     ("regions", ()),

@@ -131,13 +131,13 @@ def _kept_weight(
     if is_first_microbatch:
         cache.clear()
     version = given.known._version if plan.is_delayed else None
-    key = ("planned", id(plan), weight.data_ptr(), weight._version, version, weight.dtype)
+    key = ("planned", *plan.weight_key, weight.data_ptr(), weight._version, version, weight.dtype)
     operands = cache.get("operands")
     if operands is not None and cache.get("key") == key and not (plan.wants_dx and operands.column is None):
         return operands, False
     operands = plan.quantize_weight(weight, given)
-    # The plan is kept, so that no other gets its id.
-    cache.update(key=key, operands=operands, plan=plan)
+    # The recipe is kept, so that no other gets its id.
+    cache.update(key=key, operands=operands, recipe=plan.recipe)
     return operands, True
 
 

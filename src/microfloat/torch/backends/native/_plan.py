@@ -79,6 +79,8 @@ class LinearPlan:
         self.variants: dict[tuple, LinearPlan | None] = {}
         self.module: Any = None  # the backend, for what the general path must do
         self.noted = self._noted(weight.numel(), x.numel())
+        # What the weight's operands depend on besides the weight: plans that agree in it may keep them for each other.
+        self.weight_key = (id(recipe), forms["fprop"][1], forms["dgrad"][1])
         # Activations that several Linears read are cast once.
         fixed = wants_dw and not (self.is_delayed or self.is_stochastic or self.folds)
         self._x_key = ("planned", forms["fprop"], forms["wgrad"], recipe.fprop.lhs, recipe.wgrad.rhs) if fixed else None
