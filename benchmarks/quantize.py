@@ -8,6 +8,7 @@ unfused form and torchao's compiled cast where there is one. Three matrices rota
 import argparse
 import multiprocessing
 import os
+import time
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def all_cases(only: list[str]) -> list[Case]:
 def check(case_id: str, device: str, shape: tuple[int, int]) -> str:
     """Run a case on a small matrix, of ordinary values and of wild ones: "" or the first difference to the reference.
 
-    In a process of a pool it also fills Triton's cache on disk for the timing that follows.
+    In a process of a pool it also fills the compilers' caches on disk for the timing that follows.
     """
     (case,) = (case for case in all_cases([]) if case.id == case_id)
     torch.manual_seed(0)
@@ -42,6 +43,10 @@ def check(case_id: str, device: str, shape: tuple[int, int]) -> str:
         where = first_difference(case.run(x, state), case.expected(x, state))
         if where:
             return f"{kind} values: {where}"
+    if case.unfused is not None and device != "cpu":
+        for full in case.shapes:
+            x = torch.zeros(full, device=device, dtype=torch.bfloat16)
+            case.unfused(x, case.state(x))
     return ""
 
 
@@ -101,12 +106,14 @@ def measure(report: Report, case: Case, shape: tuple[int, int], copy: float, pee
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
+    started = time.monotonic()
     cases = all_cases(options.only)
     if options.sweep:
         from benchmarks import quantize_sweep
 
         return quantize_sweep.sweep(cases, options)
     verdicts = check_all(cases, options)
+    print(f"compared with the reference after {time.monotonic() - started:.0f} s", flush=True)
     peers = {} if _torchao.missing() or options.device == "cpu" else _torchao.quantizers()
     copies = [copy_gbs(1 << 10 if options.quick else COPIED, options.device)]
     print(f"copy {copies[0]:.0f} GB/s")
