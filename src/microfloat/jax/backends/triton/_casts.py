@@ -25,7 +25,7 @@ from microfloat.kernels import nvfp4 as nvfp4_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
 from microfloat.kernels._tiles import SCALE_ROW_MAJOR
-from microfloat.kernels.casts import TILES, KernelCast, Warps, ceil_div
+from microfloat.kernels.casts import NO_SIGNS, TILES, KernelCast, Warps, ceil_div, tile_of_blocks, tile_of_nvfp4
 
 __all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 
@@ -36,7 +36,6 @@ _GIVEN, _AMAX, _AXES, _TILE = (
 )  # fmt: skip
 _SIDE = 128  # of the tiles of FP8_128x128
 _INT32_MAX = 2**31 - 1
-_NO_SIGNS = -1
 
 
 class Wanted(NamedTuple):
@@ -137,6 +136,14 @@ def _streams(row: Wanted | None, column: Wanted | None, arguments: Arguments) ->
     }  # fmt: skip
 
 
+def _numbers(wanted: Wanted | None) -> KernelCast | None:
+    return None if wanted is None else wanted.cast
+
+
+def _all_decoded(row: Wanted | None, column: Wanted | None) -> bool:
+    return all(wanted is None or wanted.decoded for wanted in (row, column))
+
+
 def _code_dtype(cast: KernelCast) -> Any:
     return FLOAT8.get(cast.cast.format.element.name, jnp.uint8)
 
@@ -163,8 +170,8 @@ def _blocks(source: _Source, row: Wanted | None, column: Wanted | None, argument
         given |= {f"{side}_out": out, f"{side}_scale": scale, side.upper(): constant}
         given[f"{side}_epsilon"] = wanted.cast.epsilon if wanted else 0.0
     given |= {"PAIRS": source.columns % 2 == 0, "QUADS": source.rows % 4 == 0}
-    tile = _block_tile(row, column)
-    done = source.start(block_kernels.quantize_blocks, TILES[tile], given | _streams(row, column, arguments))
+    tile = tile_of_blocks(_numbers(row), _numbers(column), values=_all_decoded(row, column))
+    done = source.start(block_kernels.quantize_blocks, tile, given | _streams(row, column, arguments))
     operands = []
     for side, wanted in (("row", row), ("column", column)):
         out = done.get(f"{side}_out")
@@ -175,15 +182,6 @@ def _blocks(source: _Source, row: Wanted | None, column: Wanted | None, argument
         else:
             operands.append(Matrix(out, done[f"{side}_scale"], None))
     return operands[0], operands[1], None
-
-
-def _block_tile(row: Wanted | None, column: Wanted | None) -> str:
-    wanted = [one for one in (row, column) if one is not None]
-    if max(one.cast.block[1] or 0 for one in wanted) > 32:
-        return "blocks_long"
-    if all(one.decoded for one in wanted):
-        return "block_values"
-    return "blocks" if column else "block_rows"
 
 
 def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, arguments: Arguments) -> Results:
@@ -242,21 +240,13 @@ def _axis_amaxes(source: _Source, of_rows: bool, of_columns: bool) -> tuple[Arra
     return done.get("row_amax"), done.get("column_amax")
 
 
-def _signs(wanted: Wanted) -> int:
-    return wanted.cast.nvfp4_cast[4]
-
-
-def _is_per_row(wanted: Wanted) -> bool:
-    return wanted.cast.nvfp4_cast[6]
-
-
 def _nvfp4(source: _Source, row: Wanted | None, column: Wanted | None, arguments: Arguments) -> Results:
     """FP4 codes under E4M3 scales along 16."""
     amaxes = _nvfp4_amaxes(source, row, column, arguments)
     given: dict[str, Any] = {"row_amax": amaxes[0], "column_amax": amaxes[1]}
     for side, wanted in (("row", row), ("column", column)):
         given |= _nvfp4_side(source, side, wanted)
-    tile = TILES[_nvfp4_tile(row, column)]
+    tile = tile_of_nvfp4(_numbers(column), values=_all_decoded(row, column))
     done = source.start(nvfp4_kernels.quantize_nvfp4, tile, given | _streams(row, column, arguments))
     operands = []
     for side, wanted in (("row", row), ("column", column)):
@@ -280,7 +270,7 @@ def _nvfp4_side(source: _Source, side: str, wanted: Wanted | None) -> dict[str, 
         return dict.fromkeys(names)
     rows, length = (source.rows, source.columns) if side == "row" else (source.columns, source.rows)
     stored = stored_length(length, wanted.cast.cast.hadamard)
-    level = Output((rows, 1) if _is_per_row(wanted) else (), jnp.float32)
+    level = Output((rows, 1) if wanted.cast.is_scaled_per_row else (), jnp.float32)
     if wanted.decoded:
         aligned = (stored if side == "row" else source.columns) % 2 == 0
         out = Output((rows, stored) if side == "row" else (stored, source.columns), jnp.bfloat16)
@@ -294,15 +284,6 @@ def _nvfp4_side(source: _Source, side: str, wanted: Wanted | None) -> dict[str, 
     return dict(zip(names, (out, scale, level, constant), strict=True))
 
 
-def _nvfp4_tile(row: Wanted | None, column: Wanted | None) -> str:
-    wanted = [one for one in (row, column) if one is not None]
-    if all(one.decoded for one in wanted):
-        return "nvfp4_values"
-    if column is None:
-        return "nvfp4_rows"
-    return "nvfp4_tiles" if column.cast.block[0] == 16 else "nvfp4"
-
-
 def _nvfp4_amaxes(
     source: _Source, row: Wanted | None, column: Wanted | None, arguments: Arguments
 ) -> tuple[Array | None, Array | None]:
@@ -314,11 +295,11 @@ def _nvfp4_amaxes(
     for side, wanted in (("row", row), ("column", column)):
         if wanted is None:
             continue
-        if _is_per_row(wanted):
+        if wanted.cast.is_scaled_per_row:
             found[side] = _axis_amaxes(source, side == "row", side == "column")[side == "column"]
-        elif _signs(wanted) != _NO_SIGNS:
+        elif wanted.cast.signs != NO_SIGNS:
             given = {
-                "out_ptr": Output((2,), jnp.float32), "scratch_ptr": _scratch(), "MASK": _signs(wanted),
+                "out_ptr": Output((2,), jnp.float32), "scratch_ptr": _scratch(), "MASK": wanted.cast.signs,
                 "ALONG_ROWS": side == "row",
             }  # fmt: skip
             both = source.start(nvfp4_kernels.amax_transformed, TILES["nvfp4_amax"], given)["out_ptr"]

@@ -6,6 +6,7 @@ from microfloat.formats import FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x1
 from microfloat.kernels import blocks as block_kernels
 from microfloat.kernels import fold as fold_kernels
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
+from microfloat.kernels.casts import tile_of_blocks
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand
@@ -29,15 +30,6 @@ def empty_scale(plan: CastPlan, rows: int, length: int, device: torch.device) ->
     return torch.empty(shape, dtype=plan.scale_dtype, device=device)
 
 
-def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> str:
-    """Which entry of TILES a pass over a matrix uses."""
-    if max(plan.block[1] or 0 for plan in (row, column) if plan) > 32:
-        return "blocks_long"
-    if output == VALUES:
-        return "block_values"
-    return "blocks" if column else "block_rows"
-
-
 def blocks_launch(
     matrix: Matrix, row: CastPlan | None, column: CastPlan | None, output: int = _CODES, *, row_stream: int = 0,
     column_stream: int = 0, batch: int = 0,
@@ -47,7 +39,7 @@ def blocks_launch(
     Its tensors: the matrix; codes (or values) and scales of the row operand, those of the column operand; the call
     seed. None what is not there.
     """
-    tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
+    tile_rows, tile_columns, warps = tile_of_blocks(row, column, values=output == VALUES)
     constants = (
         row.constant(output) if row else None,
         column.constant(output) if column else None,

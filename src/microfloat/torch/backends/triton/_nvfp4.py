@@ -3,31 +3,20 @@
 import torch
 
 from microfloat.kernels import nvfp4 as kernels
+from microfloat.kernels.casts import NO_SIGNS, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
 from microfloat.torch.backends.triton._plans import CastPlan
 from microfloat.torch.backends.triton._scaled import Launch, measure_amax, measure_axes
 
 __all__ = [
-    "NO_SIGNS", "VALUES", "hadamard_transform", "is_per_row", "nvfp4_launch", "quantize_nvfp4", "signs_of",
-    "transformed_amax_launch", "values_nvfp4",
+    "VALUES", "hadamard_transform", "nvfp4_launch", "quantize_nvfp4", "transformed_amax_launch", "values_nvfp4",
 ]  # fmt: skip
 
 _QUANTIZE = Kernel(kernels.quantize_nvfp4)
 _AMAX = Kernel(kernels.amax_transformed)
 _TRANSFORM = Kernel(kernels.transform)
 _CODES, VALUES = kernels.CODES.value, kernels.VALUES.value
-NO_SIGNS = -1
-
-
-def signs_of(plan: CastPlan) -> int:
-    """The sign mask of an operand's Hadamard transform, or NO_SIGNS."""
-    return plan.nvfp4_cast[4]
-
-
-def is_per_row(plan: CastPlan) -> bool:
-    """Whether every row has a tensor scale of its own."""
-    return plan.nvfp4_cast[6]
 
 
 def _transformed_amax(matrix: Matrix, signs: int, along_rows: bool) -> torch.Tensor:
@@ -54,28 +43,19 @@ def _amaxes(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The amax that each operand's first level needs: () of the matrix or of its transform, or one per operand row."""
     row_amax = column_amax = plain = None
-    if row and is_per_row(row):
+    if row and row.is_scaled_per_row:
         row_amax = measure_axes(matrix, True, False)[0]
-    if column and is_per_row(column):
+    if column and column.is_scaled_per_row:
         column_amax = measure_axes(matrix, False, True)[1]
-    if column and column_amax is None and signs_of(column) != NO_SIGNS:
-        both = _transformed_amax(matrix, signs_of(column), along_rows=False)
+    if column and column_amax is None and column.signs != NO_SIGNS:
+        both = _transformed_amax(matrix, column.signs, along_rows=False)
         plain, column_amax = both[:1], both[1:]
-    if row and row_amax is None and signs_of(row) != NO_SIGNS:
-        both = _transformed_amax(matrix, signs_of(row), along_rows=True)
+    if row and row_amax is None and row.signs != NO_SIGNS:
+        both = _transformed_amax(matrix, row.signs, along_rows=True)
         plain, row_amax = both[:1], both[1:]
     if plain is None and ((row and row_amax is None) or (column and column_amax is None)):
         plain = measure_amax(matrix)
     return row_amax if row_amax is not None else plain, column_amax if column_amax is not None else plain
-
-
-def _tile_name(row: CastPlan | None, column: CastPlan | None, output: int) -> str:
-    """Which entry of TILES a pass over a matrix uses."""
-    if output == VALUES:
-        return "nvfp4_values"
-    if column is None:
-        return "nvfp4_rows"
-    return "nvfp4_tiles" if column.block[0] == 16 else "nvfp4"
 
 
 def nvfp4_launch(
@@ -87,7 +67,7 @@ def nvfp4_launch(
     Its tensors: the matrix; codes (or values), block scales and tensor scale of the row operand, those of the column
     operand; the amax of each; the call seed. None what is not there.
     """
-    tile_rows, tile_columns, warps = TILES[_tile_name(row, column, output)]
+    tile_rows, tile_columns, warps = tile_of_nvfp4(column, values=output == VALUES)
     row_length = _stored(row, matrix.columns) if row else matrix.columns
     column_length = _stored(column, matrix.rows) if column else matrix.rows
     if output == _CODES:
@@ -116,11 +96,11 @@ def _launch(
 
 
 def _tensor_scale(plan: CastPlan, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((rows, 1) if is_per_row(plan) else (), dtype=torch.float32, device=device)
+    return torch.empty((rows, 1) if plan.is_scaled_per_row else (), dtype=torch.float32, device=device)
 
 
 def _stored(plan: CastPlan, length: int) -> int:
-    return ceil_div(length, 16) * 16 if signs_of(plan) != NO_SIGNS else length
+    return ceil_div(length, 16) * 16 if plan.signs != NO_SIGNS else length
 
 
 def _allocate(plan: CastPlan | None, rows: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, ...]:

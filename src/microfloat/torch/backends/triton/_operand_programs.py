@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from microfloat.kernels.casts import share_a_launch
+from microfloat.kernels.casts import NO_SIGNS, share_a_launch
 from microfloat.recipes import Cast
 from microfloat.torch.backends.triton import _blocks, _nvfp4, _scaled
 from microfloat.torch.backends.triton._launch import Matrix, ceil_div
@@ -314,7 +314,7 @@ def _tensor_scale(builder: Builder, part: _Part | None) -> int:
     """Where the first level of a two-level scale goes: beside the values, or nowhere that anyone reads."""
     if part is None:
         return NOTHING
-    room = Room((part.rows, 1), (1, 1), torch.float32) if _nvfp4.is_per_row(part.plan) else _SCALAR
+    room = Room((part.rows, 1), (1, 1), torch.float32) if part.plan.is_scaled_per_row else _SCALAR
     level = part.plan.cast.rule.two_level
     return builder.put(part.place + 1, room) if level is not None and level.tensor_scale else builder.add(room)
 
@@ -322,18 +322,18 @@ def _tensor_scale(builder: Builder, part: _Part | None) -> int:
 def _nvfp4_amaxes(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> tuple[int, int]:
     """Launches that measure what each operand's first level needs, in the order of `_nvfp4._amaxes`."""
     row_amax = column_amax = plain = None
-    if row and _nvfp4.is_per_row(row.plan):
+    if row and row.plan.is_scaled_per_row:
         row_amax = _axis_amax(builder, matrix, True)
-    if column and _nvfp4.is_per_row(column.plan):
+    if column and column.plan.is_scaled_per_row:
         column_amax = _axis_amax(builder, matrix, False)
     for part in (column, row):
         is_row = part is row
         if part is None or (row_amax if is_row else column_amax) is not None:
             continue
-        if _nvfp4.signs_of(part.plan) == _nvfp4.NO_SIGNS:
+        if part.plan.signs == NO_SIGNS:
             continue
         both = builder.add(Room((2,), (1,), torch.float32))
-        launch = _nvfp4.transformed_amax_launch(matrix, _nvfp4.signs_of(part.plan), along_rows=is_row)
+        launch = _nvfp4.transformed_amax_launch(matrix, part.plan.signs, along_rows=is_row)
         builder.launch(launch, SOURCE, both, WORDS)
         plain, transformed = both, builder.part(both, 4)
         row_amax, column_amax = (transformed, column_amax) if is_row else (row_amax, transformed)
