@@ -28,6 +28,8 @@ HAS_GPU = cuda.capability() is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 
 SEED = 0x0123456789ABCDEF
+# docs/numerics.md 8.3: bfloat16 results of the same operands, whose sums may be taken in another order.
+ROUNDED = 2.5e-3
 
 
 @pytest.fixture
@@ -345,7 +347,7 @@ def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
     assert "triton_kernel_call" not in jax.jit(step).lower(*given).as_text()
     plain = jax.jit(step)(*given)
     for actual, expected in zip(by_kernels[:3], plain[:3], strict=True):
-        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 2e-3
+        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < ROUNDED
     for actual, expected in zip(jax.tree.leaves(by_kernels[3]), jax.tree.leaves(plain[3]), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
@@ -371,9 +373,9 @@ def test_transformations_with_kernels(small):
     )  # fmt: skip
     assert "triton_kernel_call" in jax.jit(mapped).lower(*given).as_text()
     for actual, expected in zip(jax.jit(mapped)(*given), jax.jit(step)(*given, None), strict=False):
-        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 2e-3
+        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < ROUNDED
     op = mj.dot_general(recipes.MXFP8BlockScaling())
     loss = lambda w: jnp.sum(jnp.tanh(op(given[0], w, DENSE).astype(jnp.float32)))  # noqa: E731
     saving = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)
     plain, remat = (jax.jit(jax.grad(function))(given[1]) for function in (loss, saving))
-    assert relative_error(remat.astype(jnp.float32), plain.astype(jnp.float32)) < 2e-3
+    assert relative_error(remat.astype(jnp.float32), plain.astype(jnp.float32)) < ROUNDED

@@ -175,7 +175,7 @@ def test_ragged_products_reach_the_gemm_with_sizes_that_it_takes(names, shape, m
         (rows, columns), names, strict=True)]  # fmt: skip
     product = _gemm.fp8_matmul(*operands, bias=None, out_dtype=torch.float32, fast=False)
     expected = torch_reference.scaled_matmul(*operands, out_dtype=torch.float32)
-    torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+    assert (product - expected).norm() <= 1e-5 * expected.norm()  # docs/numerics.md 8.3, float32 products
     assert seen[0][0] == (-(-rows // 8) * 8 if in_blocks else rows)
 
 
