@@ -219,9 +219,8 @@ def cast_rows(
     IGNORE_NAN: tl.constexpr = CAST[2] == FP32
     BLOCK: tl.constexpr = CAST[4]
     STOCHASTIC: tl.constexpr = CAST[5]
-    T: tl.constexpr = BLOCK // (
-        16 if STOCHASTIC else 8
-    )  # lanes that share a block; a draw of random bytes serves 16 elements
+    LANE: tl.constexpr = 16 if STOCHASTIC else 8  # elements of a lane: a draw of random bytes serves 16
+    T: tl.constexpr = BLOCK // LANE
     NB: tl.constexpr = BN // BLOCK
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
     rows = R - row0

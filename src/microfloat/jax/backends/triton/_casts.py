@@ -85,6 +85,7 @@ class _Source(NamedTuple):
         return 0 if self.columns % 4 else words
 
     def programs(self, tile: tuple[int, int]) -> int:
+        """One for every tile."""
         return ceil_div(self.rows, tile[0]) * ceil_div(self.columns, tile[1])
 
     def common(self, tile: tuple[int, int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from microfloat.torch.backends.chips import Chip
 __all__ = ["Chip", "Route", "chip_of", "route_of"]
 
 # Said of GEMMs with 1x128 scales: see `_block_gemm.is_faster`.
-_OWN = "; large ones by a kernel of microfloat's"
+_OWN = "; large ones by a kernel of microfloat's (Triton 3.6)"
 
 
 @functools.cache

@@ -56,6 +56,7 @@ class Inputs:
 
     @staticmethod
     def of(x: torch.Tensor, y: torch.Tensor | None = None, z: torch.Tensor | None = None) -> "Inputs":
+        """Inputs that lie alike, copied where they do not."""
         others = [None if t is None else t if t.stride() == x.stride() else t.contiguous() for t in (y, z)]
         if any(t is not None and t.stride() != x.stride() for t in others):
             x = x.contiguous()
@@ -107,6 +108,7 @@ def plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | N
 
 
 def source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+    """Where a cast per tensor has its scale from, and the tensor that holds it; NotSupportedError where it has none."""
     if scale_enc is not None:
         return _GIVEN, scale_enc
     if amax is None:
@@ -129,6 +131,7 @@ def codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> t
 
 
 def operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
+    """What was written for a matrix of this shape, as its row and its column operand."""
     rows, columns = matrix.rows, matrix.columns
     return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
 

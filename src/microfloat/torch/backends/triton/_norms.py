@@ -65,6 +65,7 @@ class _NormGrid:
 
     @staticmethod
     def of(matrix: Matrix, name: str) -> "_NormGrid":
+        """That of a matrix under the tile `name` of TILES."""
         tile_rows, tile_columns, warps = TILES[name]
         device = matrix.tensor.get_device()
         columns = max(_LEAST_COLUMNS, min(_MEASURED[1], 1 << (matrix.columns - 1).bit_length()))
