@@ -41,6 +41,27 @@ def test_a_broken_link_is_found(tmp_path):
     assert list(broken(page)) == ["#nope", "no.png"]
 
 
+CITATION = re.compile(r'docs/(\w+\.md),? "([^"]+)"')
+
+
+def cited_titles(text):
+    """(page, title) of every section of a page that source text cites by its title."""
+    return CITATION.findall(re.sub(r"\s+", " ", text))
+
+
+def test_cited_sections_are_there():
+    """By the beginning of a heading, or of a paragraph in bold."""
+    found = set()
+    for folder in ("src", "tests", "tools", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, title in cited_titles(path.read_text()):
+                found.add(title)
+                text = (ROOT / "docs" / name).read_text()
+                lead = rf"^(#+ +(\d[\d.]* )?|(\* )?\*\*){re.escape(title)}"
+                assert re.search(lead, text, re.MULTILINE), f"{path.relative_to(ROOT)} cites {title!r} of docs/{name}"
+    assert "What casts on a GPU" in found
+
+
 def test_every_picture_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")

@@ -1,4 +1,7 @@
-"""Maxima over mesh axes and batches, for code that may run inside shard_map and vmap (docs/jax.md, "Sharding")."""
+"""Maxima over mesh axes and batches, for code that may run inside shard_map and vmap.
+
+Source: docs/jax.md, "Transformations and sharding".
+"""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Meshes with explicit axis types: casts and GEMMs run under automatic sharding, their results are typed.
 
 JAX cannot type the reshapes of a blocked cast by itself; what comes out can be said: codes and scales are sharded
-as their operand is, a product as `lax.dot_general` shards it (docs/jax.md, "Sharding").
+as their operand is, a product as `lax.dot_general` shards it (docs/jax.md, "Transformations and sharding").
 """
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 State travels as its own gradient: the cotangent of `scale` is the new scale, that of `amax_history` the new
 history. Every rule here also hands the state through as an output and returns ``max(own new state, cotangent of
 that output)``; a second use that takes the handed-through state therefore contributes by maximum, never by sum
-(docs/jax.md, "Accumulation").
+(docs/jax.md, "Delayed scaling in plain JAX").
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Here `scale` is what dequantization multiplies with and quantization divides by. Every rounding that the definition
 names is made, on every device: quotients are those of a true division, and no conversion stands where XLA would take
-it back (docs/numerics.md 1.2). Source: docs/jax.md, "fp8_ops".
+it back (docs/numerics.md 1.2). Source: docs/jax.md, "Flax's fp8_ops".
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """State of the Flax-compatible FP8 operators: delayed scales and amax histories.
 
 Here `scale` is what dequantization multiplies with, ``amax / max``, and quantization divides by it; the recipes of
-microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Source: docs/jax.md, "fp8_ops".
+microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Source: docs/jax.md, "Flax's fp8_ops".
 """
 
 import jax.numpy as jnp

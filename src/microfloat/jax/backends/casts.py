@@ -1,7 +1,7 @@
 """Both operands of a matrix, by XLA's operations or by one of our Triton kernels; the bytes are the same.
 
 x_RC is a matrix as it lies in memory. Its *row* operand contracts C, its *column* operand contracts R and is the
-transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.md, "What casts".
+transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.md, "What casts on a GPU".
 """
 
 from collections.abc import Callable, Sequence
