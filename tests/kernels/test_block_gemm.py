@@ -134,6 +134,23 @@ class TestChoice:
         y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
         torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16))
 
+    @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+    def test_plans_do_without_a_private_function_of_torch(self, monkeypatch, tiles):
+        def scaled_mm(a, b, a_scale, a_kind, b_scale, b_kind, *, output_dtype):
+            kinds = torch.nn.functional.ScalingType
+            assert (a_kind, b_kind) == (kinds.BlockWise1x128, kinds.BlockWise128x128 if tiles else a_kind)
+            return _as_documented(a, a_scale, b, b_scale, output_dtype, tiles)
+
+        monkeypatch.setattr(_products, "_scaled_mm_v2", None)
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+        gemm = Gemm(Cast("fp8_1x128"), Cast("fp8_128x128" if tiles else "fp8_1x128"))
+        shape = (40, 512, 144)
+        multiply = _products.product(gemm, ("codes", "codes"), shape, None, torch.bfloat16, torch.device("cpu"))
+        a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
+        b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
+        y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
+        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16))
+
 
 def _as_documented(a, a_scale, b, b_scale, dtype, tiles):
     """The product by what `_block_gemm` says of layouts, read from memory as the kernel does."""

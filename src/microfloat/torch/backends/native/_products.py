@@ -20,7 +20,8 @@ __all__ = ["Product", "product"]
 Product = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 
 _scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-_scaled_mm_v2: Any = torch._scaled_mm_v2  # type: ignore[attr-defined]  # what F.scaled_mm calls
+# What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
+_scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
 
 
@@ -72,8 +73,8 @@ def _blockwise(
 ) -> Product:  # fmt: skip
     """1x128 by 128x128 (`tile`) or 1x128 scales; `is_padded`: those of tiles lie in columns of a multiple of four."""
     made = torch.float32 if bias is not None else out_dtype
-    if device.type == "cuda" and is_faster(shape, tile, made, chip_of(device)):
-        multiply = _large_tile_matmul if tile else _large_block_matmul
+    if _scaled_mm_v2 is None or (device.type == "cuda" and is_faster(shape, tile, made, chip_of(device))):
+        multiply = _either_tile_matmul if tile else _either_block_matmul
     else:
         multiply = _tile_matmul if tile else _block_matmul
     padded = tile and not is_padded and -(-shape[1] // _SIDE) % 4
@@ -104,11 +105,11 @@ def _tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype)
     return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
 
 
-def _large_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _either_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
     return block_matmul(a, a_scale, b, b_scale, dtype, False)
 
 
-def _large_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _either_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
     return block_matmul(a, a_scale, b, b_scale, dtype, True)
 
 
