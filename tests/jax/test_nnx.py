@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import microfloat.jax as mj
+from microfloat.errors import InvalidTypeError
 from microfloat.jax import nnx as mnnx
 from microfloat.recipes import (
     DelayedScaling,
@@ -213,3 +214,37 @@ def test_split_and_merge_through_plain_jax():
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     gradient = jax.jit(jax.grad(lambda p: mean_square(nnx.merge(graph, p, rest), X)))(params)
     assert jax.tree.leaves(gradient)[0].shape == (32,)
+
+
+@nnx.vmap(in_axes=0, out_axes=0)
+def stacked_layers(key):
+    return nnx.Linear(32, 32, rngs=nnx.Rngs(key))
+
+
+class Scanned(nnx.Module):
+    """Three layers, stacked, one after the other."""
+
+    def __init__(self):
+        self.layers = stacked_layers(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x):
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, NVFP4BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_convert_layers_that_are_stacked(recipe):
+    """Layers made by nnx.vmap get a state, and a random stream, each."""
+    model, plain = Scanned(), np.asarray(Scanned()(X))
+    mnnx.convert(model, recipe, rngs=nnx.Rngs(sr_rng=0))
+    assert 0 < relative_error(model(X), plain) < 0.4
+    optimizer = mnnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+    optimizer.update(model, mnnx.grad(mean_square)(model, X))
+    if recipe.is_delayed:
+        newest = model.layers.dot_general.input_amax_history[:, 0]
+        assert newest[0] == np.abs(X).max()
+        assert len(set(np.asarray(newest).tolist())) == 3
+
+
+def test_rngs_of_another_kind():
+    with pytest.raises(InvalidTypeError, match=r"rngs: got int, needed an nnx.Rngs"):
+        mnnx.convert(Model(nnx.Rngs(0)), NVFP4BlockScaling(), rngs=3)

@@ -3,11 +3,13 @@
 import weakref
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
+from microfloat.errors import invalid_type
 from microfloat.jax import _dot_general as dots
 from microfloat.jax import scaling
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
@@ -42,20 +44,27 @@ class DotGeneral(nnx.Module):
     """A module that is called like `lax.dot_general` and runs `recipe`; for ``dot_general=`` of nnx layers.
 
     Delayed recipes hold six `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream
-    ``sr_rng`` of `rngs` (or its default stream); a ``key=`` of the call takes precedence. Further arguments are
-    those of `microfloat.jax.dot_general`.
+    ``sr_rng`` of `rngs` (or its default stream); a ``key=`` of the call takes precedence. `stacked`: the leading axes
+    of a layer whose variables are stacked for nnx.scan or nnx.vmap. Further arguments are those of
+    `microfloat.jax.dot_general`.
     """
 
-    def __init__(self, recipe: Recipe, *, rngs: nnx.Rngs | None = None, **options: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
+    ) -> None:
         self.op = dots.dot_general(recipe, **options)
         self.sr_rng: Any = nnx.data(None)
         if recipe.is_stochastic and rngs is not None:
-            self.sr_rng = rngs["sr_rng"].fork()
+            if not isinstance(rngs, nnx.Rngs):
+                raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
+            stream = rngs["sr_rng"]
+            self.sr_rng = stream.split(stacked) if stacked else stream.fork()
         if recipe.is_delayed:
             fresh = scaling.init(recipe)
             for tensor, slot, _ in scaling.slots_of(fresh):
-                setattr(self, f"{SLOT_NAMES[tensor]}_scale", ScaleState(slot.scale_enc.reshape(1)))
-                setattr(self, f"{SLOT_NAMES[tensor]}_amax_history", ScaleState(slot.amax_history))
+                for kind, leaf in (("scale", slot.scale_enc.reshape(1)), ("amax_history", slot.amax_history)):
+                    each = ScaleState(jnp.broadcast_to(leaf, (*stacked, *leaf.shape)))
+                    setattr(self, f"{SLOT_NAMES[tensor]}_{kind}", each)
 
     @property
     def recipe(self) -> Recipe:

@@ -12,6 +12,7 @@ its gradient is its new value.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -64,7 +65,8 @@ def convert(
 
     A `Placement` says which layer runs which recipe by its dotted name; the first pattern that matches decides,
     None is high precision. ``filter(name, layer)`` leaves out layers for which it is false. `rngs` feeds stochastic
-    recipes. Parameters are untouched. Returns a `ConvertReport`.
+    recipes. Parameters are untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked
+    like their kernels. Returns a `ConvertReport`.
     """
     if not isinstance(model, nnx.Module):
         raise invalid_type("model", type(model), "an nnx.Module", "For linen use linen.dot_general_cls.")
@@ -85,7 +87,8 @@ def convert(
             report.skipped[name] = "dot_general_cls is set, which Flax prefers"
         else:
             one = chosen[name]
-            setattr(layer, attribute, nnx.static(plain) if one is None else nnx.data(op(one, rngs=rngs)))
+            made = nnx.static(plain) if one is None else nnx.data(op(one, rngs=rngs, stacked=_stacked(layer)))
+            setattr(layer, attribute, made)
             report.converted[name] = one
     return report
 
@@ -98,6 +101,20 @@ def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, tuple]]:
                 found.append((".".join(map(str, path)), module, target))
                 break
     return sorted(found, key=lambda entry: entry[0])
+
+
+def _stacked(layer: Any) -> tuple[int, ...]:
+    """The leading axes of a kernel beyond those that the layer itself gives it."""
+    if isinstance(layer, nnx.Einsum):
+        own = tuple(layer.kernel_shape)
+    elif isinstance(layer, nnx.LinearGeneral):
+        batch = tuple(layer.batch_axis.values())
+        own = (*batch, *layer.in_features, *layer.out_features)
+    else:
+        own = (layer.in_features, layer.out_features)
+    shape = tuple(layer.kernel.shape)
+    lead = len(shape) - len(own)
+    return shape[:lead] if lead > 0 and shape[lead:] == own else ()
 
 
 def _placed(placement: Placement, names: list[str]) -> tuple[dict[str, Recipe | None], list[str]]:
