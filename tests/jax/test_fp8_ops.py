@@ -9,6 +9,7 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
+from microfloat.errors import MicrofloatError
 from microfloat.jax import fp8_ops
 from tests import golden_cases
 from tests.golden_cases import case_id, cases, get
@@ -269,3 +270,47 @@ def test_bfloat16_input_is_measured_in_its_dtype():
     x = np.asarray([1.01, -3.03], ml_dtypes.bfloat16)
     history = fp8_ops.compute_amax_history(x, jnp.asarray([5.0, 1.0, 2.0, 3.0], F32))
     np.testing.assert_array_equal(np.asarray(history), [np.float32(x[1]) * -1, 2, 3, 5])
+
+
+X_MK, W_KN = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
+REFUSED = {
+    "sizes": ((X_MK, W_KN.T, PLAIN), r"dimension_numbers: got contracting .*\(8,\).*\(6,\)"),
+    "int kernel": ((X_MK, W_KN.astype(np.int32), PLAIN), "rhs: got int32, needed float32"),
+    "fp8 kernel": ((X_MK, W_KN.astype(E4M3), PLAIN), "rhs: got float8_e4m3fn"),
+    "fp8 input": ((X_MK.astype(E5M2), W_KN, PLAIN), "lhs: got float8_e5m2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("op", [fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8DirectDotGeneralOp], ids=lambda op: op.__name__)
+def test_operands_that_make_no_sense(op, case):
+    arguments, message = REFUSED[case]
+    with pytest.raises(MicrofloatError, match=message):
+        op().init(jax.random.key(0), *arguments)
+
+
+def test_missing_state_is_named():
+    with pytest.raises(MicrofloatError, match="lhs_scale: got None"):
+        fp8_ops.fp8_scaled_dot_general(X_MK, W_KN, PLAIN)
+    with pytest.raises(MicrofloatError, match="variables: got int"):
+        fp8_ops.max_accumulate(3)
+
+
+@pytest.mark.parametrize("module", [flax_ops, fp8_ops], ids=["flax", "microfloat"])
+def test_classes_derived_from_the_base(module):
+    """A subclass finds the six variables under the names that Flax gives them."""
+
+    class Derived(module.Fp8DotGeneralBase):
+        def __call__(self, lhs, rhs, dimension_numbers, **_):
+            lhs = module.in_qdq(F32, E4M3, lhs, self.input_scale.value, self.input_amax_history.value)
+            rhs = module.in_qdq(F32, E4M3, rhs, self.kernel_scale.value, self.kernel_amax_history.value)
+            y = lax.dot_general(lhs, rhs, dimension_numbers)
+            return module.out_qdq(F32, E5M2, y, self.output_grad_scale.value, self.output_grad_amax_history.value)
+
+    dense = nn.Dense(6, dot_general_cls=Derived)
+    variables = dense.init(jax.random.key(0), X_MK)
+    gradient = jax.grad(lambda variables: dense.apply(variables, 3 * X_MK).sum())(variables)
+    slots = gradient[fp8_ops.OVERWRITE_WITH_GRADIENT]["Derived_0"]
+    assert len(slots) == 6
+    assert slots["input_amax_history"][0] == 3
+    assert slots["output_grad_amax_history"][0] == 1

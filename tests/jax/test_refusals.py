@@ -84,6 +84,11 @@ REFUSED = {
     "text": (lambda: mj.scaling.update(state(), {"x": "1"}), r"amaxes\['x'\]: got"),
     "vector": (lambda: mj.scaling.update(state(), {"x": np.ones(3, np.float32)}), r"amaxes\['x'\]: got shape \(3,\)"),
     "no names": (lambda: mj.scaling.update(state(), 3), "amaxes: got int"),
+    "one gradient": (lambda: mj.scaling.merge(state(), state()), "gradients: got DelayedState, needed a list"),
+    "old": (lambda: mj.scaling.apply({}, state()), "old: got dict, needed a DelayedState.*scaling.init"),
+    "no state": (lambda: mj.scaling.update(3, {"x": 1.0}), "state: got int, needed a DelayedState"),
+    "no amax": (lambda: mj.scaling.update(state(), {"x": None}), r"amaxes\['x'\]: got"),
+    "accumulate": (lambda: mj.scaling.max_accumulate({}), "state: got dict, needed a DelayedState"),
     "stateless": (lambda: MX.with_amax(X, W, PLAIN, state=None, gradient_slot=0.0), "recipe: got MXFP8BlockScaling"),
 }
 

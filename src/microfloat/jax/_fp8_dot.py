@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from microfloat.errors import invalid_value
 from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._bits import quotient, widened
@@ -200,8 +201,17 @@ def fp8_scaled_dot_general(
     del precision
     out = quantize_compute_type if preferred_element_type is None else preferred_element_type
     options = DotOptions(dimension_numbers, quantize_compute_type, out)
-    states = ((lhs_scale, lhs_amax_history), (rhs_scale, rhs_amax_history), (grad_scale, grad_amax_history))
-    arrays = tuple(tuple(jnp.asarray(leaf) for leaf in pair) for pair in states)
+    states = {
+        "lhs": (lhs_scale, lhs_amax_history), "rhs": (rhs_scale, rhs_amax_history),
+        "grad": (grad_scale, grad_amax_history),
+    }  # fmt: skip
+    for name, pair in states.items():
+        for kind, leaf in zip(("scale", "amax_history"), pair, strict=True):
+            if leaf is None:
+                raise invalid_value(
+                    f"{name}_{kind}", "None", "float32 state", "The first scale is ones(1), the first history zeros(L)."
+                )
+    arrays = tuple(tuple(jnp.asarray(leaf) for leaf in pair) for pair in states.values())
     return scaled_dot_threaded(options, jnp.asarray(lhs), jnp.asarray(rhs), arrays)[0]  # type: ignore[arg-type]
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
+from microfloat.errors import invalid_type
+from microfloat.jax._dimensions import DimensionNumbers, canonical_dimensions, parse_einsum
 from microfloat.jax._flax_state import STATE_NAMES, StateModule
 from microfloat.jax._fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
 from microfloat.jax._fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
@@ -26,6 +27,13 @@ class Fp8DotGeneralBase(StateModule):
     e4m3_dtype: DTypeLike = jnp.float8_e4m3fn
     e5m2_dtype: DTypeLike = jnp.float8_e5m2
     axis_names: tuple[str, ...] = ()
+
+    def setup(self) -> None:
+        """The six variables, also under the names that subclasses of Flax's class read."""
+        super().setup()
+        for name, (scale, history) in self.variables_of.items():
+            setattr(self, f"{name}_scale", scale)
+            setattr(self, f"{name}_amax_history", history)
 
     def direct_dot(
         self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
@@ -57,7 +65,9 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
     ) -> Array:
         """Computes in rhs's dtype; further arguments are accepted and ignored."""
         del precision, args, kwargs
-        operands = {"input": jnp.asarray(lhs, rhs.dtype), "kernel": rhs}
+        lhs, rhs = _operands(lhs, rhs)
+        canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        operands = {"input": lhs, "kernel": rhs}
         faked = []
         for name, operand in operands.items():
             rule = self._rule(rhs.dtype, self.e4m3_dtype)
@@ -89,7 +99,9 @@ class Fp8DirectDotGeneralOp(Fp8DotGeneralBase):
     ) -> Array:
         """Computes in rhs's dtype; further arguments are accepted and ignored."""
         del precision, args, kwargs
-        return self.direct_dot(jnp.asarray(lhs, rhs.dtype), rhs, dimension_numbers, preferred_element_type)
+        lhs, rhs = _operands(lhs, rhs)
+        canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        return self.direct_dot(lhs, rhs, dimension_numbers, preferred_element_type)
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -112,9 +124,21 @@ class Fp8Einsum(Fp8DotGeneralBase):
     ) -> Array:
         """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label."""
         del precision
-        lhs = jnp.asarray(lhs, rhs.dtype)
+        lhs, rhs = _operands(lhs, rhs)
         plan = parse_einsum(eqn, lhs.ndim, rhs.ndim)
         return plan.result(self.direct_dot(*plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type))
+
+
+def _operands(lhs: ArrayLike, rhs: ArrayLike) -> tuple[Array, Array]:
+    """Both operands in rhs's dtype, the dtype to compute in: a float dtype of 16 bits or more."""
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    for name, dtype in (("rhs", rhs.dtype), ("lhs", lhs.dtype)):
+        narrow = str(dtype).startswith(("float8", "float6_", "float4"))
+        if narrow or (name == "rhs" and not jnp.issubdtype(dtype, jnp.floating)):
+            raise invalid_type(
+                name, dtype, "float32, bfloat16, float16 or float64", f"The op quantizes; convert {name} with .astype."
+            )
+    return lhs.astype(rhs.dtype), rhs
 
 
 Fp8DotGeneral = Fp8DirectDotGeneralOp

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from microfloat.errors import invalid_type
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax._fp8_meta import compute_scale
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
@@ -33,6 +34,8 @@ def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
     Call it inside the loss function, once, outside of all uses: ``model.apply(max_accumulate(variables), x)``. The
     gradient that comes back for the original variables is float32.
     """
+    if not isinstance(variables, Mapping):
+        raise invalid_type("variables", type(variables), "a mapping of collections, as model.init returns it")
     if OVERWRITE_WITH_GRADIENT not in variables:
         return dict(variables)
     cast = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fp32_max_grad), variables[OVERWRITE_WITH_GRADIENT])

@@ -126,6 +126,7 @@ def _amax_bits(amax: Array) -> Array:
 
 def encode_scales(state: DelayedState) -> dict[str, Array]:
     """The encode scale that the next step will use, per tensor: ``code = round(x * scale_enc)``."""
+    _check_state("state", state)
     return {tensor: advance(slot, rule).scale_enc for tensor, slot, rule in slots_of(state)}
 
 
@@ -135,7 +136,8 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
     Scale and ring are recomputed from `old`; only ``new.amax_history[0]`` is taken over, if it is finite. A slot
     whose gradient says that it was not used (scale 0 or not finite) keeps the old state.
     """
-    if not isinstance(old, DelayedState) or not isinstance(new, DelayedState):
+    _check_state("old", old)
+    if not isinstance(new, DelayedState):
         raise invalid_type("new", type(new), "a DelayedState, the gradient with respect to `old`")
     slots = {}
     for tensor, slot, rule in slots_of(old):
@@ -154,6 +156,7 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
 
     Tensors that `amaxes` does not name keep their state.
     """
+    _check_state("state", state)
     if not isinstance(amaxes, Mapping):
         raise invalid_type("amaxes", type(amaxes), "a dict of amaxes by tensor, {'x': ..., 'w': ..., 'dy': ...}")
     unknown = set(amaxes) - {tensor for tensor, _, _ in slots_of(state)}
@@ -167,13 +170,16 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
 
 
 def _one_amax(tensor: str, amax: object) -> Array:
-    if isinstance(amax, str) or np.size(amax) != 1:  # type: ignore[arg-type]
+    if amax is None or isinstance(amax, str) or np.size(amax) != 1:  # type: ignore[arg-type]
         raise invalid_value(f"amaxes[{tensor!r}]", f"shape {np.shape(amax)}", "one float32")  # type: ignore[arg-type]
     return jnp.asarray(amax, jnp.float32).reshape(())  # type: ignore[arg-type]
 
 
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
     """N microbatches as one step: one roll, and the largest amax. `gradients` are those with respect to `old`."""
+    _check_state("old", old)
+    if isinstance(gradients, DelayedState) or not isinstance(gradients, Iterable):
+        raise invalid_type("gradients", type(gradients), "a list of DelayedStates, one per microbatch")
     gradients = list(gradients)
     if not gradients:
         return old
@@ -188,7 +194,13 @@ def max_accumulate(state: DelayedState) -> DelayedState:
 
     The gradient with respect to the original state is float32 again.
     """
+    _check_state("state", state)
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), state)
+
+
+def _check_state(argument: str, state: object) -> None:
+    if not isinstance(state, DelayedState):
+        raise invalid_type(argument, type(state), "a DelayedState", "The first one comes from scaling.init(recipe).")
 
 
 def check_slots(argument: str, state: DelayedState) -> None:
