@@ -7,11 +7,13 @@ twice: a program holds a form for tensors of any size beside the one that runs. 
 casts.
 """
 
+import importlib.metadata
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+COUNTED_WITH = "3.6."
 BUDGETS = {
     "fp8 delayed, both": 12.3, "fp8 128x128, both": 10.5, "fp8 1x128, both": 18.8, "mxfp8, both": 16.7,
     "mxfp8, rows": 9.6, "mxfp4, rows": 13.9, "nvfp4 stochastic, rows": 30.7,
@@ -43,6 +45,9 @@ def instructions():
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("workload", BUDGETS)
 def test_instructions_per_element(instructions, workload, record_property):
+    version = importlib.metadata.version("triton")
+    if not version.startswith(COUNTED_WITH):
+        pytest.skip(f"instructions were counted with Triton {COUNTED_WITH}, this is {version}")
     per_element, *_ = instructions[workload]
     record_property("instructions per element", round(per_element, 1))
     assert 1.0 < per_element <= BUDGETS[workload]
