@@ -1,7 +1,8 @@
-"""The native backend as far as a CPU can hold it: which form each operand takes on which chip, what is passed to the
-block-scaled GEMM byte for byte, exact products of decoded values, and what folding counts lead to."""
+"""The native backend as far as a CPU can hold it: which form each operand takes on which chip, products of decoded
+values, and what folding counts lead to. What Blackwell's GEMM is given: test_blackwell.py."""
 
 import importlib
+import types
 
 import numpy as np
 import pytest
@@ -9,15 +10,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-import torch.nn.functional as F  # noqa: E402
-
 import microfloat.torch as mf  # noqa: E402
-from microfloat import formats, reference  # noqa: E402
+from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidValueError  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
     Cast,
     CustomRecipe,
+    Float8BlockScaling,
     Float8RowScaling,
     Gemm,
     Hadamard,
@@ -25,7 +25,7 @@ from microfloat.recipes import (  # noqa: E402
 )
 from microfloat.torch.backends import native  # noqa: E402
 from microfloat.torch.backends import reference as torch_reference  # noqa: E402
-from microfloat.torch.backends.native import _blackwell, _gemm, _lossy  # noqa: E402
+from microfloat.torch.backends.native import _gemm, _lossy  # noqa: E402
 from microfloat.torch.backends.native._forms import Chip, route_of  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))
@@ -39,6 +39,9 @@ AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip(
         (RECIPES["fp8_current"](), AMPERE, {"codes"}, False),
         (RECIPES["fp8_block"](), HOPPER, {"codes"}, True),
         (RECIPES["fp8_block"](), ADA, {"codes"}, False),
+        (RECIPES["fp8_block"](), BLACKWELL, {"codes"}, True),
+        (Float8BlockScaling(use_f32_scales=True), BLACKWELL, {"codes"}, False),
+        (Float8BlockScaling(x=(128, 128), w=(1, 128), dy=(128, 128)), BLACKWELL, {"codes"}, True),
         (MXFP8BlockScaling(), HOPPER, {"folded", "tiles"}, True),
         (MXFP8BlockScaling(path="exact"), HOPPER, {"values"}, False),
         (MXFP8BlockScaling(path="folded"), ADA, {"values"}, False),
@@ -54,7 +57,23 @@ def test_routes(recipe, chip: Chip, forms: set[str], accelerated: bool) -> None:
     routes = [route_of(getattr(recipe, name), chip) for name in ("fprop", "dgrad", "wgrad")]
     assert {route.accelerated for route in routes} == {accelerated}
     untried = ["not yet run" in route.reason for route in routes]
-    assert all(untried) is (chip == BLACKWELL)
+    assert all(untried) is (chip == BLACKWELL and accelerated)
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "planned"),
+    [
+        ("fp8_block", HOPPER, True),
+        ("fp8_block", ADA, False),
+        ("fp8_current", ADA, True),
+        ("fp8_current", AMPERE, False),
+    ],
+)
+def test_plans_call_no_gemm_that_the_chip_lacks(name, chip, planned, monkeypatch) -> None:
+    monkeypatch.setattr(native, "chip_of", lambda device: chip)
+    monkeypatch.setattr(native, "make_plan", lambda *arguments: types.SimpleNamespace())
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    assert (native.linear_plan(RECIPES[name](), x, x, None, True, True) is not None) is planned
 
 
 def test_every_stock_recipe_has_a_route_on_every_chip() -> None:
@@ -66,58 +85,41 @@ def test_every_stock_recipe_has_a_route_on_every_chip() -> None:
                     assert route_of(gemm, chip).kernel, (name, chip)
 
 
-class TestBlackwellArguments:
-    @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (5, 48), (257, 320)], ids=str)
-    def test_swizzle_is_the_oracles(self, shape: tuple[int, int]) -> None:
-        scale = torch.randint(0, 256, shape, dtype=torch.uint8)
-        assert np.array_equal(_blackwell.swizzle_scales(scale).numpy(), reference.swizzle_scales(scale.numpy()))
-
-    @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d"])
-    @pytest.mark.parametrize("shape", [(48, 128), (33, 80)], ids=str)
-    def test_bytes_and_kinds(self, name: str, shape: tuple[int, int]) -> None:
-        x, w = torch.randn(shape), torch.randn(20, shape[1])
-        right = "mxfp8" if name == "mxfp8_e5m2" else name
-        arguments = _blackwell.block_scaled_arguments(
-            torch_reference.quantize(x, Cast(name)), torch_reference.quantize(w, Cast(right)), torch.bfloat16
-        )
-        width = -(-shape[1] // 32) * 32
-        for tensor, cast, codes, scales, kinds, orders in (
-            (x, Cast(name), arguments["mat_a"], arguments["scale_a"], arguments["scale_recipe_a"],
-             arguments["swizzle_a"]),
-            (w, Cast(right), arguments["mat_b"].t(), arguments["scale_b"], arguments["scale_recipe_b"],
-             arguments["swizzle_b"]),
-        ):  # fmt: skip
-            expected = reference.quantize(tensor.numpy(), cast)
-            raw = codes.contiguous().view(torch.uint8).numpy()
-            per_byte = cast.format.element.codes_per_byte
-            assert raw.shape == (tensor.shape[0], width // per_byte)
-            assert np.array_equal(raw[:, : expected.codes.shape[1]], expected.codes)
-            assert not raw[:, expected.codes.shape[1] :].any()
-            scale = expected.scale
-            if cast.format.is_tile:
-                scale = np.repeat(scale, cast.format.block[0], 0)[: tensor.shape[0]]
-            scale = np.pad(scale, ((0, 0), (0, width // cast.format.block[1] - scale.shape[1])))
-            assert np.array_equal(scales[0].view(torch.uint8).numpy(), reference.swizzle_scales(scale))
-            assert orders[0] == F.SwizzleType.SWIZZLE_32_4_4
-            if cast.format.scale == formats.SCALE_E8M0:
-                assert kinds == [F.ScalingType.BlockWise1x32]
-                assert scales[0].dtype == torch.float8_e8m0fnu
-            else:
-                assert kinds == [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-                assert scales[0].dtype == torch.float8_e4m3fn
-                assert np.array_equal(scales[1].numpy(), expected.tensor_scale)
-                assert codes.dtype == torch.float4_e2m1fn_x2
-        assert arguments["output_dtype"] == torch.bfloat16
-
-
 @pytest.mark.parametrize(
-    "name", ["fp8_tensor", "fp8_row", "mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_2d", "nvfp4_row"]
+    "name",
+    [
+        "fp8_tensor",
+        "fp8_row",
+        "fp8_1x128",
+        "fp8_128x128",
+        "mxfp8",
+        "mxfp6_e2m3",
+        "mxfp4",
+        "nvfp4",
+        "nvfp4_2d",
+        "nvfp4_row",
+    ],
 )
 def test_decoded_values_multiply_exactly(name: str) -> None:
     x, w = torch.randn(40, 96), torch.randn(24, 96)
     a, b = torch_reference.quantize(x, Cast(name)), torch_reference.quantize(w, Cast(name))
     y = _gemm.values_matmul(native._decoded(a), native._decoded(b))
     expected = reference.scaled_matmul(reference.quantize(x.numpy(), name), reference.quantize(w.numpy(), name))
+    assert np.linalg.norm(y.double().numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("names", [("mxfp8_e5m2",) * 2, ("fp8_tensor_e5m2", "fp8_row_e5m2"), ("fp8_1x128_e5m2", "fp8_128x128_e5m2")],
+                         ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_two_operands_of_e5m2_are_decoded_since_no_hardware_multiplies_them(names, capability, monkeypatch) -> None:
+    monkeypatch.setattr(native, "chip_of", lambda device: Chip(capability))
+    monkeypatch.setattr(native, "_KINDS", {})
+    x, w = torch.randn(40, 160), torch.randn(24, 160)
+    a, b = (torch_reference.quantize(value, Cast(name)) for value, name in zip((x, w), names, strict=True))
+    y = native.scaled_matmul(a, b, out_dtype=torch.float32)
+    expected = reference.scaled_matmul(
+        *(reference.quantize(value.numpy(), name) for value, name in zip((x, w), names, strict=True))
+    )
     assert np.linalg.norm(y.double().numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
 
 

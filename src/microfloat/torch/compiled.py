@@ -273,7 +273,8 @@ def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layo
         getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and fmt.block == (1, 128) and fmt.scale.name == "FP32"
     )
     scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
-    return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard))
+    pow2 = cast.rule.power_of_two
+    return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard, pow2))
 
 
 def _scale_shape(fmt: ScaledFormat, rows: Any, stored: Any) -> tuple[Any, ...]:

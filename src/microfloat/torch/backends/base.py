@@ -21,6 +21,7 @@ class Operand:
     `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed
     two per byte); `scale` as docs/numerics.md 7.1 says (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
     `rows`, `length`: logical R and C (C before Hadamard padding; with `hadamard` it is stored rounded up to 16).
+    `power_of_two`: whether FP32 scales are powers of two, by the rule that made them; None = not known.
     """
 
     codes: torch.Tensor
@@ -30,13 +31,14 @@ class Operand:
     rows: int
     length: int
     hadamard: Hadamard | None = None
+    power_of_two: bool | None = None
 
     def flatten(self) -> tuple[list[torch.Tensor], tuple]:
         """(its tensors, the rest), for `unflatten`: what autograd saves apart from each other."""
         tensors = [self.codes, self.scale]
         if self.tensor_scale is not None:
             tensors.append(self.tensor_scale)
-        return tensors, (self.format, self.rows, self.length, self.hadamard)
+        return tensors, (self.format, self.rows, self.length, self.hadamard, self.power_of_two)
 
     @staticmethod
     def unflatten(tensors: Sequence[torch.Tensor], rest: tuple) -> "Operand":

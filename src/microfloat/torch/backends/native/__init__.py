@@ -18,7 +18,7 @@ from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
 from microfloat.torch.backends.chips import Chip
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
-from microfloat.torch.backends.native._forms import Route, chip_of, route_of
+from microfloat.torch.backends.native._forms import UNTRIED, Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
 from microfloat.torch.backends.native._lossy import READERS, FoldCounts, gemm_forms
 from microfloat.torch.backends.native._plan import LinearPlan
@@ -38,12 +38,11 @@ __all__ = [
     "scaled_matmul",
 ]
 
-_UNTRIED = "not yet run on the hardware"
-
 amax = casts.amax
 # The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
 COLUMN_VALUES_ARE_VIEWS = True
 COLUMN_MAJOR_BLOCK_SCALES = True
+_SIGN_AND_MANTISSA = ~0x7F800000  # of a float32
 
 
 def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
@@ -155,7 +154,12 @@ def linear_plan(
     `forms`: of the operands of each GEMM; None = those of a layer that has not folded yet.
     """
     chip = chip_of(x.device)
-    if not chip.has_fp8 or chip.has_block_scales:
+    routes = (route_of(gemm, chip) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    if (
+        not chip.has_fp8
+        or chip.has_block_scales
+        or any(route.lhs == "codes" and not route.accelerated for route in routes)
+    ):
         return None
     plan = make_plan(recipe, forms or gemm_forms(recipe, chip, None), x, weight, bias, wants_dx, wants_dw)
     if plan is not None:
@@ -180,7 +184,7 @@ def scaled_matmul(
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
     kind = _kind_of(a, b)
-    if kind == "fp8":
+    if kind in ("fp8", "blocks"):
         return fp8_matmul(a, b, bias=bias, out_dtype=out_dtype, fast=accumulate == "fast")
     if kind == "block_scaled":
         return block_scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
@@ -190,30 +194,50 @@ def scaled_matmul(
 
 
 # By identity of the formats, which live as long as the entry: see `gemm_forms`.
-_KINDS: dict[tuple[int, int, bool, torch.device], tuple[str, object, object]] = {}
+_KINDS: dict[tuple[int, int, bool, bool | None, bool | None, torch.device], tuple[str, object, object]] = {}
 
 
 def _kind_of(a: Operand, b: Operand) -> str:
-    """Which GEMM multiplies two operands of codes: "fp8", "block_scaled", "values", or "float32" for none of them."""
-    key = (id(a.format), id(b.format), a.hadamard is None, a.codes.device)
+    """Which GEMM multiplies two operands of codes: `Route.kind`."""
+    device = a.codes.device
+    if a.format.block[1] == 128 and not chip_of(device).has_fp8_blocks:
+        _look_at_scales(a)
+        _look_at_scales(b)
+    key = (id(a.format), id(b.format), a.hadamard is None, a.power_of_two, b.power_of_two, device)
     known = _KINDS.get(key)
     if known is None:
-        gemm = Gemm(Cast(a.format, hadamard=a.hadamard), Cast(b.format, hadamard=b.hadamard), path="exact")
-        route = route_of(gemm, chip_of(a.codes.device))
-        fp32 = a.format.scale.name == "FP32"
-        wide = a.format.block[1] is None and b.format.block[1] is None
-        if route.accelerated:
-            kind = "fp8" if fp32 else "block_scaled"
+        if a.format.element == b.format.element == E5M2:  # no hardware multiplies these, no recipe may ask for them
+            kind = "values" if _is_exact_in_bfloat16(a) and _is_exact_in_bfloat16(b) else "float32"
         else:
-            kind = "values" if wide or not fp32 else "float32"
+            lhs, rhs = (Cast(operand.format, _rule(operand), hadamard=operand.hadamard) for operand in (a, b))
+            kind = route_of(Gemm(lhs, rhs, path="exact"), chip_of(device)).kind
         known = _KINDS[key] = (kind, a.format, b.format)
     return known[0]
+
+
+def _is_exact_in_bfloat16(operand: Operand) -> bool:
+    """Whether `_decoded` rounds nothing: scales are powers of two, or stand beside the values."""
+    return operand.format.scale.name == "E8M0" or operand.format.block[1] is None
+
+
+def _rule(operand: Operand) -> str | None:
+    if operand.format.scale.name != "FP32":
+        return None
+    return "amax_pow2" if operand.power_of_two else "amax"
+
+
+def _look_at_scales(operand: Operand) -> None:
+    """Whether float32 scales of unknown origin, such as a checkpoint's, are powers of two: asked of the scales."""
+    if operand.power_of_two is not None or operand.format.scale.name != "FP32":
+        return
+    if not (operand.codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+        operand.power_of_two = not bool((operand.scale.view(torch.int32) & _SIGN_AND_MANTISSA).any())
 
 
 def _decoded(operand: Operand) -> Values:
     """Element times block scale in bfloat16, exact where normal; tensor scales, and FP32 scales of rows, stay apart."""
     scale, tensor_scale = operand.scale, operand.tensor_scale
-    if operand.format.scale.name == "FP32":
+    if operand.format.scale.name == "FP32" and operand.format.block[1] is None:
         scale, tensor_scale = torch.ones_like(scale), scale
     bare = Operand(operand.codes, scale, None, operand.format, operand.rows, operand.stored_length, None)
     values = dequantize(bare, torch.bfloat16)
@@ -226,6 +250,6 @@ def describe(
     """What `explain` says of one GEMM on a device, or on a chip that need not be there."""
     chip = chip_of(device) if chip is None else chip
     route: Route = route_of(gemm, chip)
-    untried = not chip.is_tried and _UNTRIED not in route.reason
-    reason = f"{route.reason}; {_UNTRIED}" if untried else route.reason
+    untried = not chip.is_tried and UNTRIED not in route.reason
+    reason = f"{route.reason}; {UNTRIED}" if untried else route.reason
     return GemmPlan("native", route.kernel, Support(True, route.accelerated, reason))

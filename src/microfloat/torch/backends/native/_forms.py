@@ -12,7 +12,9 @@ import torch
 from microfloat.recipes import Cast, Gemm
 from microfloat.torch.backends.chips import Chip
 
-__all__ = ["Chip", "Route", "chip_of", "route_of"]
+__all__ = ["UNTRIED", "Chip", "Route", "chip_of", "route_of"]
+
+UNTRIED = "not yet run on the hardware"
 
 # Said of GEMMs with 1x128 scales: see `_block_gemm.is_faster`.
 _OWN = "; large ones by a kernel of microfloat's (Triton 3.6)"
@@ -26,8 +28,13 @@ def chip_of(device: torch.device) -> Chip:
 
 @dataclass(frozen=True)
 class Route:
-    """How one GEMM runs: the forms of both operands ("codes", "folded", "tiles", "values"), the kernel in words."""
+    """How one GEMM runs: both operands' forms ("codes", "folded", "tiles", "values"), what multiplies them, in words.
 
+    `kind`: what multiplies operands of codes: "fp8", "blocks" (128 elements to a scale), "block_scaled" (MX, NVFP4),
+    "values" (decoded to bfloat16 first) or "float32"; "plain" with one operand in high precision.
+    """
+
+    kind: str
     lhs: str
     rhs: str
     kernel: str
@@ -51,20 +58,21 @@ def route_of(gemm: Gemm, chip: Chip, fold: bool = True) -> Route:
     lhs, rhs = gemm.casts
     if lhs is None or rhs is None:
         reason = "the recipe keeps one operand in high precision"
-        return Route("codes", "codes", "dequantize one operand, vendor GEMM in the compute dtype", False, reason)
+        return Route(
+            "plain", "codes", "codes", "dequantize one operand, vendor GEMM in the compute dtype", False, reason
+        )
     family = lhs.format.scale.name
     if family == "FP32":
         return _fp8_route(lhs, rhs, chip)
     if chip.has_block_scales and _has_hardware_blocks(lhs) and _has_hardware_blocks(rhs):
-        kernel = f"native block-scaled GEMM ({lhs.format.name} x {rhs.format.name})"
-        reason = f"{chip.name} multiplies it on tensor cores; this path is not yet run on the hardware"
-        return Route("codes", "codes", kernel, True, reason)
+        reason = f"{chip.name} multiplies it on tensor cores; this path is {UNTRIED}"
+        return Route("block_scaled", "codes", "codes", _block_scaled_kernel(lhs, rhs), True, reason)
     foldable = family == "E8M0" and lhs.format.block == rhs.format.block == (1, 32) and chip.has_fp8_blocks
     if not foldable or gemm.path == "exact" or (gemm.path == "auto" and not fold) or lhs.hadamard is not None:
         reason = f"{chip.name} has no {lhs.format.name} tensor cores; products are exact, no faster than bfloat16"
-        return Route("values", "values", "decode to bfloat16, vendor GEMM", False, reason)
+        return Route("values", "values", "values", "decode to bfloat16, vendor GEMM", False, reason)
     reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
-    return Route("folded", "tiles", "fold to FP8 1x128 x 128x128, FP8 GEMM" + _OWN, True, reason)
+    return Route("blocks", "folded", "tiles", "fold to FP8 1x128 x 128x128, FP8 GEMM" + _OWN, True, reason)
 
 
 def _fp8_route(lhs: Cast, rhs: Cast, chip: Chip) -> Route:
@@ -74,12 +82,30 @@ def _fp8_route(lhs: Cast, rhs: Cast, chip: Chip) -> Route:
     if eight_bit and runs:
         kernel = f"vendor FP8 GEMM, {lhs.format.block_text} x {rhs.format.block_text} scales"
         kernel += _OWN if kind == "block" else ""
-        return Route("codes", "codes", kernel, True, f"{chip.name} multiplies FP8 on tensor cores")
+        name = "blocks" if kind == "block" else "fp8"
+        return Route(name, "codes", "codes", kernel, True, f"{chip.name} multiplies FP8 on tensor cores")
     if kind in ("tensor", "row"):
         reason = f"{chip.name} has no FP8 tensor cores; products are exact, no faster than bfloat16"
-        return Route("codes", "codes", "decode to bfloat16, vendor GEMM, scales in the epilogue", False, reason)
+        kernel = "decode to bfloat16, vendor GEMM, scales in the epilogue"
+        return Route("values", "codes", "codes", kernel, False, reason)
+    if _is_power_of_two(lhs) and _is_power_of_two(rhs):
+        if chip.has_block_scales:
+            reason = f"{chip.name} multiplies it as MXFP8, exactly: scales are powers of two; {UNTRIED}"
+            return Route("block_scaled", "codes", "codes", _block_scaled_kernel(lhs, rhs), True, reason)
+        reason = f"{chip.name} has no FP8 GEMM for these scales; products are exact, no faster than bfloat16"
+        return Route("values", "codes", "codes", "decode to bfloat16, vendor GEMM", False, reason)
     reason = f"no FP8 GEMM takes these scales on {chip.name}"
-    return Route("codes", "codes", "decode to float32, float32 GEMM", False, reason)
+    return Route("float32", "codes", "codes", "decode to float32, float32 GEMM", False, reason)
+
+
+def _block_scaled_kernel(lhs: Cast, rhs: Cast) -> str:
+    return f"native block-scaled GEMM ({lhs.format.name} x {rhs.format.name})"
+
+
+def _is_power_of_two(cast: Cast) -> bool:
+    """Whether FP8 codes have scales that are powers of two, one for 128 elements or a tile of as many rows."""
+    fmt = cast.format
+    return cast.rule.power_of_two and fmt.element.bits == 8 and fmt.block in ((1, 128), (128, 128))
 
 
 def _has_hardware_blocks(cast: Cast) -> bool:

@@ -45,7 +45,9 @@ def transpose_operand(operand: Operand) -> Operand:
     else:
         codes = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
     scale = operand.scale.t().contiguous() if operand.scale.dim() == 2 else operand.scale
-    return Operand(codes, scale, operand.tensor_scale, fmt, rows=operand.length, length=operand.rows)
+    return Operand(
+        codes, scale, operand.tensor_scale, fmt, operand.length, operand.rows, power_of_two=operand.power_of_two
+    )
 
 
 def _common_amax(x: torch.Tensor, row_cast: Cast, column_cast: Cast) -> torch.Tensor | None:

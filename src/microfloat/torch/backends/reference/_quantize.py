@@ -78,7 +78,7 @@ def quantize_operand(
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
     two_level = cast.rule.two_level
     tensor_scale = level.stored if level is not None and two_level is not None and two_level.tensor_scale else None
-    return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard)
+    return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard, cast.rule.power_of_two)
 
 
 def tensor_amax(x: torch.Tensor, *, per_row: bool = False) -> torch.Tensor:

@@ -41,7 +41,10 @@ class CastPlan(KernelCast):
 
 def operand(plan: CastPlan | None, codes: Any, scale: Any, rows: int, length: int) -> Operand | None:
     """The operand of a plan's format, or None without a plan."""
-    return None if plan is None else Operand(codes, scale, None, plan.cast.format, rows, length)
+    if plan is None:
+        return None
+    cast = plan.cast
+    return Operand(codes, scale, None, cast.format, rows, length, power_of_two=cast.rule.power_of_two)
 
 
 _PLANS: dict[int, tuple[Cast, CastPlan]] = {}
