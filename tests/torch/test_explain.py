@@ -7,7 +7,7 @@ import torch
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError
-from microfloat.recipes import RECIPES, CustomRecipe, Gemm
+from microfloat.recipes import RECIPES, CustomRecipe, Gemm, MXFP8BlockScaling
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -131,3 +131,30 @@ def test_predictions_agree_with_what_was_measured(repository):
         assert row["ratio"] / 1.2 < predicted < row["ratio"] * 1.2, (name, shape, row["mode"])
         compared.add((name, row["mode"]))
     assert compared == {*((name, "eager") for name in names.values()), ("fp8_current", "graph")}
+
+
+def test_a_shape_says_whose_gemm_runs(monkeypatch):
+    """What is said of GEMMs with 1x128 scales is what `is_faster` decides by, for each GEMM's own sizes."""
+    pytest.importorskip("triton", reason="triton is not installed: then explain rightly names the reference backend")
+    from microfloat.torch.backends.native import _block_gemm
+
+    monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
+
+    def own(recipe, shape, device="h200"):
+        return ["microfloat's" in row.kernel for row in mf.explain(recipe, device, shape=shape).rows]
+
+    large = (16384, 4096, 14336)
+    for recipe in ("fp8_block", "mxfp8", "mxfp4"):
+        assert own(recipe, large) == [True, True, True]
+        assert own(recipe, (4096, 2048, 2048)) == [False, False, False]
+        assert own(recipe, (16384, 2048, 14336))[0] is False  # fprop contracts 2048
+        assert own(recipe, (16384, 14336, 2048))[1] is False  # dgrad 2048
+        assert all("large ones by" in row.kernel for row in mf.explain(recipe, "h200").rows)
+        assert own(recipe, (16381, 4096, 14331)) == [True, True, True]  # padded
+    hybrid = MXFP8BlockScaling("HYBRID")
+    assert own(hybrid, large) == [True, False, False]  # the kernel multiplies E4M3 alone
+    for recipe in ("fp8_current", "nvfp4", MXFP8BlockScaling(path="exact")):
+        assert own(recipe, large) == [False, False, False]
+    assert own("fp8_block", large, "b200") == [False, False, False]
+    monkeypatch.setattr(_block_gemm, "is_there", lambda: False)
+    assert own("fp8_block", large) == [False, False, False]

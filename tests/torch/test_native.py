@@ -108,8 +108,11 @@ def test_decoded_values_multiply_exactly(name: str) -> None:
     assert np.linalg.norm(y.double().numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("names", [("mxfp8_e5m2",) * 2, ("fp8_tensor_e5m2", "fp8_row_e5m2"), ("fp8_1x128_e5m2", "fp8_128x128_e5m2")],
-                         ids="-".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [("mxfp8_e5m2",) * 2, ("fp8_tensor_e5m2", "fp8_row_e5m2"), ("fp8_1x128_e5m2", "fp8_128x128_e5m2")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 def test_two_operands_of_e5m2_are_decoded_since_no_hardware_multiplies_them(names, capability, monkeypatch) -> None:
     monkeypatch.setattr(native, "chip_of", lambda device: Chip(capability))

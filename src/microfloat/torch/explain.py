@@ -103,10 +103,10 @@ def explain(
 
     `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
     or its architecture: "h200", "ampere", "sm_100". `shape` (M, K, N) of a Linear: on a CUDA device the answer then
-    predicts whether low precision pays at that size (docs/performance.md); no choice depends on it by itself, see
-    `convert(skip_small=...)`. Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs
-    there. Paths that no chip of a kind has run yet say so. Raises InvalidTypeError or InvalidValueError for arguments
-    that are none.
+    names the kernel that serves products of that size where it depends on it, and predicts whether low precision pays
+    there (docs/performance.md); no precision depends on it by itself, see `convert(skip_small=...)`. Nothing is run.
+    For "cuda" on a machine without CUDA the answer is that nothing runs there. Paths that no chip of a kind has run yet
+    say so. Raises InvalidTypeError or InvalidValueError for arguments that are none.
 
     >>> explain("mxfp8", "a100").accelerated
     False
@@ -117,10 +117,10 @@ def explain(
     check_name(backend)
     if shape is not None:
         shape = check_shape(tuple(shape))
-    rows = []
+    rows, shapes = [], _gemm_shapes(shape)
     for name in GEMMS:
         gemm = getattr(recipe, name)
-        planned = plan(backend, target, gemm, shape, chip) if chip or _is_present(target) else _ABSENT
+        planned = plan(backend, target, gemm, shapes.get(name), chip) if chip or _is_present(target) else _ABSENT
         operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
         rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
     predictable = target.type == "cuda" and (chip is None or chip.is_tried)
@@ -131,6 +131,14 @@ def explain(
 
 # The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware.
 _ABSENT = GemmPlan("-", "-", Support(False, False, "torch sees no CUDA device on this machine"))
+
+
+def _gemm_shapes(shape: tuple[int, int, int] | None) -> dict[str, tuple[int, int, int]]:
+    """Rows, contraction length and columns of each GEMM of a Linear."""
+    if shape is None:
+        return {}
+    m, k, n = shape
+    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
 
 
 def _is_present(device: torch.device) -> bool:

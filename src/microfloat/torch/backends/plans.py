@@ -24,7 +24,7 @@ class GemmPlan:
 def plan(
     backend: str, device: torch.device, gemm: Gemm, shape: tuple[int, int, int] | None = None, chip: Chip | None = None
 ) -> GemmPlan:
-    """The plan of `gemm` under `backend` ("auto" resolved) on `device`; `shape` is (M, K, N) of the Linear, or None.
+    """The plan of `gemm` under `backend` ("auto" resolved) on `device`; `shape` is (M, K, N) of this GEMM, or None.
 
     `chip`: answer for it in place of the one behind `device`, which need not be there.
     """

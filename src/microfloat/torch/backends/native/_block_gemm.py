@@ -21,7 +21,7 @@ import triton
 from microfloat.torch.backends.chips import Chip
 from microfloat.torch.backends.triton._launch import INTERPRETED, ceil_div
 
-__all__ = ["block_matmul", "is_faster", "is_there", "own_block_matmul"]
+__all__ = ["block_matmul", "is_faster", "is_faster_on", "is_there", "own_block_matmul"]
 
 _SIDE = 128
 _ASSEMBLER = (12, 9)
@@ -85,6 +85,11 @@ def is_faster(shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype, chip
     return _fill(m, n, tiles, processors) >= _LEAST_FILL and is_there()
 
 
+def is_faster_on(device: int, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype) -> bool:
+    """`is_faster` on a CUDA device by its number; -1 is none."""
+    return device >= 0 and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
+
+
 def _fill(m: int, n: int, tiles: bool, processors: int) -> float:
     """The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long."""
     rows, columns = _tile(tiles)
@@ -99,11 +104,13 @@ def _tile(tiles: bool) -> tuple[int, int]:
 
 
 def block_matmul(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
-) -> torch.Tensor:
-    """``a @ b`` in `dtype`, by whichever GEMM is faster."""
-    shape = (a.shape[0], a.shape[1], b.shape[1])
-    if _is_faster_here(a, b, shape, tiles, dtype) and _lie_well(a, a_scale.t(), b.t(), b_scale.t()):
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
+    own: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` in `dtype`, by whichever GEMM is faster; `own`: True = by the kernel, None = not known yet."""
+    if own is None:
+        own = _is_faster_here(a, b, (a.shape[0], a.shape[1], b.shape[1]), tiles, dtype)
+    if own and _lie_well(a, a_scale.t(), b.t(), b_scale.t()):
         return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
     kinds = F.ScalingType
     b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
@@ -113,12 +120,7 @@ def block_matmul(
 def _is_faster_here(
     a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype
 ) -> bool:
-    device = a.get_device()
-    return (
-        device >= 0
-        and a.dtype == b.dtype == _CODES
-        and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
-    )
+    return a.dtype == b.dtype == _CODES and is_faster_on(a.get_device(), shape, tiles, dtype)
 
 
 def _lie_well(*tensors: torch.Tensor) -> bool:

@@ -16,9 +16,6 @@ __all__ = ["UNTRIED", "Chip", "Route", "chip_of", "route_of"]
 
 UNTRIED = "not yet run on the hardware"
 
-# Said of GEMMs with 1x128 scales: see `_block_gemm.is_faster`.
-_OWN = "; large ones by a kernel of microfloat's (Triton 3.6)"
-
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
@@ -72,7 +69,7 @@ def route_of(gemm: Gemm, chip: Chip, fold: bool = True) -> Route:
         reason = f"{chip.name} has no {lhs.format.name} tensor cores; products are exact, no faster than bfloat16"
         return Route("values", "values", "values", "decode to bfloat16, vendor GEMM", False, reason)
     reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
-    return Route("blocks", "folded", "tiles", "fold to FP8 1x128 x 128x128, FP8 GEMM" + _OWN, True, reason)
+    return Route("blocks", "folded", "tiles", "fold to FP8, vendor FP8 GEMM, 1x128 x 128x128 scales", True, reason)
 
 
 def _fp8_route(lhs: Cast, rhs: Cast, chip: Chip) -> Route:
@@ -81,7 +78,6 @@ def _fp8_route(lhs: Cast, rhs: Cast, chip: Chip) -> Route:
     runs = chip.has_fp8_blocks if kind == "block" else chip.has_fp8 and kind is not None
     if eight_bit and runs:
         kernel = f"vendor FP8 GEMM, {lhs.format.block_text} x {rhs.format.block_text} scales"
-        kernel += _OWN if kind == "block" else ""
         name = "blocks" if kind == "block" else "fp8"
         return Route(name, "codes", "codes", kernel, True, f"{chip.name} multiplies FP8 on tensor cores")
     if kind in ("tensor", "row"):

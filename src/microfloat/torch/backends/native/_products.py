@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.recipes import Cast, Gemm
-from microfloat.torch.backends.native._block_gemm import block_matmul, is_faster
-from microfloat.torch.backends.native._forms import chip_of
+from microfloat.torch.backends.native._block_gemm import block_matmul, is_faster_on
 from microfloat.torch.backends.triton._epilogue import epilogue
 
 __all__ = ["Product", "product"]
@@ -38,7 +37,8 @@ def product(
     blocks = _blocks(lhs, forms[0]), _blocks(rhs, forms[1])
     if blocks[0] == (1, _SIDE) and blocks[1] in ((1, _SIDE), (_SIDE, _SIDE)):
         tile, is_padded = blocks[1] == (_SIDE, _SIDE), forms[1] == "tiles"
-        return _blockwise(tile, is_padded, shape, bias, out_dtype, device)
+        multiply = _block_multiplication(gemm, tile, shape, torch.float32 if bias is not None else out_dtype, device)
+        return _blockwise(multiply, tile, is_padded, shape, bias, out_dtype, device)
     if blocks in (((None, None), (None, None)), ((1, None), (1, None))):
         return _wide(gemm.accumulate == "fast", shape, bias, out_dtype, device)
     return None
@@ -67,16 +67,24 @@ def _wide(
     )
 
 
+def _block_multiplication(
+    gemm: Gemm, tile: bool, shape: tuple[int, int, int], made: torch.dtype, device: torch.device
+) -> Any:
+    """Which of the functions below multiplies: by our own kernel or the vendor's, asked once."""
+    e4m3 = all(cast is not None and cast.format.element.name != "E5M2" for cast in gemm.casts)
+    index = -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+    if e4m3 and is_faster_on(index, shape, tile, made):
+        return _own_tile_matmul if tile else _own_block_matmul
+    if _scaled_mm_v2 is None:
+        return _any_tile_matmul if tile else _any_block_matmul
+    return _tile_matmul if tile else _block_matmul
+
+
 def _blockwise(
-    tile: bool, is_padded: bool, shape: tuple[int, int, int], bias: torch.Tensor | None, out_dtype: torch.dtype,
-    device: torch.device,
+    multiply: Any, tile: bool, is_padded: bool, shape: tuple[int, int, int], bias: torch.Tensor | None,
+    out_dtype: torch.dtype, device: torch.device,
 ) -> Product:  # fmt: skip
     """1x128 by 128x128 (`tile`) or 1x128 scales; `is_padded`: those of tiles lie in columns of a multiple of four."""
-    made = torch.float32 if bias is not None else out_dtype
-    if _scaled_mm_v2 is None or (device.type == "cuda" and is_faster(shape, tile, made, chip_of(device))):
-        multiply = _either_tile_matmul if tile else _either_block_matmul
-    else:
-        multiply = _tile_matmul if tile else _block_matmul
     padded = tile and not is_padded and -(-shape[1] // _SIDE) % 4
     finish = None if bias is None else epilogue(shape[0], shape[2], (None, None), bias, out_dtype, device)
     if finish is None and not padded:
@@ -105,12 +113,20 @@ def _tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype)
     return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
 
 
-def _either_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    return block_matmul(a, a_scale, b, b_scale, dtype, False)
+def _any_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, False, False)
 
 
-def _either_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    return block_matmul(a, a_scale, b, b_scale, dtype, True)
+def _any_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, True, False)
+
+
+def _own_block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, False, True)
+
+
+def _own_tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return block_matmul(a, a_scale, b, b_scale, dtype, True, True)
 
 
 def _values(
