@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from microfloat import reference
+from microfloat.formats import FORMATS, SCALE_FP32
 from microfloat.recipes import Cast, Hadamard
+from microfloat.reference import Quantized
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -47,7 +49,10 @@ class Adapter:
     """One front end on one backend and device."""
 
     name: str
-    tolerance = EMULATED
+
+    def tolerance(self, a: Quantized, b: Quantized) -> Tolerance:
+        """The row of docs/numerics.md 8.3 by which this adapter multiplies two such operands."""
+        return EMULATED
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -122,6 +127,26 @@ class TorchAdapter(Adapter):
 
         verdict = backends.support(self.backend, torch.device(self.device))
         return None if verdict else verdict.reason
+
+    left_out = "has no kernel for a format that is not the library's own"
+
+    def supports(self, cast: Cast, dtype: str = "any") -> bool:
+        if self.backend != "triton" or cast.format in FORMATS.values():
+            return True
+        from microfloat.torch.backends import triton
+
+        return not triton.refusal(cast)
+
+    def tolerance(self, a: Quantized, b: Quantized) -> Tolerance:
+        """Tensor cores multiply codes of 8 bits with float32 scales, except E5M2 by E5M2; others are decoded first."""
+        elements = {a.format.element.name, b.format.element.name}
+        codes = elements <= {"E4M3", "E5M2"} and elements != {"E5M2"}
+        if self.backend != "native" or not codes or {a.format.scale, b.format.scale} != {SCALE_FP32}:
+            return EMULATED
+        import torch
+
+        has_fp8 = (8, 9) <= torch.cuda.get_device_capability() < (10, 0)
+        return HOPPER_SPLIT if has_fp8 else EMULATED
 
     def quantize(self, x: np.ndarray, cast: Cast, **arguments: Any) -> Bytes:
         from microfloat.torch.ops import quantize

@@ -58,18 +58,15 @@ def unwritten_reads(instructions):
     return wrong
 
 
-def compile_all(workloads, capability=HOPPER):
-    """``{name: (instructions per element, misread registers, conversions)}`` of the kernels that workloads launch.
-
-    On whole bfloat16 tiles. The first is that of the last kernel of a workload; the second is `unwritten_reads` over
-    all of them, the third all conversions to or from FP8 and FP4 that their PTX asks the hardware for.
-    """
+def _launchers(capability):
+    """Modules with launchers, made to believe in a GPU of that capability; `_launch` is the first."""
     import torch
     from triton.runtime import driver
 
     from microfloat.torch.backends.triton import (
         _blocks,
         _dequantize,
+        _fp6,
         _fused,
         _launch,
         _norms,
@@ -79,6 +76,24 @@ def compile_all(workloads, capability=HOPPER):
     )  # fmt: skip
 
     driver.set_active(_NamedTarget(capability))
+    for module in (_blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
+        module.compiled_conversions = lambda device: capability >= 89
+        if hasattr(module, "scratch"):
+            module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
+        if hasattr(module, "shared_words"):
+            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int32)
+    return _launch
+
+
+def compile_all(workloads, capability=HOPPER):
+    """``{name: (instructions per element, misread registers, conversions)}`` of the kernels that workloads launch.
+
+    On whole bfloat16 tiles. The first is that of the last kernel of a workload; the second is `unwritten_reads` over
+    all of them, the third all conversions to or from FP8 and FP4 that their PTX asks the hardware for.
+    """
+    import torch
+
+    _launch = _launchers(capability)
     launched = []
 
     usual = _launch.Warps(4)
@@ -94,12 +109,6 @@ def compile_all(workloads, capability=HOPPER):
         launched.append((len(program), elements, unwritten_reads(program), conversions))
 
     _launch.Kernel.__call__ = compile_only
-    for module in (_blocks, _dequantize, _fused, _norms, _nvfp4, _scaled, _together):
-        module.compiled_conversions = lambda device: capability >= 89
-        if hasattr(module, "scratch"):
-            module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
-        if hasattr(module, "shared_words"):
-            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int32)
     counts = {}
     for name in workloads:
         launched.clear()
@@ -108,6 +117,83 @@ def compile_all(workloads, capability=HOPPER):
         wrong = [line for *_, wrong, _ in launched for line in wrong]
         counts[name] = instructions / elements, wrong, sorted({line for *_, lines in launched for line in lines})
     return counts
+
+
+def read_all(shape, stream):
+    """``(kernels, complaints)``: Triton's reading of every kind of launch for a matrix of that shape, nothing compiled.
+
+    A size of 1 is a constant to Triton, and a number of 2^31 and more is wider than others: what is right for a tensor
+    or for a word need not be for these. The interpreter knows no such differences.
+    """
+    import torch
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import JITFunction
+
+    _launch = _launchers(HOPPER)
+    seen, complaints = set(), []
+
+    def read(self, key, signature, device, constexprs, options, attrs, warmup):
+        from triton._C.libtriton import ir
+
+        target = self.device_caches[device][2]
+        backend, context = make_backend(target), ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        source, functions = ASTSource(self, signature, constexprs, attrs), backend.get_codegen_implementation(options)
+        source.make_ir(target, options, functions, backend.get_module_map(), context)
+
+    def read_only(self, key, programs, device, tensors, scalars, constants, warps=None):
+        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+        kinds = tuple(None if tensor is None else tensor.dtype for tensor in arguments)
+        if (self.function.fn.__name__, kinds, constants) not in seen:
+            seen.add((self.function.fn.__name__, kinds, constants))
+            self.function.run(*arguments, *scalars, *constants, grid=(programs,), warmup=True)
+
+    JITFunction._do_compile, _launch.Kernel.__call__ = read, read_only
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    for name, launch in _every_launch(x, stream):
+        try:
+            launch()
+        except Exception as error:
+            while error.__cause__ is not None:
+                error = error.__cause__
+            complaints.append(f"{name}: {error}")
+    return len(seen), complaints
+
+
+def _every_launch(x, stream):
+    """Named launches: every Cast that has a kernel, and every producer, decoder and folded form."""
+    import functools
+
+    import torch
+
+    from microfloat.torch.backends import triton
+    from tests.contract.cases import EVERY_CAST, cast_id
+
+    weight, one, record = torch.zeros(x.shape[1], dtype=x.dtype), torch.ones(()), torch.zeros(4)
+    random = {"seed": torch.zeros(2, dtype=torch.int64), "row_stream": stream, "column_stream": stream}
+    for cast in EVERY_CAST:
+        if not triton.refusal(cast):
+            options = random if cast.is_stochastic else {}
+            yield cast_id(cast), functools.partial(triton.quantize_both, x, cast, cast, **options)
+    casts = _casts()
+    for name, known in (("delayed", {"scale_enc": one, "record": record}), ("mxfp8", {}), ("mxfp4", {})):
+        cast, twice = casts[name], {key: (value, value) for key, value in known.items()}
+        for kind in ("rms", "layer"):
+            bias = weight if kind == "layer" else None
+            yield f"{kind} norm, {name}", functools.partial(
+                triton.norm_quantize, x, weight, bias, cast, cast, eps=1e-5, kind=kind, **known
+            )  # fmt: skip
+        yield f"swiglu, {name}", functools.partial(triton.activation_quantize, x, x, cast, cast, **known)
+        yield f"its gradients, {name}", functools.partial(
+            triton.activation_backward_quantize, x, x, x, cast, cast, **twice
+        )  # fmt: skip
+        if name != "delayed":
+            yield f"{name} folded", functools.partial(triton.fold_both, x, cast, cast)
+            yield f"{name} to bfloat16", functools.partial(triton.quantize_to_bf16, x, cast, cast)
+    for name in ("nvfp4 sr", "nvfp4 rht sr"):
+        yield f"{name} to bfloat16", functools.partial(triton.quantize_to_bf16, x, casts[name], casts[name], **random)
 
 
 def _casts():

@@ -30,6 +30,12 @@ def _compile(names, capability):
     return compile_all(names, capability)
 
 
+def _read(shape, stream):
+    from tests.kernels.compiling import read_all
+
+    return read_all(shape, stream)
+
+
 def compiled(capability):
     """`compile_all` of every workload, in a process whose Triton has a target but no device."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -65,6 +71,15 @@ def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, cap
     assert {line.split(".")[0] for *_, lines in instructions.values() for line in lines} == {"cvt"}  # Hopper has them
     for workload, (_, wrong, conversions) in compiled(capability).items():
         assert (wrong, conversions) == ([], []), workload
+
+
+@pytest.mark.xdist_group("triton-interpreter")
+def test_kernels_read_sizes_of_one_and_wide_streams():
+    pytest.importorskip("triton", reason="triton is not installed")
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        kernels, complaints = pool.submit(_read, (1, 1), 2**32 - 1).result()
+    assert complaints == []
+    assert kernels > 150
 
 
 def test_misread_registers_are_seen():

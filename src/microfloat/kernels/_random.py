@@ -60,7 +60,8 @@ def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
             c3.to(tl.uint32, bitcast=True),
         )  # fmt: skip
     else:
-        return tl.philox(seed, zero + block, zero + row, zero + stream, zero + batch)
+        # A stream of 2^31 and more is a 64-bit argument of the kernel, and counters must be of one width.
+        return tl.philox(seed, zero + block, zero + row, (zero + stream).to(tl.int32), (zero + batch).to(tl.int32))
 
 
 @triton.jit

@@ -158,7 +158,7 @@ def statistics_of(words, r, rows, LAYER: tl.constexpr, BM: tl.constexpr):
 def leave_rows(words, count, C, LAYER: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The words of the group are not read here any more; whoever says so last clears them."""
     tl.debug_barrier()
-    forget(arrive(count, HW), ((C + BN - 1) // BN).to(tl.int32), count, words, 2 * BM if LAYER else BM, HW)
+    forget(arrive(count, HW), tl.cast((C + BN - 1) // BN, tl.int32), count, words, 2 * BM if LAYER else BM, HW)
 
 
 @triton.jit(do_not_specialize=["ahead"])
