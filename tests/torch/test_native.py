@@ -117,7 +117,8 @@ def test_decoded_values_multiply_exactly(name: str) -> None:
 def test_two_operands_of_e5m2_are_decoded_since_no_hardware_multiplies_them(names, capability, monkeypatch) -> None:
     monkeypatch.setattr(native, "chip_of", lambda device: Chip(capability))
     monkeypatch.setattr(native, "_KINDS", {})
-    x, w = torch.randn(40, 160), torch.randn(24, 160)
+    # Of a size where the product of two tensor scales is no float32 any more, though the result is one.
+    x, w = torch.randn(40, 160) * 1e-18, torch.randn(24, 160) * 1e-18
     a, b = (torch_reference.quantize(value, Cast(name)) for value, name in zip((x, w), names, strict=True))
     y = native.scaled_matmul(a, b, out_dtype=torch.float32)
     expected = reference.scaled_matmul(

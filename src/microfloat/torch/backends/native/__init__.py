@@ -208,17 +208,12 @@ def _kind_of(a: Operand, b: Operand) -> str:
     known = _KINDS.get(key)
     if known is None:
         if a.format.element == b.format.element == E5M2:  # no hardware multiplies these, no recipe may ask for them
-            kind = "values" if _is_exact_in_bfloat16(a) and _is_exact_in_bfloat16(b) else "float32"
+            kind = "values" if a.format.scale.name == b.format.scale.name == "E8M0" else "float32"
         else:
             lhs, rhs = (Cast(operand.format, _rule(operand), hadamard=operand.hadamard) for operand in (a, b))
             kind = route_of(Gemm(lhs, rhs, path="exact"), chip_of(device)).kind
         known = _KINDS[key] = (kind, a.format, b.format)
     return known[0]
-
-
-def _is_exact_in_bfloat16(operand: Operand) -> bool:
-    """Whether `_decoded` rounds nothing: scales are powers of two, or stand beside the values."""
-    return operand.format.scale.name == "E8M0" or operand.format.block[1] is None
 
 
 def _rule(operand: Operand) -> str | None:
