@@ -1,5 +1,6 @@
 """Delayed scaling: sequences against the oracle, when updates happen, calibration, state, checkpoints, reduction."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -11,7 +12,7 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
 from microfloat.errors import CheckpointError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling  # noqa: E402
-from microfloat.torch import scaling  # noqa: E402
+from microfloat.torch import rolling, scaling  # noqa: E402
 
 KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
 
@@ -246,14 +247,19 @@ def test_non_finite_amax_records_nothing() -> None:
 
 def _reduced_worker(rank: int, world: int, path: str, results) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    torch.manual_seed(0)
-    layer = mf.Linear(8, 8)
-    for step in range(2):
-        with mf.autocast(recipe=DelayedScaling(amax_history_len=4)):
-            y = layer(torch.full((2, 8), float(rank + step + 1)))
-        y.backward(torch.full_like(y, float(10 * rank + 1)))
-    mf.update_scaling(layer)
-    results.put((rank, {key: value.tolist() for key, value in layer.state_dict().items() if key in KEYS}))
+    states = []
+    for reduce_amax in (True, False):
+        recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
+        for pinned in (False, True):  # a pinned layer outside any autocast rolls by itself
+            torch.manual_seed(0)
+            layer = mf.Linear(8, 8, recipe=recipe) if pinned else mf.Linear(8, 8)
+            for step in range(2):
+                with contextlib.nullcontext() if pinned else mf.autocast(recipe=recipe):
+                    y = layer(torch.full((2, 8), float(rank + step + 1)))
+                y.backward(torch.full_like(y, float(10 * rank + 1)))
+            mf.update_scaling(layer)
+            states.append({key: value.tolist() for key, value in layer.state_dict().items() if key in KEYS})
+    results.put((rank, states))
     torch.distributed.destroy_process_group()
 
 
@@ -268,6 +274,50 @@ def test_amax_reduction_over_two_processes(tmp_path) -> None:
     states = dict(results.get(timeout=180) for _ in workers)
     for worker in workers:
         worker.join(60)
-    assert states[0] == states[1]
-    assert states[0]["scaling_x_amax_history"] == [0.0, 0.0, 2.0, 3.0]
-    assert states[0]["scaling_dy_amax_history"] == [0.0, 0.0, 11.0, 11.0]
+    for together in (0, 1):
+        assert states[0][together] == states[1][together]
+        assert states[0][together]["scaling_x_amax_history"] == [0.0, 0.0, 2.0, 3.0]
+        assert states[0][together]["scaling_dy_amax_history"] == [0.0, 0.0, 11.0, 11.0]
+    for alone in (2, 3):  # reduce_amax=False: each process has the amaxes of its own tensors
+        for rank in range(2):
+            assert states[rank][alone]["scaling_x_amax_history"] == [0.0, 0.0, rank + 1.0, rank + 2.0]
+            assert states[rank][alone]["scaling_dy_amax_history"] == [0.0, 0.0, *[10.0 * rank + 1] * 2]
+
+
+class _PlayedKernel:
+    """In the place of the kernel that updates many slots at once."""
+
+    def __init__(self) -> None:
+        self.lives: list[torch.Tensor | None] = []
+
+    def slots_of(self, histories, scales, maxima):
+        self.histories = histories
+        return self
+
+    def gather_live(self) -> torch.Tensor:
+        return torch.stack([history[0] for history in self.histories])
+
+    def update_delayed(self, slots, delayed, live) -> torch.Tensor:
+        self.lives.append(live)
+        return torch.ones(len(self.histories))
+
+
+@pytest.mark.parametrize("reduce_amax", [True, False])
+@pytest.mark.parametrize("pinned", [True, False], ids=["alone", "autocast"])
+def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, reduce_amax, pinned) -> None:
+    kernel = _PlayedKernel()
+    monkeypatch.setattr(rolling, "_update_kernel", lambda device: kernel)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda live, op, group: live.mul_(2))
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
+    layer = mf.Linear(8, 8, recipe=recipe if pinned else None)
+    with contextlib.nullcontext() if pinned else mf.autocast(recipe=recipe):
+        layer(torch.full((2, 8), 3.0))
+        if pinned:  # what follows a forward by plan
+            scaling.roll_alone(layer, recipe.fprop.lhs, recipe.fprop.rhs, records=True)
+    assert len(kernel.lives) == 1 + pinned
+    for live in kernel.lives:
+        assert (live is not None) is reduce_amax
+    if reduce_amax:
+        assert 6.0 in kernel.lives[0].tolist()

@@ -90,7 +90,7 @@ def pair_program(
     blocks = {_wide_block(part) for parts in both for part in parts if part is not None}
     if len(blocks) != 1 or None in blocks:
         return None
-    if not fits_together(first, second, _mode(*both[0])):
+    if not fits_together(first, second):
         return None
     if any(len(_passes(*parts)) != 1 or _seed(*parts) != NOTHING for parts in both):
         return None
@@ -192,7 +192,7 @@ def _block_scale(builder: Builder, part: _Part | None, tile: int) -> int:
 def _tensorwise(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) -> None:
     plans = _plan(parts[0]), _plan(parts[1])
     delayed = (plans[0] or plans[1]).cast.is_delayed  # type: ignore[union-attr]
-    if _seed(*parts) == NOTHING and not delayed and fits_together(matrix, None, _scaled.AMAX):
+    if _seed(*parts) == NOTHING and not delayed and fits_together(matrix, None):
         _together(builder, [(matrix, parts)], records)
         return
     codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts)
@@ -241,7 +241,7 @@ def _row_scale(builder: Builder, part: _Part | None) -> int:
 
 
 def _rowwise(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
-    if _seed(row, column) == NOTHING and fits_together(matrix, None, _scaled.AXES):
+    if _seed(row, column) == NOTHING and fits_together(matrix, None):
         _together(builder, [(matrix, (row, column))], False)
         return
     rows, columns = matrix.rows if row else 0, matrix.columns if column else 0

@@ -7,7 +7,7 @@ import torch
 from microfloat.kernels import pair as kernels
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions
 from microfloat.torch.backends.triton._plans import CastPlan
-from microfloat.torch.backends.triton._scaled import AMAX, GIVEN, Launch
+from microfloat.torch.backends.triton._scaled import GIVEN, Launch
 
 __all__ = ["fits_together", "together_launch"]
 
@@ -18,8 +18,6 @@ _MEASURE_AND_CAST, _CAST = Kernel(kernels.cast_pair, cooperative=True), Kernel(k
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 # Larger matrices do not stay in the L2 cache between the two readings, and their launches cost nothing beside them.
 _MOST_ELEMENTS = 1 << 24
-# What CUDA tensors are cast by: scales per row (AXES) wait until their bytes have been compared on a GPU.
-_MODES_ON_CUDA: tuple[int, ...] = (GIVEN, AMAX)
 
 
 @functools.cache
@@ -30,10 +28,8 @@ def _most_programs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_MULTIPROCESSOR
 
 
-def fits_together(first: Matrix, second: Matrix | None, mode: int) -> bool:
+def fits_together(first: Matrix, second: Matrix | None) -> bool:
     """Whether one launch is to cast these matrices."""
-    if first.tensor.is_cuda and mode not in _MODES_ON_CUDA:
-        return False
     matrices = [matrix for matrix in (first, second) if matrix is not None]
     elements = sum(matrix.rows * matrix.columns for matrix in matrices)
     return elements <= _MOST_ELEMENTS and not any(matrix.index64 for matrix in matrices)

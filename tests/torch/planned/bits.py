@@ -1,0 +1,183 @@
+"""One call: the same bits by plan and without, whatever it is given and whatever is wanted of it."""
+
+import pytest
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
+from microfloat.torch import planned
+from tests.torch.planned.setting import (
+    K,
+    M,
+    N,
+    assert_same,
+    block_gemms,
+    by_addresses,
+    compare,
+    inputs,
+    make,
+    native_on,
+    recipe_of,
+)
+
+
+def same_bits(device, name, shape, out, bias, dtype):
+    dtype = getattr(torch, dtype)
+    steps = [inputs(device, shape, out, dtype=dtype, seed=seed) for seed in range(2)]
+    spy = compare(device, recipe_of(name), steps, bias=bias, dtype=dtype, features=(shape[-1], out))
+    assert spy.backwards == spy.forwards
+
+
+def same_bits_by_addresses(device, name):
+    """As `same_bits`; on the CPU with launches by address, as they are on a GPU."""
+    if device == "cuda":
+        return
+    steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(3)]
+    compare(device, recipe_of(name), steps, guard=by_addresses)
+
+
+def general_path_serves_the_rest(device, what):
+    """Inputs that a plan does not fit run without one, to the same bits."""
+    recipe = Float8CurrentScaling()
+    x, dy = inputs(device)
+    options, planned_steps, run = {}, 0, None
+    if what == "odd rows":
+        x, dy = inputs(device, (M - 1, K))
+    elif what == "odd rows in blocks":  # whose 1x128 scales the vendor's GEMM takes for multiples of 8 rows only
+        recipe, (x, dy), run = RECIPES["fp8_block"](), inputs(device, (M - 1, K)), _without_dw
+    elif what == "odd features":
+        options["features"], (x, dy) = (K - 3, N), inputs(device, (M, K - 3))
+    elif what == "misaligned":
+        flat = torch.randn(M * K + 1, dtype=torch.bfloat16).to(device)
+        x = flat[1:].view(M, K).detach().requires_grad_()
+    elif what == "transposed":
+        x = torch.randn(K, M, dtype=torch.bfloat16).to(device).t().detach().requires_grad_()
+    elif what == "another recipe":
+        recipe = CustomRecipe(Gemm("fp8_tensor", "fp8_tensor"), Gemm(None, None), Gemm(None, None))
+    elif what == "expanded dy":
+        planned_steps, run = 1, lambda layer: lambda x: _Expanded.apply(layer(x))
+    elif what == "strided x":
+        planned_steps = 1
+        x = torch.randn(M, 2 * K, dtype=torch.bfloat16).to(device)[:, :K].detach().requires_grad_()
+    compare(device, recipe, [(x, dy)], planned_steps=planned_steps, run=run, **options)
+
+
+def _without_dw(layer):
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+class _Expanded(torch.autograd.Function):
+    """Gives the layer a gradient without strides of its own."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy[:1].expand_as(dy)
+
+
+def only_what_is_wanted(device):
+    """Frozen inputs or weights: the gradient that remains, and one of two by torch.autograd.grad."""
+    with native_on(device):
+        for name in ("fp8_current", "delayed"):
+            x, dy = inputs(device)
+            layer = make(RECIPES[name](), device)
+            y = layer(x)
+            y.backward(dy)
+            y = layer(x)
+            want_dx, want_dw = torch.autograd.grad(y, (x, layer.weight), dy, retain_graph=True)
+            (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            (dw,) = torch.autograd.grad(y, layer.weight, dy)
+            assert torch.equal(dx, want_dx)
+            assert torch.equal(dw, want_dw)
+            if name == "delayed":
+                continue  # its scales have moved on
+            (dw,) = torch.autograd.grad(layer(x.detach()), layer.weight, dy)
+            assert torch.equal(dw, want_dw)
+            layer.weight.requires_grad_(False)
+            (dx,) = torch.autograd.grad(layer(x), x, dy)
+            assert torch.equal(dx, want_dx)
+            with torch.no_grad():
+                assert torch.equal(layer(x), y)
+
+
+def general_backward_takes_over(device, name):
+    """Fewer gradients than the plan was made for, by the general path, from what the plan has saved; kept weights."""
+    layer = make(recipe_of(name), device)
+    x, dy = inputs(device)
+    with native_on(device), block_gemms(device, []):
+        torch.manual_seed(5)
+        first = layer(x)
+        dx, dw = torch.autograd.grad(first, (x, layer.weight), dy)
+        torch.manual_seed(5)
+        got = layer(x)
+        assert torch.equal(got, first)
+        assert torch.equal(torch.autograd.grad(got, x, dy, retain_graph=True)[0], dx)
+        assert torch.equal(torch.autograd.grad(got, layer.weight, dy)[0], dw)
+        kept = []
+        for is_first in (True, False):
+            torch.manual_seed(5)
+            kept.append(layer(x, is_first_microbatch=is_first))
+        assert torch.equal(kept[0], got)
+        assert torch.equal(kept[1], got)
+        assert len({id(plan) for _, plan in planned._PLANS.values()}) == 1
+
+
+def in_place_after_three_dimensions(device):
+    with native_on(device):
+        for recipe in (Float8CurrentScaling(), MXFP8BlockScaling(path="exact")):
+            x, dy = inputs(device, (2, M, K))
+            layer = make(recipe, device)
+            y = torch.relu_(layer(x))
+            y.backward(dy)
+            expected, x.grad = x.grad, None
+            torch.relu(layer(x)).backward(dy)
+            assert torch.equal(x.grad, expected)
+
+
+def double_backward_is_refused(device):
+    with native_on(device):
+        x, _ = inputs(device)
+        (dx,) = torch.autograd.grad(make(Float8CurrentScaling(), device)(x).sum(), x, retain_graph=True)
+        assert dx is not None
+        with pytest.raises(NotSupportedError, match="double backward"):
+            torch.autograd.grad(make(Float8CurrentScaling(), device)(x).sum(), x, create_graph=True)
+
+
+def saved_tensors_may_travel(device):
+    """Saved-tensor hooks get codes, and may return them in another layout; checkpointing recomputes them."""
+    with native_on(device):
+        x, dy = inputs(device)
+        layer = make(Float8CurrentScaling(), device)
+        layer(x).backward(dy)
+        expected, x.grad = (x.grad, layer.weight.grad.clone()), None
+        layer.zero_grad()
+        dtypes = []
+
+        def pack(tensor):
+            dtypes.append(tensor.dtype)
+            return tensor.clone(memory_format=torch.contiguous_format)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(x)
+        y.backward(dy)
+        assert torch.float8_e4m3fn in dtypes
+        assert torch.bfloat16 not in dtypes
+        assert_same(expected, (x.grad, layer.weight.grad))
+        for recipe in (Float8CurrentScaling(), DelayedScaling()):
+            grads = []
+            for checkpointed in (False, True):
+                layer = make(recipe, device)
+                for _ in range(3):
+                    x.grad = None
+                    layer.zero_grad()
+                    if checkpointed:
+                        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                    else:
+                        y = layer(x)
+                    y.backward(dy)
+                grads.append((x.grad, layer.weight.grad, *[buffer.clone() for buffer in layer.buffers()]))
+            assert_same(*grads, recipe)

@@ -1,0 +1,212 @@
+"""What lasts from call to call: plans, kept weights, shared activations, fold counts, the state of delayed scaling."""
+
+import contextlib
+
+import torch
+
+import microfloat.torch as mf
+from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from microfloat.torch import planned, scaling
+from microfloat.torch.backends import native
+from microfloat.torch.backends.triton import _programs
+from tests.torch.planned.setting import (
+    K,
+    M,
+    N,
+    assert_same,
+    block_gemms,
+    inputs,
+    make,
+    native_on,
+    recipe_of,
+    results,
+    without_plans,
+)
+
+
+def counts_change_the_plan(device):
+    """What folding changed is counted by the plan as without one; too much of it leads to other forms, by plan too."""
+    outcomes, forms = [], []
+    x, dy = inputs(device, (32, 128), out=128)
+    with torch.no_grad():  # in some groups of 128 scales lie far apart, so that small values are lost
+        x[:, ::64] *= 2.0**40
+    with native_on(device), block_gemms(device, []):
+        for guard in (contextlib.nullcontext, without_plans):
+            with guard():
+                layer = make(MXFP8BlockScaling(), device, features=(128, 128))
+                outcome = []
+                for _ in range(3):
+                    outcome += results(layer, [(x, dy)])
+                    outcome.append(torch.tensor(sorted(layer.folded_elements().values())))
+                outcomes.append([*outcome, torch.tensor(sorted(layer.__dict__["_fold_counts"].shares().values()))])
+                forms.append(native.call_forms(layer.pinned, x.device, layer.__dict__["_fold_counts"]))
+        plans = [plan for _, plan in planned._PLANS.values()]
+    assert_same(*outcomes)
+    assert forms[0] == forms[1] != plans[0].forms
+    assert plans[0].variants
+
+
+def a_changed_setting_finds_another_plan(device):
+    """Each of these changes what a call does; none may run the plan made before."""
+    with native_on(device):
+        x, _ = inputs(device)
+        layer = make(Float8CurrentScaling(), device)
+
+        def check(what, *, dtype=None):
+            y = layer(x)
+            with without_plans():
+                expected = layer(x)
+            assert y.dtype == (dtype or x.dtype), what
+            assert y.requires_grad == expected.requires_grad, what
+            assert torch.equal(y, expected), what
+
+        check("first")
+        layer.pin(Float8CurrentScaling(use_power_2_scales=True))
+        check("recipe")
+        layer.pin(None)
+        check("high precision")
+        layer.pin("fp8_current")
+        layer.weight.data = torch.randn_like(layer.weight) * 3
+        check("weight.data")
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        check("weight in place")
+        layer.weight.requires_grad_(False)
+        check("frozen weight")
+        x = x.detach()
+        check("x without gradient")
+        x = x[: M // 2]
+        check("rows")
+        layer = layer.half()
+        x = x.half()
+        check("dtype", dtype=torch.float16)
+        layer.eval()
+        check("eval")
+        with torch.autocast(device, torch.bfloat16):
+            check("torch.autocast", dtype=torch.bfloat16)
+        with mf.autocast(enabled=False):
+            check("island")
+        layer.weight = torch.nn.Parameter(torch.randn(N, K, dtype=torch.float16, device=device))
+        check("another weight")
+
+
+def equal_recipes_share_plans(device):
+    """A recipe made anew in every step, as `autocast()` without one may, finds what the step before has made."""
+    with native_on(device):
+        layer = make(None, device)
+        x, _ = inputs(device)
+        for _ in range(3):
+            with mf.autocast(recipe=Float8CurrentScaling(fp8_format="HYBRID")):
+                layer(x)
+            with mf.autocast():
+                layer(x)
+        assert len(planned._PLANS) == 1
+
+
+def activations_are_cast_once(device):
+    """Two layers that read one activation share its codes, to the bits of casts of their own; changes are seen."""
+    casts, run = [], _programs.Program.run
+
+    def counted(self, stream, given):
+        casts.extend((given[_programs.SOURCE], given[_programs.SECOND]))
+        return run(self, stream, given)
+
+    with native_on(device):
+        first, second = make(Float8CurrentScaling(), device), make(Float8CurrentScaling(), device)
+        leaf, dy = inputs(device)
+        _programs.Program.run = counted
+        try:
+            x = leaf * 2
+            y = first(x) + second(x)
+            assert [t is x for t in casts].count(True) == 1
+            y.backward(dy)
+            got = y.detach(), leaf.grad, first.weight.grad, second.weight.grad
+            x = leaf * 2
+            first(x)
+            with torch.no_grad():
+                x.mul_(-1)
+            casts.clear()
+            changed = second(x)
+            assert any(t is x for t in casts)
+        finally:
+            _programs.Program.run = run
+        assert torch.equal(changed, second((leaf * -2).detach()))
+        first.zero_grad()
+        second.zero_grad()
+        twin = leaf.detach().clone().requires_grad_()
+        with without_plans():
+            first_x, second_x = twin * 2, twin * 2
+            y = first(first_x) + second(second_x)
+            y.backward(dy)
+        assert_same(got, (y.detach(), twin.grad, first.weight.grad, second.weight.grad))
+
+
+def microbatches(device, name):
+    """The kept weight saves its cast, and no bits change; a changed weight is cast again."""
+    recipe = RECIPES[name]()
+    with native_on(device):
+        outcomes = []
+        for guard in (contextlib.nullcontext, without_plans):
+            layer, kept = make(recipe, device), []
+            layer(inputs(device)[0]).sum()
+            with guard():
+                for step in range(2):
+                    with mf.autocast(recipe=recipe):
+                        for index in range(3):
+                            x, dy = inputs(device, seed=10 * step + index)
+                            y = layer(x, is_first_microbatch=index == 0)
+                            y.backward(dy)
+                            kept += [y.detach(), x.grad]
+                    with torch.no_grad():
+                        layer.weight.add_(layer.weight.grad)
+                    kept.append(layer.weight.grad.clone())
+                    layer.zero_grad()
+                    kept.append(layer(x, is_first_microbatch=False).detach())
+            outcomes.append([*kept, *[buffer.clone() for buffer in layer.buffers()]])
+        assert_same(*outcomes)
+
+
+def kept_weights_serve_other_sizes(device):
+    """A weight kept by one plan serves that of another number of rows; one that folds otherwise casts anew."""
+    with native_on(device), block_gemms(device, []):
+        for name in ("fp8_current", "mxfp8"):
+            layer = make(recipe_of(name), device)
+            first, second = inputs(device)[0], inputs(device, (2 * M, K))[0]
+            layer(first, is_first_microbatch=True)
+            kept = layer.__dict__["_weight_cache"]["operands"]
+            y = layer(second, is_first_microbatch=False)
+            assert layer.__dict__["_weight_cache"]["operands"] is kept
+            assert torch.equal(y, layer(second))
+        layer.__dict__["_fold_counts"].narrow.add(("fprop", "rhs"))
+        layer(second, is_first_microbatch=False)
+        assert layer.__dict__["_weight_cache"]["operands"] is not kept
+
+
+def regions(device):
+    """Several layers in one autocast, called twice, as one region; exceptions; calls without gradients."""
+    recipe = DelayedScaling(amax_history_len=4)
+    with native_on(device):
+        outcomes = []
+        for guard in (contextlib.nullcontext, without_plans):
+            first, second, kept = make(recipe, device), make(recipe, device, features=(N, K)), []
+            with guard():
+                for step in range(3):
+                    x, dy = inputs(device, out=K, seed=step)
+                    with mf.autocast(recipe=recipe):
+                        y = second(first(x)) + second(first(2 * x))
+                    y.backward(dy)
+                    kept += [y.detach(), x.grad.clone()]
+                    with torch.no_grad():
+                        kept.append(first(x))
+                    with contextlib.suppress(ZeroDivisionError), mf.autocast(recipe=recipe):
+                        first(8 * x)
+                        raise ZeroDivisionError
+                    alone = first(3 * x)  # a region of its own, which also rolls dy
+                    kept.append(alone.detach())
+                    alone.sum().backward()
+                for layer in (first, second):
+                    mf.update_scaling(layer)
+                    kept += [buffer.clone() for buffer in layer.buffers()]
+                    kept += [scaling.previous_scale(layer, slot).clone() for slot in scaling.SLOTS]
+            outcomes.append(kept)
+        assert_same(*outcomes)
