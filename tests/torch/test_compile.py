@@ -17,6 +17,9 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from microfloat.torch import backends  # noqa: E402
+from microfloat.torch.backends import reference  # noqa: E402, F401
+from microfloat.torch.backends.chips import Chip  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [
@@ -78,6 +81,30 @@ def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept:
     with mf.autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function(x).sum().backward()
     assert (((8, 40), torch.float32) in saved) == kept
+
+
+@pytest.mark.parametrize("name", ["mxfp8.exact", "nvfp4", "mixed"])
+def test_backward_decodes_again_where_a_gemm_reads_values(name: str, monkeypatch) -> None:
+    """Decoded operands take two bytes an element, as x and w do, which are there: only these are kept."""
+    native = pytest.importorskip("microfloat.torch.backends.native", reason="triton is not installed")
+    recipes = {
+        "mxfp8.exact": MXFP8BlockScaling(path="exact"), "nvfp4": NVFP4BlockScaling(),
+        "mixed": CustomRecipe(Gemm("mxfp8", "mxfp8", path="exact"), Gemm("nvfp4", "nvfp4"), Gemm("fp8_row", "fp8_row")),
+    }  # fmt: skip
+    monkeypatch.setattr(backends, "choose", lambda name, device: native)
+    monkeypatch.setattr(native, "chip_of", lambda device: Chip((8, 0) if name == "mixed" else (9, 0)))
+    monkeypatch.setattr(native, "_kernels", lambda *casts: backends.reference)
+    monkeypatch.setattr(native, "_KINDS", {})
+    layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=recipes[name])
+    x = torch.randn(2, 9, 40, dtype=torch.bfloat16)
+    expected, saved = step(layer, layer, x), []
+    function = compiled(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        actual = step(function, layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    matrices = sorted((t.numel(), t.dtype) for t in saved if t.numel() > 64)
+    codes = [(18 * 40, torch.float8_e4m3fn)] if name == "mixed" else [(18 * 40, torch.bfloat16)]
+    assert matrices == [*codes, (40 * 24, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -127,6 +127,21 @@ def test_two_operands_of_e5m2_are_decoded_since_no_hardware_multiplies_them(name
     assert np.linalg.norm(y.double().numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_row"])
+def test_large_products_are_made_in_parts(name: str, dtype, monkeypatch) -> None:
+    """The float32 sum of a whole product would be the largest tensor of a step."""
+    a, b = (native._decoded(torch_reference.quantize(torch.randn(rows, 64), Cast(name))) for rows in (600, 24))
+    bias, sums, multiply = torch.randn(24), [], _gemm._float32_product
+    whole = _gemm.values_matmul(a, b, bias=bias, out_dtype=dtype)
+    monkeypatch.setattr(_gemm, "_LARGEST_SUM", 24 * 300)
+    monkeypatch.setattr(_gemm, "_float32_product", lambda *pair: sums.append(multiply(*pair)) or sums[-1])
+    parts = _gemm.values_matmul(a, b, bias=bias, out_dtype=dtype)
+    assert [tuple(part.shape) for part in sums] == [(256, 24), (256, 24), (88, 24)]
+    limit = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4, torch.float32: 1e-5}[dtype]  # docs/numerics.md 8.3, twice
+    assert (parts.double() - whole.double()).norm() <= 2 * limit * whole.double().norm()
+
+
 def test_decoded_values_stay_in_the_transformed_domain() -> None:
     cast = Cast("nvfp4", hadamard=Hadamard())
     a, b = torch_reference.quantize(torch.randn(8, 40), cast), torch_reference.quantize(torch.randn(6, 40), cast)

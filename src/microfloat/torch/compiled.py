@@ -18,10 +18,11 @@ from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Delayed, Gemm, Recipe
 from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, context, scaling, tokens
-from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.linear import (
     LinearCall,
     bias_gradient,
+    column_operand,
     linear_backward,
     linear_forward,
     refuse_double_backward,
@@ -35,7 +36,7 @@ _library.define(
     "linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, str token, "
     "bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
 )
-# x only where wgrad reads it in high precision: elsewhere its codes are among `saved`, and x itself can go.
+# x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`, and x itself can go.
 _library.define(
     "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, str token, "
     "str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
@@ -106,7 +107,8 @@ class _CompiledLinear(torch.autograd.Function):
             x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records
         )
         live, saved = (saved[0], saved[1:]) if records else (None, saved)
-        kept = x if wants_dw and tokens.keeps_x(token) else None
+        again = tokens.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
+        kept = x if wants_dw and again else None
         ctx.save_for_backward(kept, weight, seed, dy_scale, dy_history, *saved)
         ctx.settings = (token, backend, compute, x.dtype, wants_dx, wants_dw, number)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -134,6 +136,22 @@ class _CompiledLinear(torch.autograd.Function):
         return (dx, dw, db, *(None,) * 11)
 
 
+@torch.compiler.assume_constant_result
+def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
+    """Whether backward casts the right operand of a GEMM itself, for a GEMM that reads decoded values.
+
+    These take two bytes an element, as x and the weight do, which are there (or can be had again by a compiler) for
+    others who read them too; codes take one.
+    """
+    place = torch.device(device if index is None else f"{device}:{index}")
+    recipe, module = tokens.recipe_of(token), backends.choose(backend, place)
+    return _makes_again(_forms(module, recipe, place), getattr(recipe, gemm), gemm)
+
+
+def _makes_again(forms: dict[str, tuple[str, str]], gemm: Gemm, name: str) -> bool:
+    return gemm.rhs is not None and forms[name][1] == "values"
+
+
 def _call(token: str, backend: str, device: torch.device, compute: torch.dtype, seed: Any) -> LinearCall:
     # Not forced on a fake device: shapes of saved operands are those of the same backend on the real one.
     module, recipe = backends.choose(backend, device), tokens.recipe_of(token)
@@ -159,6 +177,9 @@ def _linear_forward(
     call.scales = {"x": x_scale, "w": w_scale}
     live = _record_into(call, records, x.device, "x", "w")
     recipe = call.recipe
+    forms = _forms(call.backend, recipe, x.device)
+    wants_dx = wants_dx and not _makes_again(forms, recipe.dgrad, "dgrad")
+    wants_dw = wants_dw and not _makes_again(forms, recipe.wgrad, "wgrad")
     y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
     saved = []
     for operand, cast in ((x_column, recipe.wgrad.rhs), (w_column, recipe.dgrad.rhs)):
@@ -180,14 +201,28 @@ def _linear_backward(
     call = _call(token, backend, dy.device, compute, seed)
     call.scales = {"dy": dy_scale}
     live = _record_into(call, records, dy.device, "dy")
-    rest = list(saved)
-    x_column = x.reshape(-1, x.shape[-1]).to(compute).t() if x is not None else None
-    w_column = weight.to(compute).t() if wants_dx and call.recipe.dgrad.rhs is None else None
+    recipe, rest = call.recipe, list(saved)
     rows = dy.numel() // dy.shape[-1]
-    x_layout, w_layout = _saved_layouts(call.recipe, call.backend, rows, dy.device, weight, wants_dx, wants_dw)
-    x_column = x_column if x_layout is None else x_layout.take(rest)
-    w_column = w_column if w_layout is None else w_layout.take(rest)
-    dx, dw = linear_backward(call, dy, x_column, w_column, x_dtype, weight.dtype)
+    x_layout, w_layout = _saved_layouts(recipe, call.backend, rows, dy.device, weight, wants_dx, wants_dw)
+    x_column = None if x_layout is None else x_layout.take(rest)
+    w_column = None if w_layout is None else w_layout.take(rest)
+
+    def x_operand() -> Any:
+        if x_column is not None or not wants_dw:
+            return x_column
+        return column_operand(call, "x", x.reshape(-1, x.shape[-1]).to(compute), recipe.wgrad.rhs)
+
+    def w_operand() -> Any:
+        if w_column is not None or not wants_dx:
+            return w_column
+        return column_operand(call, "w", weight.detach().to(compute), recipe.dgrad.rhs)
+
+    forms = _forms(call.backend, recipe, dy.device)
+    if "values" in (*forms["dgrad"], *forms["wgrad"]):  # one GEMM after the other, so that only its operands exist
+        dx, _ = linear_backward(call, dy, None, w_operand(), x_dtype, weight.dtype)
+        _, dw = linear_backward(call, dy, x_operand(), None, x_dtype, weight.dtype)
+    else:
+        dx, dw = linear_backward(call, dy, x_operand(), w_operand(), x_dtype, weight.dtype)
     dx = None if dx is None else dx.reshape(*dy.shape[:-1], weight.shape[1])
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
@@ -251,17 +286,14 @@ class _Layout:
 
 
 def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layout | None:
-    """The layout of the right operand of `gemm`, which a forward saves; None where it is kept in high precision."""
+    """The layout of the right operand of `gemm`, which a forward saves; None where it saves none (`_is_made_again`)."""
     cast = gemm.rhs
-    if cast is None:
+    if cast is None or form == "values":
         return None
     stored = -(-length // 16) * 16 if cast.hadamard else length
     row_scaled = cast.format.tensor_scale == "row"
     two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
     tensor_scale = ((rows, 1) if row_scaled else (), torch.float32, False) if two_level else None
-    if form == "values":
-        values = ((rows, stored), torch.bfloat16, module.COLUMN_VALUES_ARE_VIEWS)
-        return _Layout(Values, (values, tensor_scale, cast.format, rows, length, cast.hadamard))
     fmt = cast.format
     if form != "codes":
         fmt = module.folded_format(fmt, form)

@@ -25,7 +25,7 @@ from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "STREAM", "LinearCall", "bias_gradient", "linear_backward", "linear_forward", "quantized_linear",
+    "STREAM", "LinearCall", "bias_gradient", "column_operand", "linear_backward", "linear_forward", "quantized_linear",
     "refuse_double_backward",
 ]  # fmt: skip
 
@@ -150,6 +150,12 @@ def linear_backward(
         if x_column is not None:
             dw = _gemm(backend, recipe.wgrad, dy_column, x_column, None, w_dtype)
     return dx, dw
+
+
+def column_operand(call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast | None) -> AnyOperand | None:
+    """The column operand of x or w alone, to the bits of the one that comes with a row operand; None = as it is."""
+    with _plain_dtypes(tensor.device.type):
+        return _cast_both(call, slot, tensor, _UNUSED, cast)[1]
 
 
 def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

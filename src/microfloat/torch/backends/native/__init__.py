@@ -40,8 +40,6 @@ __all__ = [
 ]
 
 amax = casts.amax
-# The values of a column operand lie in memory as the matrix itself, so the operand is a transposed view of them.
-COLUMN_VALUES_ARE_VIEWS = True
 COLUMN_MAJOR_BLOCK_SCALES = True
 _SIGN_AND_MANTISSA = ~0x7F800000  # of a float32
 

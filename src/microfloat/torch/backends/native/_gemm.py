@@ -20,6 +20,8 @@ __all__ = ["fp8_matmul", "values_matmul"]
 _ALIGNMENT = 16
 _BLOCK_ROWS = 8  # what rows with 1x128 scales are a multiple of
 _TILE = (128, 128)
+# Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
+_LARGEST_SUM, _ROWS = 1 << 26, 256
 
 
 def fp8_matmul(
@@ -96,10 +98,17 @@ def values_matmul(
     unscaled = a.tensor_scale is None and b.tensor_scale is None
     if unscaled and out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype):
         return F.linear(a.values, b.values, bias)
-    y = _float32_product(a.values, b.values)
     if unscaled and bias is None and out_dtype == torch.float32:
-        return y
-    return scale_and_round(y, a.tensor_scale, b.tensor_scale, bias, out_dtype)
+        return _float32_product(a.values, b.values)
+    rows, columns = a.rows, b.rows
+    step = max(_LARGEST_SUM // max(columns, 1) // _ROWS, 1) * _ROWS
+    out = torch.empty((rows, columns), dtype=out_dtype, device=a.values.device)
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        left = a.tensor_scale[part] if a.tensor_scale is not None and a.tensor_scale.dim() else a.tensor_scale
+        y = _float32_product(a.values[part], b.values)
+        scale_and_round(y, left, b.tensor_scale, bias, out_dtype, out[part])
+    return out
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -36,17 +36,19 @@ def _launch(
 
 def scale_and_round(
     accumulator_MN: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None, bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``round(accumulator * f32(left * right) + f32(bias))``: float32 [M, N] -> `out_dtype` [M, N], one rounding.
 
-    `left`: float32 (), or [M, 1], or None; `right`: (), or [N, 1], or None; `bias`: [N] or None.
+    `left`: float32 (), or [M, 1], or None; `right`: (), or [N, 1], or None; `bias`: [N] or None; `out`: where to.
     """
     rows, columns = accumulator_MN.shape
     device = accumulator_MN.get_device()
     if device < 0 and not INTERPRETED:
-        return _plain(accumulator_MN, left, right, bias).to(out_dtype)
-    out = torch.empty((rows, columns), dtype=out_dtype, device=accumulator_MN.device)
+        result = _plain(accumulator_MN, left, right, bias)
+        return result.to(out_dtype) if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=out_dtype, device=accumulator_MN.device)
     launch = _launch(rows, columns, (_kind(left), _kind(right)), bias, out_dtype, device)
     launch(device, accumulator_MN, left, right, bias, out)
     return out
