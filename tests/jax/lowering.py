@@ -55,7 +55,7 @@ def pretend(local=True):
     """One H200, and a jaxlib that starts kernels."""
     cuda.capability = native.capability = lambda: (9, 0)
     _launch._library = lambda: STAND_IN
-    kernels.SEEN_UNDER_A_MESH = True
+    kernels.SEEN_ON_SEVERAL_DEVICES = True
     if local:
         kernels.is_local = lambda: True
         cuda._is_alone = lambda: True

@@ -194,25 +194,27 @@ def test_another_triton_leaves_the_casts_to_xla(repository):
 def test_where_a_matrix_is_whole(monkeypatch):
     """One device, a mesh of one, or inside shard_map over the whole mesh."""
     devices, auto = jax.devices("cpu"), jax.sharding.AxisType.Auto
-    assert not kernels.SEEN_UNDER_A_MESH, "no kernel has run there on a GPU yet"
-    monkeypatch.setattr(kernels, "SEEN_UNDER_A_MESH", True)
+    spec = jax.sharding.PartitionSpec("data")
+
+    def is_local_inside(mesh, axes):
+        seen = []
+        function = jax.shard_map(
+            lambda x: seen.append(kernels.is_local()) or x, mesh=mesh, axis_names=axes, in_specs=spec, out_specs=spec
+        )
+        jax.make_jaxpr(function)(np.ones(4, np.float32))
+        return seen == [True]
+
+    assert not kernels.SEEN_ON_SEVERAL_DEVICES, "no kernel has run there on two GPUs yet"
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not kernels.is_local()
-    for shape, whole in (((1, 1), True), ((2, 1), False)):
-        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(auto, auto), devices=devices[: shape[0]])
-        with jax.set_mesh(mesh):
-            assert kernels.is_local() is whole
-        seen = []
-        for axes in ({"data", "model"}, {"data"}):
-            function = jax.shard_map(
-                lambda x, seen=seen: seen.append(kernels.is_local()) or x, mesh=mesh, axis_names=axes,
-                in_specs=jax.sharding.PartitionSpec("data"), out_specs=jax.sharding.PartitionSpec("data"),
-            )  # fmt: skip
-            jax.make_jaxpr(function)(np.ones(4, np.float32))
-        assert seen == [True, whole]
-    monkeypatch.setattr(kernels, "SEEN_UNDER_A_MESH", False)
-    with jax.set_mesh(mesh):
-        assert not kernels.is_local()
+    for switched_on in (False, True):
+        monkeypatch.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", switched_on)
+        for shape, whole in (((1, 1), True), ((2, 1), False)):
+            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(auto, auto), devices=devices[: shape[0]])
+            with jax.set_mesh(mesh):
+                assert kernels.is_local() is whole
+            assert is_local_inside(mesh, {"data"}) is whole
+            assert is_local_inside(mesh, {"data", "model"}) is (whole or switched_on)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert kernels.is_local()
 
@@ -355,7 +357,7 @@ def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
 @needs_gpu
 def test_transformations_with_kernels(small):
     """jit, vmap, scan, remat and shard_map of one cast and of one layer."""
-    small.setattr(kernels, "SEEN_UNDER_A_MESH", True)
+    small.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", True)
     x = spread_values((128, 256), "bfloat16", 9)
     expected = np.asarray(oracle(x, as_cast("nvfp4"), -1, 0).codes)
     batch = jnp.stack([x, 2 * x])
@@ -363,17 +365,21 @@ def test_transformations_with_kernels(small):
     np.testing.assert_array_equal(batched[0], expected)
     _, scanned = jax.jit(lambda x: jax.lax.scan(lambda c, x: (c, mj.quantize(x, "nvfp4").codes), 0, x))(batch)
     np.testing.assert_array_equal(scanned, batched)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    step, _ = step_of(recipes.NVFP4BlockScaling())
     given = arrays(128, 256, 384)
-    mapped = jax.shard_map(
-        lambda x, w, dy: step(x, w, dy, None)[:2], mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec(), spec),
-        out_specs=(spec, spec),
-    )  # fmt: skip
-    assert "triton_kernel_call" in jax.jit(mapped).lower(*given).as_text()
-    for actual, expected in zip(jax.jit(mapped)(*given), jax.jit(step)(*given, None), strict=False):
-        assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < ROUNDED
+    # A global amax and random bytes are a shard's own; MX blocks are the same wherever their rows lie.
+    for recipe, devices in ((recipes.NVFP4BlockScaling(), 1), (recipes.MXFP8BlockScaling(), jax.device_count())):
+        step, _ = step_of(recipe)
+        mesh = jax.make_mesh(
+            (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+        )  # fmt: skip
+        spec = jax.sharding.PartitionSpec("data")
+        mapped = jax.shard_map(
+            lambda x, w, dy, step=step: step(x, w, dy, None)[:2], mesh=mesh,
+            in_specs=(spec, jax.sharding.PartitionSpec(), spec), out_specs=(spec, spec),
+        )  # fmt: skip
+        assert "triton_kernel_call" in jax.jit(mapped).lower(*given).as_text()
+        for actual, expected in zip(jax.jit(mapped)(*given), jax.jit(step)(*given, None), strict=False):
+            assert relative_error(actual.astype(jnp.float32), expected.astype(jnp.float32)) < ROUNDED
     op = mj.dot_general(recipes.MXFP8BlockScaling())
     loss = lambda w: jnp.sum(jnp.tanh(op(given[0], w, DENSE).astype(jnp.float32)))  # noqa: E731
     saving = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)

@@ -1,7 +1,8 @@
 """Where Triton kernels can be called from JAX, and a wrapper for what calls one.
 
-Kernels serve matrices that lie on one CUDA device as a whole: with one device, or inside shard_map (there they wait for
-`SEEN_UNDER_A_MESH`). XLA would gather what it has sharded before it calls a kernel it knows nothing about.
+Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, or inside shard_map
+(over several devices they wait for `SEEN_ON_SEVERAL_DEVICES`). XLA would gather what it has sharded before it calls a
+kernel it knows nothing about.
 
 Source: docs/jax.md, "What casts on a GPU".
 """
@@ -24,9 +25,9 @@ __all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
-# Whether kernels run under a mesh of one device and inside shard_map. They are lowered there in the tests, and wait for
-# a first run on a GPU: `test_transformations_with_kernels`.
-SEEN_UNDER_A_MESH = False
+# Whether kernels run inside shard_map over several devices. They are lowered there in the tests, and wait for a first
+# run on two GPUs: `test_transformations_with_kernels`.
+SEEN_ON_SEVERAL_DEVICES = False
 
 
 def why_none_here(shape: Sequence[int] | None = None) -> str:
@@ -62,7 +63,9 @@ def is_local() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count() == 1
-    return SEEN_UNDER_A_MESH and (mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types))
+    if mesh.size == 1:
+        return True
+    return SEEN_ON_SEVERAL_DEVICES and all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
