@@ -25,12 +25,12 @@ def inputs(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[to
     return x, torch.randn(m, n, device=options.device).bfloat16()
 
 
-def forward_backward(report: Report, names: list[str], count: int) -> None:
-    """h.fwdbwd: every recipe in turn with nn.Linear; then again with backward on the calling thread for all of them."""
+def forward_backward(report: Report, name: str, count: int) -> None:
+    """h.fwdbwd: a recipe in turn with nn.Linear; then again with backward on the calling thread for both."""
     options, shape = report.options, QUICK if report.options.quick else FWDBWD
     x, dy = inputs(shape, options)
     calls = {"nn.Linear": functools.partial(step, make_layer(None, shape, options), x, dy)}
-    calls |= {name: functools.partial(step, make_layer(RECIPES[name], shape, options), x, dy) for name in names}
+    calls[name] = functools.partial(step, make_layer(RECIPES[name], shape, options), x, dy)
     add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count))
     with torch.autograd.set_multithreading_enabled(False):
         add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count), "one thread")
@@ -146,9 +146,10 @@ def make_model(shape: tuple[int, int, int], options: argparse.Namespace) -> torc
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
     count = 3 if options.quick else 2000
-    names = [name for name in RECIPES if report.wants(f"h.fwdbwd.{name}", "h.fwdbwd")]
-    if names:
-        report.attempt("h.fwdbwd", lambda: forward_backward(report, names, min(count, 200)))
+    for name in RECIPES:
+        if report.wants(f"h.fwdbwd.{name}", "h.fwdbwd"):
+            measure = functools.partial(forward_backward, report, name, min(count, 200))
+            report.attempt("h.fwdbwd", measure, recipe=name)
     if report.wants("h.fwd"):
         report.attempt("h.fwd", lambda: forward(report, count))
     for name in ("delayed", "current"):
