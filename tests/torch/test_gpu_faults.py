@@ -301,11 +301,11 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(name):
 # ------------------------------------------------------------------------------------------------------ out of memory
 
 
-def _gaps_filled() -> list[torch.Tensor]:
-    """Tensors that take what the allocator holds but nobody uses, in pieces of 2 MiB, then of 512 bytes."""
+def _gaps_filled(limit: int) -> list[torch.Tensor]:
+    """Tensors that take what the allocator may still give under a limit, in pieces of 2 MiB, then of 512 bytes."""
     total = torch.cuda.get_device_properties(0).total_memory
     pieces = []
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         for size in (2 << 20, 512):
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -343,8 +343,11 @@ def test_memory_that_runs_out_leaves_the_state_as_it_was(name, caches):
         layer.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
-        gaps = _gaps_filled()  # between tensors that are alive: a step that fits into them never fails
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+        # Between tensors that are alive: a step that fits into them never fails. What the allocator counts against its
+        # limit need not be what it reports as reserved, so the limit is the same before and after.
+        limit = torch.cuda.memory_reserved()
+        gaps = _gaps_filled(limit)
+        torch.cuda.set_per_process_memory_fraction((limit + room) / total)
         try:
             run(layer, mf.autocast(recipe=recipe))
         except torch.OutOfMemoryError:

@@ -22,6 +22,7 @@ CASES = [
     *[("general_backward_takes_over", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     ("counts_change_the_plan", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
+    ("negated_views", ()),
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),
     *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],

@@ -1,5 +1,6 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +117,7 @@ def explain(
     target = _device(device) if chip is None else torch.device("cuda")
     check_name(backend)
     if shape is not None:
-        shape = check_shape(tuple(shape))
+        shape = check_shape(tuple(shape) if isinstance(shape, Sequence) else shape)
     rows, shapes = [], _gemm_shapes(shape)
     for name in GEMMS:
         gemm = getattr(recipe, name)

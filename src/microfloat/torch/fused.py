@@ -12,6 +12,7 @@ kernel that computes the value. Where nothing can be fused (a layer in high prec
 itself) the modules run.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,14 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, as_cast
 from microfloat.torch import backends, scaling
+from microfloat.torch._checks import (
+    check_eps,
+    check_features,
+    check_like,
+    check_parameter,
+    check_scale_enc,
+    check_tensor,
+)
 from microfloat.torch.context import ambient
 from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
 from microfloat.torch.linear import STREAM, LinearCall
@@ -56,6 +65,7 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:
         _check_layer("layers", layer)
+    check_features("layers", layers, x.shape[-1], "x")
     prepared = _prepare(x, norm, *layers)
     if prepared is None:
         value = norm(x)
@@ -76,9 +86,10 @@ def activation_linear(
     """
     _check_layer("layer", layer)
     _check_activation(activation)
-    if up is not None and (up.shape != x.shape or up.dtype != x.dtype or up.device != x.device):
-        got = f"{up.dtype} {tuple(up.shape)} on {up.device}"
-        raise invalid_value("up", got, f"a tensor like x: {x.dtype} {tuple(x.shape)} on {x.device}")
+    _check_rows("x", x)
+    check_features("layer", [layer], x.shape[-1], "x")
+    if up is not None:
+        check_like("up", up, x)
     prepared = _prepare(x, layer)
     if prepared is None:
         return layer(_plain_activation(x, up, activation))
@@ -100,6 +111,12 @@ def norm_mlp(
     outer = (gate,) if up is None else (gate, up)
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
         _check_layer(name, layer)
+    for name, layer in (("gate", gate), ("up", outer[-1])):
+        check_features(name, [layer], x.shape[-1], "x")
+    if outer[-1].out_features != gate.out_features:
+        got = f"out_features {outer[-1].out_features}"
+        raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
+    check_features("down", [down], gate.out_features, "gate's output")
     prepared = _prepare(x, norm, *outer, down)
     if prepared is None:
         value = norm(x)
@@ -163,6 +180,7 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
 
 
 def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
+    _check_rows("x", x)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
     elif isinstance(norm, nn.LayerNorm):
@@ -175,7 +193,18 @@ def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
             f"normalized_shape {tuple(norm.normalized_shape)}",
             f"the last dimension of x, {tuple(x.shape[-1:])}",
         )
+    for name, parameter in norm.named_parameters(recurse=False):
+        if parameter.device != x.device:
+            needed = f"one on {x.device}, where x is"
+            raise invalid_value(f"norm.{name}", f"a tensor on {parameter.device}", needed, "Move the module to x.")
     return NormSpec(float(eps), kind)
+
+
+def _check_rows(argument: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise invalid_type(argument, type(x), "a torch.Tensor")
+    if x.dim() == 0:
+        raise invalid_value(argument, "shape ()", "a tensor with a last dimension: the features")
 
 
 def _check_layer(argument: str, layer: object) -> None:
@@ -186,6 +215,8 @@ def _check_layer(argument: str, layer: object) -> None:
 
 
 def _check_activation(activation: str) -> None:
+    if not isinstance(activation, str):
+        raise invalid_type("activation", type(activation), "one of " + ", ".join(map(repr, ACTIVATIONS)))
     if activation not in ACTIVATIONS:
         raise unknown_name("activation", activation, ACTIVATIONS)
 
@@ -221,7 +252,8 @@ def rms_norm_quantize(
     x [..., K], whose leading dimensions become the rows M of both operands; `column_cast` None is `cast`. The other
     arguments are those of `microfloat.torch.quantize`, whose bytes the value would have. Source: docs/numerics.md, 6.
     """
-    return _produced(Norm(_rows(x), weight, None, eps, "rms"), cast, column_cast, seed, scale_enc, backend)
+    norm = _norm(x, weight, None, eps, "rms")
+    return _produced(norm, cast, column_cast, seed, scale_enc, backend)
 
 
 def layer_norm_quantize(
@@ -230,7 +262,8 @@ def layer_norm_quantize(
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
-    return _produced(Norm(_rows(x), weight, bias, eps, "layer"), cast, column_cast, seed, scale_enc, backend)
+    norm = _norm(x, weight, bias, eps, "layer")
+    return _produced(norm, cast, column_cast, seed, scale_enc, backend)
 
 
 def swiglu_quantize(
@@ -239,7 +272,10 @@ def swiglu_quantize(
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
-    producer = Activation(_rows(gate), _rows(up), "silu")
+    rows = _rows("gate", gate)
+    check_tensor("up", up)
+    check_like("up", up, gate, "gate")
+    producer = Activation(rows, _rows("up", up), "silu")
     return _produced(producer, cast, column_cast, seed, scale_enc, backend)
 
 
@@ -251,16 +287,24 @@ def gelu_quantize(
     """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""
     if approximate not in ("none", "tanh"):
         raise unknown_name("approximate", approximate, ("none", "tanh"))
-    producer = Activation(_rows(x), None, "gelu" if approximate == "none" else "gelu_tanh")
+    producer = Activation(_rows("x", x), None, "gelu" if approximate == "none" else "gelu_tanh")
     return _produced(producer, cast, column_cast, seed, scale_enc, backend)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x)
-        raise invalid_type("x", got, "a tensor of float32, bfloat16 or float16")
-    x = x.detach()
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+def _rows(argument: str, x: torch.Tensor) -> torch.Tensor:
+    """The matrix that the last dimension of x makes, without its history."""
+    check_tensor(argument, x)
+    _check_rows(argument, x)
+    x = x.detach().resolve_neg()
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kind: str) -> Norm:
+    rows = _rows("x", x)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        check_parameter(name, parameter, rows)
+    weight, bias = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
+    return Norm(rows, weight, bias, check_eps(eps), kind)
 
 
 def _produced(
@@ -273,10 +317,9 @@ def _produced(
     options: dict[str, Any] = {"seed": None, "row_stream": STREAM["x"][0], "column_stream": STREAM["x"][1]}
     if row.is_stochastic or column.is_stochastic:
         options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
-    if (row.is_delayed or column.is_delayed) != (scale_enc is not None):
-        raise invalid_value("scale_enc", scale_enc, "a float32 for casts with Delayed scaling, None otherwise")
-    if scale_enc is not None:
-        options["scale_enc"] = torch.as_tensor(scale_enc, dtype=torch.float32, device=x.device).reshape(())
+    encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
+    if encode_scale is not None:
+        options["scale_enc"] = encode_scale
     kernels = fused_kernels(module)
     if kernels is not None and kernels.fuses(row, column) and not waits_for_amax(row, column):
         both, statistics = producer.codes(kernels, row, column, options)

@@ -256,6 +256,7 @@ def _parts(calls: Sequence[LinearCall], tensors: Sequence[Any], wants_dx: bool, 
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
+    x = x.resolve_neg()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 

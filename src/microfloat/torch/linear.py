@@ -119,6 +119,7 @@ def linear_forward(
 ) -> tuple[torch.Tensor, AnyOperand | None, AnyOperand | None]:
     """fprop. Returns y [..., N], and what backward needs: x.T for wgrad and w.T for dgrad (None if not wanted)."""
     recipe = call.recipe
+    x = x.resolve_neg()  # a kernel reads memory, not the negation that a view of it may stand for
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x_MK.dtype != call.compute_dtype:
         x_MK = x_MK.to(call.compute_dtype)
@@ -137,6 +138,7 @@ def linear_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dgrad and wgrad, each where its other operand is given: (dx [M, K], dw [N, K])."""
     recipe, backend = call.recipe, call.backend
+    dy = dy.resolve_neg()
     dy_MN = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     dx = dw = None
     with _plain_dtypes(dy.device.type):

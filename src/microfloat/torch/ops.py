@@ -3,7 +3,6 @@
 Legend: R = rows of an operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
 """
 
-import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +14,12 @@ from microfloat.formats import ScaledFormat
 from microfloat.operand_shapes import normalize_axis
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.torch import _operators, backends
+from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["dequantize", "quantize", "scaled_matmul"]
 
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 _ACCUMULATE = ("fast", "split", "exact")
 
@@ -55,7 +54,7 @@ def quantize_values(
 ) -> QuantizedTensor:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     cast = as_cast(cast)
-    _check_input(x)
+    check_tensor("x", x)
     axis = normalize_axis(axis, x.dim())
     _check_stream(stream)
     module = backends.choose(backend, x.device)
@@ -63,7 +62,7 @@ def quantize_values(
     transposed = x.dim() == 2 and axis == 0
     matrix = x if x.dim() == 2 else x.reshape(_rows(x), x.shape[-1] if x.dim() else 1)
     amax_tensor = _check_amax(amax, cast, matrix.shape[1 if transposed else 0], x.device)
-    encode_scale = _check_scale_enc(scale_enc, cast, x.device)
+    encode_scale = check_scale_enc(scale_enc, isinstance(cast.scaling, Delayed), x.device)
     words = None
     if cast.is_stochastic:
         words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
@@ -128,12 +127,12 @@ def _traced_quantize(
 ) -> QuantizedTensor:  # fmt: skip
     """What `quantize` is to a compiler: one opaque operator; values are checked when it runs."""
     resolved, token = _operators.constant_cast(cast), _operators.constant_token(cast)
-    _check_input(x)
+    check_tensor("x", x)
     if resolved.rounding == "stochastic":
         seed = torch.ops.microfloat.draw_seed(device=x.device) if seed is None else seed_words(seed, x.device)
     else:
         seed = None
-    amax, scale_enc = (None if value is None else _real_tensor("amax", value, x.device) for value in (amax, scale_enc))
+    amax, scale_enc = (None if value is None else real_tensor("amax", value, x.device) for value in (amax, scale_enc))
     parts = torch.ops.microfloat.quantize(x.detach(), token, axis, seed, stream, amax, scale_enc, backend)
     tensor_scale = parts[2] if _operators.has_tensor_scale(token) else None
     axis = axis % max(x.dim(), 1)
@@ -145,19 +144,6 @@ def _rows(x: torch.Tensor) -> int:
     for size in x.shape[:-1]:
         rows *= size
     return rows
-
-
-def _check_input(x: torch.Tensor) -> None:
-    if isinstance(x, QuantizedTensor):
-        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", "Call x.dequantize() first.")
-    if not isinstance(x, torch.Tensor):
-        raise invalid_type("x", type(x), "a torch.Tensor", "Convert it with torch.as_tensor first.")
-    if x.dtype not in INPUT_DTYPES:
-        raise invalid_type(
-            "x", x.dtype, "torch.float32, torch.bfloat16 or torch.float16", "Convert it with x.to(torch.float32) first."
-        )
-    if x.layout != torch.strided:
-        raise invalid_type("x", f"layout {x.layout}", "a dense (strided) tensor", "Call x.to_dense() first.")
 
 
 def _check_quantized(argument: str, value: object, remedy: str) -> None:
@@ -189,49 +175,13 @@ def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device
             "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
             "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
         )  # fmt: skip
-    tensor = _real_tensor("amax", amax, device)
+    tensor = real_tensor("amax", amax, device)
     needed = (rows, 1) if fmt.tensor_scale == "row" else ()
     if tuple(tensor.shape) != needed:
         raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {fmt.name}")
-    if _readable(tensor) and not bool((tensor >= 0).all()):
+    if readable(tensor) and not bool((tensor >= 0).all()):
         raise invalid_value("amax", tensor.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
     return tensor
-
-
-def _check_scale_enc(scale_enc: float | torch.Tensor | None, cast: Cast, device: torch.device) -> torch.Tensor | None:
-    """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is delayed."""
-    delayed = isinstance(cast.scaling, Delayed)
-    if scale_enc is None and not delayed:
-        return None
-    if scale_enc is None or not delayed:
-        raise invalid_value(
-            "scale_enc", "None" if scale_enc is None else "a value",
-            "a float32 for a cast with Delayed scaling, None otherwise",
-            "The first step uses 1.0." if scale_enc is None else "Leave it out here.",
-        )  # fmt: skip
-    tensor = _real_tensor("scale_enc", scale_enc, device)
-    if tensor.numel() != 1:
-        raise invalid_value("scale_enc", f"shape {tuple(tensor.shape)}", "one positive finite float32")
-    tensor = tensor.reshape(())
-    if _readable(tensor) and not 0 < float(tensor) < float("inf"):
-        raise invalid_value("scale_enc", float(tensor), "one positive finite float32")
-    return tensor
-
-
-def _real_tensor(argument: str, value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number or a floating-point tensor as float32 on `device`."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or isinstance(value, QuantizedTensor):
-            raise invalid_type(argument, value.dtype, "a float32 number or tensor")
-        return value.detach().to(device=device, dtype=torch.float32)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise invalid_type(argument, type(value), "a float32 number or tensor")
-    return torch.tensor(float(value), dtype=torch.float32, device=device)
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether values may be looked at without waiting for a device or breaking a trace."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:

@@ -45,7 +45,7 @@ def planned_linear(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if (
         type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or not (x.is_cuda or _ON_CPU_TOO)
-        or torch._C._are_functorch_transforms_active()
+        or x.is_neg() or torch._C._are_functorch_transforms_active()
     ):  # fmt: skip
         return None
     name = layer.backend if layer.backend != "auto" or state is None else state.backend

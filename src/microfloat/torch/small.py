@@ -58,7 +58,9 @@ class Prediction:
 def check_shape(shape: object, argument: str = "shape") -> tuple[int, int, int]:
     """(M, K, N) of a Linear, or InvalidValueError."""
     if not (
-        isinstance(shape, tuple) and len(shape) == 3 and all(isinstance(size, int) and size >= 0 for size in shape)
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape)
     ):
         raise invalid_value(argument, shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
     return shape

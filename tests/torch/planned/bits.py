@@ -18,6 +18,7 @@ from tests.torch.planned.setting import (
     make,
     native_on,
     recipe_of,
+    results,
 )
 
 
@@ -65,6 +66,21 @@ def general_path_serves_the_rest(device, what):
 def _without_dw(layer):
     layer.weight.requires_grad_(False)
     return layer
+
+
+def negated_views(device):
+    """Views whose memory holds the other sign: as x and as dy, beside plain tensors of the same values."""
+    with native_on(device):
+        outcomes = []
+        torch.manual_seed(3)
+        x, dy = (torch.randn(shape, device=device) for shape in ((M, K), (M, N)))
+        imaginary = lambda t: torch.complex(torch.zeros_like(t), t).conj().imag  # noqa: E731
+        for negate in (torch.neg, imaginary, torch._neg_view):
+            for first, second in ((negate, torch.neg), (torch.neg, negate)):
+                layer = make(Float8CurrentScaling(), device, dtype=torch.float32)
+                outcomes.append(results(layer, [(first(x).detach().requires_grad_(), second(dy))]))
+        for outcome in outcomes[1:]:
+            assert_same(outcomes[0], outcome)
 
 
 class _Expanded(torch.autograd.Function):

@@ -130,6 +130,8 @@ class Linear(nn.Linear):
         return y
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise invalid_type("x", type(x), "a torch.Tensor")
         if isinstance(self.weight, QuantizedTensor):
             self._check_input(x)
             return quantized_linear(x, self.weight, self.bias, self._prepare(HIGH_PRECISION, None, x, None))

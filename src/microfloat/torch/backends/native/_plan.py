@@ -182,7 +182,7 @@ class LinearPlan:
     def takes(self, dy: torch.Tensor) -> bool:
         """Whether `backward` serves this gradient; the general path serves every other."""
         return (
-            dy.dtype is self.dtype and dy.is_contiguous() and dy.get_device() == self.device
+            dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg() and dy.get_device() == self.device
             and dy.data_ptr() & (_ALIGNMENT - 1) == 0
         )  # fmt: skip
 

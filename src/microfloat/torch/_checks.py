@@ -1,0 +1,116 @@
+"""Checks of arguments that several public functions take: errors that name the argument and what to do."""
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = [
+    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_parameter", "check_scale_enc", "check_tensor",
+    "readable", "real_tensor",
+]  # fmt: skip
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(argument: str, x: object) -> None:
+    """Raise InvalidTypeError for what is no dense tensor of float32, bfloat16 or float16."""
+    if isinstance(x, QuantizedTensor):
+        raise invalid_type(
+            argument, f"a QuantizedTensor ({x.format})", "a plain tensor", f"Call {argument}.dequantize() first."
+        )
+    if not isinstance(x, torch.Tensor):
+        raise invalid_type(argument, type(x), "a torch.Tensor", "Convert it with torch.as_tensor first.")
+    if x.dtype not in INPUT_DTYPES:
+        raise invalid_type(
+            argument,
+            x.dtype,
+            "torch.float32, torch.bfloat16 or torch.float16",
+            f"Convert it with {argument}.to(torch.float32) first.",
+        )
+    if x.layout != torch.strided:
+        raise invalid_type(
+            argument, f"layout {x.layout}", "a dense (strided) tensor", f"Call {argument}.to_dense() first."
+        )
+
+
+def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") -> None:
+    """Raise where `tensor` is none of the shape, dtype and device of `x`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise invalid_type(argument, type(tensor), f"a tensor like {of}")
+    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        raise invalid_value(argument, got, f"a tensor like {of}: {x.dtype} {tuple(x.shape)} on {x.device}")
+
+
+def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
+    """Raise where a norm's weight or bias is neither None nor one value for each feature of `x`, beside it."""
+    if parameter is None:
+        return
+    check_tensor(argument, parameter)
+    assert isinstance(parameter, torch.Tensor)
+    if tuple(parameter.shape) != tuple(x.shape[-1:]):
+        needed = f"shape {tuple(x.shape[-1:])}: one value for each feature of x"
+        raise invalid_value(argument, f"shape {tuple(parameter.shape)}", needed)
+    if parameter.device != x.device:
+        needed = f"one on {x.device}, where x is"
+        raise invalid_value(argument, f"a tensor on {parameter.device}", needed, f"Move it: .to({str(x.device)!r}).")
+
+
+def check_eps(eps: object) -> float:
+    """A norm's epsilon: a finite number, not negative."""
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+        raise invalid_type("eps", type(eps), "a number, not negative")
+    value = float(eps)
+    if not 0 <= value < math.inf:
+        raise invalid_value("eps", value, "a finite number, not negative")
+    return value
+
+
+def check_features(argument: str, layers: Sequence[nn.Linear], features: int, source: str) -> None:
+    """Raise where one of the layers does not read `features` features, those of `source`."""
+    for layer in layers:
+        if layer.in_features != features:
+            raise invalid_value(argument, f"in_features {layer.in_features}", f"{features}, the features of {source}")
+
+
+def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
+    """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is `delayed`."""
+    if scale_enc is None and not delayed:
+        return None
+    if scale_enc is None or not delayed:
+        raise invalid_value(
+            "scale_enc", "None" if scale_enc is None else "a value",
+            "a float32 for a cast with Delayed scaling, None otherwise",
+            "The first step uses 1.0." if scale_enc is None else "Leave it out here.",
+        )  # fmt: skip
+    tensor = real_tensor("scale_enc", scale_enc, device)
+    if tensor.numel() != 1:
+        raise invalid_value("scale_enc", f"shape {tuple(tensor.shape)}", "one positive finite float32")
+    tensor = tensor.reshape(())
+    if readable(tensor) and not 0 < float(tensor) < float("inf"):
+        raise invalid_value("scale_enc", float(tensor), "one positive finite float32")
+    return tensor
+
+
+def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number or a floating-point tensor as float32 on `device`."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or isinstance(value, QuantizedTensor):
+            raise invalid_type(argument, value.dtype, "a float32 number or tensor")
+        if value.is_meta and device.type != "meta":
+            raise invalid_value(argument, "a tensor on meta, without a value", f"one on {device}")
+        return value.detach().to(device=device, dtype=torch.float32)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise invalid_type(argument, type(value), "a float32 number or tensor")
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether values may be looked at without waiting for a device or breaking a trace."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,151 @@
+"""Arguments that cannot work raise errors of ours that name the argument; unusual ones that can, give right answers."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.recipes import Cast, Delayed, DelayedScaling, Hadamard  # noqa: E402
+from microfloat.torch import fused  # noqa: E402
+
+X, W = torch.randn(4, 32), torch.ones(32)
+DELAYED = Cast("fp8_tensor", scaling=Delayed())
+
+
+def rms(x=X, weight=W, cast="mxfp8", **options):
+    return fused.rms_norm_quantize(x, weight, cast, **options)
+
+
+def layer(features=32, out=16):
+    return mf.Linear(features, out, recipe="mxfp8")
+
+
+BAD = {
+    "scalar": (lambda: rms(torch.tensor(1.0)), InvalidValueError, "^x: "),
+    "list": (lambda: rms([[1.0]]), InvalidTypeError, "^x: "),
+    "float64": (lambda: rms(X.double()), InvalidTypeError, "^x: .*x.to"),
+    "sparse": (lambda: rms(X.to_sparse()), InvalidTypeError, "^x: .*x.to_dense"),
+    "quantized": (lambda: rms(mf.quantize(X, "mxfp8")), InvalidTypeError, "^x: .*x.dequantize"),
+    "weight of another length": (lambda: rms(weight=W[:31]), InvalidValueError, r"^weight: .*\(31,\).*\(32,\)"),
+    "weight of one": (lambda: rms(weight=W[:1]), InvalidValueError, "^weight: "),
+    "weight matrix": (lambda: rms(weight=torch.ones(4, 32)), InvalidValueError, "^weight: "),
+    "weight of integers": (lambda: rms(weight=W.int()), InvalidTypeError, "^weight: "),
+    "weight list": (lambda: rms(weight=[1.0] * 32), InvalidTypeError, "^weight: "),
+    "weight elsewhere": (lambda: rms(weight=W.to("meta")), InvalidValueError, "^weight: .*meta.*cpu"),
+    "bias of another length": (
+        lambda: fused.layer_norm_quantize(X, W, W[:3], "mxfp8"), InvalidValueError, "^bias: ",
+    ),
+    "eps word": (lambda: rms(eps="small"), InvalidTypeError, "^eps: "),
+    "eps None": (lambda: rms(eps=None), InvalidTypeError, "^eps: "),
+    "eps negative": (lambda: rms(eps=-1.0), InvalidValueError, "^eps: "),
+    "eps NaN": (lambda: rms(eps=float("nan")), InvalidValueError, "^eps: "),
+    "scale_enc vector": (lambda: rms(cast=DELAYED, scale_enc=torch.ones(2)), InvalidValueError, "^scale_enc: "),
+    "scale_enc word": (lambda: rms(cast=DELAYED, scale_enc="1"), InvalidTypeError, "^scale_enc: "),
+    "scale_enc zero": (lambda: rms(cast=DELAYED, scale_enc=0.0), InvalidValueError, "^scale_enc: "),
+    "scale_enc missing": (lambda: rms(cast=DELAYED), InvalidValueError, "^scale_enc: "),
+    "scale_enc in excess": (lambda: rms(scale_enc=1.0), InvalidValueError, "^scale_enc: "),
+    "scale_enc elsewhere": (
+        lambda: rms(cast=DELAYED, scale_enc=torch.ones((), device="meta")), InvalidValueError, "^scale_enc: .*meta",
+    ),
+    "amax elsewhere": (
+        lambda: mf.quantize(X, "nvfp4", amax=torch.ones((), device="meta")), InvalidValueError, "^amax: .*meta",
+    ),
+    "up of another shape": (lambda: fused.swiglu_quantize(X, X[:, :31], "mxfp8"), InvalidValueError, "^up: "),
+    "up that broadcasts": (lambda: fused.swiglu_quantize(X, X[:1], "mxfp8"), InvalidValueError, "^up: .*gate"),
+    "up of another dtype": (lambda: fused.swiglu_quantize(X, X.half(), "mxfp8"), InvalidValueError, "^up: "),
+    "up elsewhere": (lambda: fused.swiglu_quantize(X, X.to("meta"), "mxfp8"), InvalidValueError, "^up: .*meta"),
+    "up None": (lambda: fused.swiglu_quantize(X, None, "mxfp8"), InvalidTypeError, "^up: "),
+    "gate scalar": (lambda: fused.swiglu_quantize(X[0, 0], X[0, 0], "mxfp8"), InvalidValueError, "^gate: "),
+    "norm_linear of a word": (lambda: fused.norm_linear("x", nn.RMSNorm(32), layer()), InvalidTypeError, "^x: "),
+    "norm_linear, second layer": (
+        lambda: fused.norm_linear(X, nn.RMSNorm(32), layer(), layer(31)), InvalidValueError, "^layers: .*31.*32",
+    ),
+    "norm elsewhere": (
+        lambda: fused.norm_linear(X, nn.RMSNorm(32, device="meta"), layer()), InvalidValueError, "^norm.weight: .*meta",
+    ),
+    "activation_linear of None": (lambda: fused.activation_linear(None, layer()), InvalidTypeError, "^x: "),
+    "activation_linear, features": (lambda: fused.activation_linear(X, layer(31)), InvalidValueError, "^layer: "),
+    "activation_linear, up": (lambda: fused.activation_linear(X, layer(), up=[1]), InvalidTypeError, "^up: "),
+    "activation number": (
+        lambda: fused.activation_linear(X, layer(), activation=1), InvalidTypeError, "^activation: .*silu",
+    ),
+    "mlp, down": (
+        lambda: fused.norm_mlp(X, nn.RMSNorm(32), layer(), layer(17)), InvalidValueError, "^down: .*17.*16",
+    ),
+    "mlp, up": (
+        lambda: fused.norm_mlp(X, nn.RMSNorm(32), layer(), layer(16), up=layer(32, 17)), InvalidValueError, "^up: .*17",
+    ),
+    "mlp of a word": (lambda: fused.norm_mlp("x", nn.RMSNorm(32), layer(), layer(16)), InvalidTypeError, "^x: "),
+    "Linear of None": (lambda: mf.Linear(32, 8)(None), InvalidTypeError, "^x: "),
+    "explain of a number": (lambda: mf.explain("mxfp8", "h200", shape=3), InvalidValueError, "^shape: "),
+    "explain of truth": (lambda: mf.explain("mxfp8", "h200", shape=(True, 4, 4)), InvalidValueError, "^shape: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_the_argument_is_named(case: str) -> None:
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (1, 1), (2, 0, 5), (3, 2, 40)], ids=str)
+@pytest.mark.parametrize("cast", ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "nvfp4", "nvfp4_row"])
+def test_producers_of_any_size(shape: tuple[int, ...], cast: str) -> None:
+    x, up, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    for made, value in (
+        (rms(x, weight, cast), nn.functional.rms_norm(x, shape[-1:], weight, 1e-6) if x.numel() else x),
+        (fused.swiglu_quantize(x, up, cast), nn.functional.silu(x) * up),
+        (fused.gelu_quantize(x, cast), nn.functional.gelu(x)),
+    ):
+        assert made.row.shape == made.column.shape == (x[..., 0].numel() if shape[-1] else 4, shape[-1])
+        expected = mf.quantize(value.reshape(made.row.shape), cast)
+        torch.testing.assert_close(made.row.dequantize(), expected.dequantize(), rtol=0.3, atol=1e-5)
+
+
+CASTS = {
+    name: Cast(name) for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CASTS, "transformed"])
+def test_a_view_that_stands_for_a_negation(name: str) -> None:
+    """The imaginary part of a conjugate is memory to be read with the other sign."""
+    cast = CASTS.get(name, Cast("nvfp4", hadamard=Hadamard()))
+    plain = torch.randn(8, 48)
+    view = torch.complex(torch.zeros(8, 48), plain).conj().imag
+    assert view.is_neg()
+    for made, expected in (
+        (mf.quantize(view, cast), mf.quantize(-plain, cast)),
+        (fused.gelu_quantize(view, cast).row, fused.gelu_quantize(-plain, cast).row),
+    ):
+        assert torch.equal(made.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_negated_views_through_a_linear(recipe: str) -> None:
+    linear = mf.Linear(48, 16, bias=False, recipe=recipe)
+    x, dy = torch.randn(8, 48), torch.randn(8, 16)
+    results = []
+    for negate in (lambda t: -t, lambda t: torch.complex(torch.zeros_like(t), t).conj().imag):
+        leaf = negate(x).detach().requires_grad_()
+        linear.zero_grad()
+        torch.manual_seed(0)
+        y = linear(leaf)
+        y.backward(negate(dy))
+        results.append((y.detach(), leaf.grad, linear.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_states_stay_those_of_a_layer_that_refused() -> None:
+    """Calls that raise leave the state of delayed scaling as it was."""
+    linear = mf.Linear(32, 8, recipe=DelayedScaling(amax_history_len=4))
+    linear(X).sum().backward()
+    before = {key: value.clone() for key, value in linear.state_dict().items()}
+    for bad in (X[:, :31], X.double(), X.to("meta"), None, X[0, 0]):
+        with pytest.raises((InvalidTypeError, InvalidValueError)):
+            linear(bad)
+    assert all(torch.equal(value, before[key]) for key, value in linear.state_dict().items())
