@@ -93,7 +93,7 @@ def test_the_argument_is_named(case: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0), (1, 1), (2, 0, 5), (3, 2, 40)], ids=str)
-@pytest.mark.parametrize("cast", ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "nvfp4", "nvfp4_row"])
+@pytest.mark.parametrize("cast", ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "nvfp4", "nvfp4_row", "nvfp4_2d"])
 def test_producers_of_any_size(shape: tuple[int, ...], cast: str) -> None:
     x, up, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     for made, value in (

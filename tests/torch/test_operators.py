@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import microfloat.torch as mf
 from microfloat.formats import FORMATS, MXFP8
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import QuantizedTensor, _operators
+from microfloat.torch import QuantizedTensor, _operators, fused
 
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
 W = torch.randn(32, 96, generator=torch.Generator().manual_seed(2))
@@ -47,6 +47,58 @@ CASES = {
     "everything": (lambda x, w: mf.scaled_matmul(q(x * 1), q(w)) + 1, (X, W)),
     "weight only": (lambda x, w: F.linear(x, w.dequantize()) + 1, (X, q(W, "mxfp4"))),
 }
+
+
+def both(made):
+    statistics = [part for part in (made.mean, made.inverse) if part is not None]
+    return [made.row.dequantize() + 0, made.column.dequantize() + 0, *[part + 0 for part in statistics]]
+
+
+PRODUCED = {
+    "rms": lambda x, w: fused.rms_norm_quantize(x * 1, w, "mxfp8"),
+    "rms, two formats": lambda x, w: fused.rms_norm_quantize(x * 1, w, "fp8_1x128", column_cast="fp8_128x128"),
+    "rms of three axes": lambda x, w: fused.rms_norm_quantize(x.view(4, 16, 96) * 1, None, STOCHASTIC, seed=(3, 4)),
+    "layer": lambda x, w: fused.layer_norm_quantize(x * 1, w, w, "fp8_tensor"),
+    "layer, delayed": lambda x, w: fused.layer_norm_quantize(x * 1, w, None, DELAYED, scale_enc=2.0),
+    "swiglu": lambda x, w: fused.swiglu_quantize(x * 1, x + 1, TRANSFORMED),
+    "gelu": lambda x, w: fused.gelu_quantize(x * 1, "nvfp4_row", approximate="tanh"),
+    "gelu, drawn seed": lambda x, w: fused.gelu_quantize(x * 1, STOCHASTIC),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCED)
+def test_compiled_producers_are_eager_ones(name):
+    def function(x, w):
+        return both(PRODUCED[name](x, w))
+
+    weight = torch.linspace(0.5, 2, 96)
+    torch.manual_seed(0)
+    expected = function(X, weight)
+    torch.manual_seed(0)
+    actual = torch.compile(function, fullgraph=True, backend="aot_eager")(X, weight)
+    assert len(actual) == len(expected)
+    assert all(equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "cast", ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp4", "nvfp4_2d", "nvfp4_row", "transformed"]
+)
+@pytest.mark.parametrize("shape", [(33,), (5, 33), (2, 3, 40), (0, 16), (130, 17)], ids=str)
+def test_what_a_compiler_is_told_of_produced_codes(cast, shape):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cast = TRANSFORMED if cast == "transformed" else cast
+    real = fused.layer_norm_quantize(torch.ones(shape), None, None, cast)
+    with FakeTensorMode():
+        promised = fused.layer_norm_quantize(torch.ones(shape), None, None, cast)
+    for name in ("row", "column"):
+        made, other = getattr(real, name), getattr(promised, name)
+        assert (made.shape, made.axis, made.dtype) == (other.shape, other.axis, other.dtype)
+        for part, value in made.parts().items():
+            told = other.parts()[part]
+            assert (told.shape, told.dtype) == (value.shape, value.dtype), (name, part)
+    assert promised.mean.shape == real.mean.shape
+    assert promised.inverse.shape == real.inverse.shape
 
 
 def equal(a, b):

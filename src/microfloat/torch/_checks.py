@@ -11,8 +11,8 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_parameter", "check_scale_enc", "check_tensor",
-    "readable", "real_tensor",
+    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_parameter", "check_rows", "check_scale_enc",
+    "check_tensor", "readable", "real_tensor",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +37,14 @@ def check_tensor(argument: str, x: object) -> None:
         raise invalid_type(
             argument, f"layout {x.layout}", "a dense (strided) tensor", f"Call {argument}.to_dense() first."
         )
+
+
+def check_rows(argument: str, x: object) -> None:
+    """Raise for what is no tensor of one dimension or more."""
+    if not isinstance(x, torch.Tensor):
+        raise invalid_type(argument, type(x), "a torch.Tensor")
+    if x.dim() == 0:
+        raise invalid_value(argument, "shape ()", "a tensor with a last dimension: the features")
 
 
 def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") -> None:

@@ -17,7 +17,7 @@ from microfloat.recipes import Cast, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.torch.backends.reference._elements import codes_dtype
 
-__all__ = ["constant_cast", "constant_token", "has_tensor_scale", "is_tracing", "token_of"]
+__all__ = ["constant_cast", "constant_token", "fake_quantize", "has_tensor_scale", "is_tracing", "token_of"]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -100,9 +100,10 @@ def _quantize(
     return [part.contiguous() for part in parts]
 
 
-def _fake_quantize(
+def fake_quantize(
     x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
 ) -> list[torch.Tensor]:
+    """Tensors as `quantize` returns them, without values."""
     cast = cast_of(token)
     fmt, shape = cast.format, tuple(x.shape)
     axis = normalize_axis(axis, len(shape))
@@ -168,7 +169,7 @@ def _fake_scaled_matmul(
 
 
 for _name, _run, _fake in (
-    ("quantize", _quantize, _fake_quantize),
+    ("quantize", _quantize, fake_quantize),
     ("dequantize", _dequantize, _fake_dequantize),
     ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
 ):

@@ -12,7 +12,6 @@ kernel that computes the value. Where nothing can be fused (a layer in high prec
 itself) the modules run.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +21,15 @@ from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Cast, as_cast
-from microfloat.torch import backends, scaling
-from microfloat.torch._checks import (
-    check_eps,
-    check_features,
-    check_like,
-    check_parameter,
-    check_scale_enc,
-    check_tensor,
-)
+from microfloat.recipes import Cast
+from microfloat.torch import scaling
+from microfloat.torch._checks import check_features, check_like, check_rows
+from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
 from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
-from microfloat.torch.linear import STREAM, LinearCall
+from microfloat.torch.linear import LinearCall
 from microfloat.torch.nn.linear import Linear
-from microfloat.torch.producers import ACTIVATIONS, Activation, Norm, fused_kernels, waits_for_amax
-from microfloat.torch.seeds import draw_seed, seed_words
+from microfloat.torch.producers import ACTIVATIONS
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -86,7 +78,7 @@ def activation_linear(
     """
     _check_layer("layer", layer)
     _check_activation(activation)
-    _check_rows("x", x)
+    check_rows("x", x)
     check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
         check_like("up", up, x)
@@ -180,7 +172,7 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
 
 
 def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
-    _check_rows("x", x)
+    check_rows("x", x)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
     elif isinstance(norm, nn.LayerNorm):
@@ -198,13 +190,6 @@ def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
             needed = f"one on {x.device}, where x is"
             raise invalid_value(f"norm.{name}", f"a tensor on {parameter.device}", needed, "Move the module to x.")
     return NormSpec(float(eps), kind)
-
-
-def _check_rows(argument: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise invalid_type(argument, type(x), "a torch.Tensor")
-    if x.dim() == 0:
-        raise invalid_value(argument, "shape ()", "a tensor with a last dimension: the features")
 
 
 def _check_layer(argument: str, layer: object) -> None:
@@ -232,16 +217,6 @@ def _plain_activation(x: torch.Tensor, up: torch.Tensor | None, activation: str)
 # ------------------------------------------------------------------------------------------------------------- codes
 
 
-@dataclass(frozen=True, eq=False)
-class Produced:
-    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M]."""
-
-    row: QuantizedTensor
-    column: QuantizedTensor
-    mean: torch.Tensor | None = None
-    inverse: torch.Tensor | None = None
-
-
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor | None, cast: Cast | ScaledFormat | str, *, eps: float = 1e-6,
     column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
@@ -252,8 +227,7 @@ def rms_norm_quantize(
     x [..., K], whose leading dimensions become the rows M of both operands; `column_cast` None is `cast`. The other
     arguments are those of `microfloat.torch.quantize`, whose bytes the value would have. Source: docs/numerics.md, 6.
     """
-    norm = _norm(x, weight, None, eps, "rms")
-    return _produced(norm, cast, column_cast, seed, scale_enc, backend)
+    return produce("rms", x, weight, None, eps, (cast, column_cast), seed, scale_enc, backend)
 
 
 def layer_norm_quantize(
@@ -262,8 +236,7 @@ def layer_norm_quantize(
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
-    norm = _norm(x, weight, bias, eps, "layer")
-    return _produced(norm, cast, column_cast, seed, scale_enc, backend)
+    return produce("layer", x, weight, bias, eps, (cast, column_cast), seed, scale_enc, backend)
 
 
 def swiglu_quantize(
@@ -272,11 +245,7 @@ def swiglu_quantize(
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
-    rows = _rows("gate", gate)
-    check_tensor("up", up)
-    check_like("up", up, gate, "gate")
-    producer = Activation(rows, _rows("up", up), "silu")
-    return _produced(producer, cast, column_cast, seed, scale_enc, backend)
+    return produce("silu", gate, up, None, 0.0, (cast, column_cast), seed, scale_enc, backend)
 
 
 def gelu_quantize(
@@ -287,50 +256,5 @@ def gelu_quantize(
     """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""
     if approximate not in ("none", "tanh"):
         raise unknown_name("approximate", approximate, ("none", "tanh"))
-    producer = Activation(_rows("x", x), None, "gelu" if approximate == "none" else "gelu_tanh")
-    return _produced(producer, cast, column_cast, seed, scale_enc, backend)
-
-
-def _rows(argument: str, x: torch.Tensor) -> torch.Tensor:
-    """The matrix that the last dimension of x makes, without its history."""
-    check_tensor(argument, x)
-    _check_rows(argument, x)
-    x = x.detach().resolve_neg()
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kind: str) -> Norm:
-    rows = _rows("x", x)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        check_parameter(name, parameter, rows)
-    weight, bias = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
-    return Norm(rows, weight, bias, check_eps(eps), kind)
-
-
-def _produced(
-    producer: Norm | Activation, cast: Any, column_cast: Any, seed: Any, scale_enc: Any, backend: str
-) -> Produced:
-    row = as_cast(cast)
-    column = row if column_cast is None else as_cast(column_cast)
-    x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
-    module = backends.choose(backend, x.device)
-    options: dict[str, Any] = {"seed": None, "row_stream": STREAM["x"][0], "column_stream": STREAM["x"][1]}
-    if row.is_stochastic or column.is_stochastic:
-        options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
-    encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
-    if encode_scale is not None:
-        options["scale_enc"] = encode_scale
-    kernels = fused_kernels(module)
-    if kernels is not None and kernels.fuses(row, column) and not waits_for_amax(row, column):
-        both, statistics = producer.codes(kernels, row, column, options)
-    else:
-        value, amax, statistics = producer.values(kernels)
-        if kernels is not None and kernels.fuses(row, column):
-            options["amax"] = amax
-        both = module.quantize_both(value, row, column, **options)
-    first, second = (
-        QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)
-        for operand, made, axis in zip(both, (row, column), (1, 0), strict=True)
-    )
-    mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
-    return Produced(first, second, mean, inverse)
+    kind = "gelu" if approximate == "none" else "gelu_tanh"
+    return produce(kind, x, None, None, 0.0, (cast, column_cast), seed, scale_enc, backend)

@@ -93,6 +93,8 @@ def pack_fp4(codes: torch.Tensor, packed: torch.Tensor | None = None) -> torch.T
     """uint8 [R, C] of 4-bit codes -> [R, ceil(C / 2)]: even columns in the low nibble (docs/numerics.md 1.4)."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
+    if not codes.numel() and packed is None:  # whose strides no view takes
+        return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2))
     pairs = codes.contiguous().view(torch.int16)  # low byte = even column
     pairs = pairs | (pairs >> 4)
     return pairs.to(torch.uint8) if packed is None else packed.copy_(pairs)
