@@ -100,6 +100,20 @@ def operands(device, name, shape, dtype, options=(), **kind):
         assert (got.rows, got.length) == (shape if axis == -1 else shape[::-1])
 
 
+def sides(device, row, column):
+    """Casts of their own for rows and columns, and programs with several tiles. NaN and zeros of both signs, but no
+    Inf, so that stochastic casts multiply by powers of two beforehand."""
+    x = matrix((590, 136), "bfloat16", special=True)
+    x[x.isinf()] = 1.0
+    x[80:112] *= torch.where(torch.arange(32)[:, None] % 3 == 0, -0.0, 0.0).to(x.dtype)
+    casts = make_cast("nvfp4", row), make_cast("nvfp4", column)
+    both = triton.quantize_both(x.to(device), *casts, seed=seed_words(device), row_stream=2, column_stream=4)
+    for got, cast, axis, stream in zip(both, casts, (-1, -2), (2, 4), strict=True):
+        check_operand(
+            got, oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream), f"axis {axis}"
+        )
+
+
 def one_orientation(device, name):
     """`quantize` gives the same operand as `quantize_both`, and `batch` enters the random stream."""
     cast = Cast(name, rounding="stochastic")

@@ -273,6 +273,22 @@ def _together(delayed):
     return workload
 
 
+def _values_together(x):
+    """Two matrices measured and cast to NVFP4 values in one launch, which makes a call seed as well."""
+    import torch
+
+    from microfloat.recipes import Cast, Hadamard
+    from microfloat.torch.backends.triton._launch import Matrix
+    from microfloat.torch.backends.triton._plans import plan_of
+    from microfloat.torch.backends.triton._together import values_launch
+
+    matrix, rows = Matrix(x), plan_of(Cast("nvfp4"))
+    columns, tiles = plan_of(Cast("nvfp4", hadamard=Hadamard())), plan_of(Cast("nvfp4_2d"))
+    launch = values_launch([(matrix, rows, columns), (matrix, tiles, tiles)], [(0, 5), (1, 3)], True)
+    scale, words = torch.ones(16), torch.zeros(8, dtype=torch.int64)
+    launch(-1, *(x, x, scale, x, scale) * 2, words, words, words)
+
+
 WORKLOADS = {
     "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
     "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
@@ -284,4 +300,5 @@ WORKLOADS = {
     "norm to fp8, both": _fused("norm delayed"), "norm to mxfp8, both": _fused("norm mxfp8"),
     "mxfp8 folded, both": _fused("fold"),
     "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
+    "nvfp4 to bfloat16, two matrices": _values_together,
 }  # fmt: skip

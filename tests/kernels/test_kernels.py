@@ -50,6 +50,14 @@ CASES = [
         case("operands", "nvfp4", (40, 72), "bfloat16", _rule(rule), **SPECIAL)
         for rule in ("two_level_torchao", "one_level_e4m3", "two_level_17_16", "four_over_six", "four_over_six_mse_448")
     ],
+    *[
+        case("operands", "nvfp4", (40, 72), "bfloat16", _rule(rule) + RHT + STOCHASTIC)
+        for rule in ("two_level_torchao", "one_level_e4m3", "two_level_17_16")
+    ],
+    *[
+        case("sides", row, column)
+        for row, column in (((), RHT + STOCHASTIC), (STOCHASTIC, RHT + STOCHASTIC), (RHT + STOCHASTIC, RHT))
+    ],
     *[case("operands", name, (33, 47), "float32", _rule("four_over_six_mse_256")) for name in ("nvfp4_2d",
     "nvfp4_row")],
     # Other forms.
@@ -143,3 +151,14 @@ def test_packed_conversions_agree_on_all_bfloat16(element):
     fmt = ELEMENTS[element]
     count_packed_differences[(64,)](counts, fmt.mantissa_bits, fmt.bias, 1024)
     assert counts.tolist() == [0, 0, 0, 0]  # pairs, quads, folded codes, marks of lossy elements
+
+
+@pytest.mark.gpu
+def test_short_reciprocals_are_rounded_correctly():
+    import torch
+
+    from microfloat.kernels.selfcheck import count_reciprocal_differences
+
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count_reciprocal_differences[(1 << 21,)](count, 1024)
+    assert count.item() == 0

@@ -25,7 +25,7 @@ CASES = [
     ("negated_views", ()),
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_plan", ()),
-    *[("microbatches", (name,)) for name in ("fp8_current", "delayed")],
+    *[("microbatches", (name,)) for name in ("fp8_current", "delayed", "nvfp4")],
     ("kept_weights_serve_other_sizes", ()),
     ("equal_recipes_share_plans", ()),
     ("activations_are_cast_once", ()),

@@ -65,8 +65,9 @@ def load_row_blocks(
     else:
         b = tl.arange(0, NB)[:, None, None, None]
         r = tl.arange(0, BM)[None, :, None, None]
-        w = b * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-        at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + w)
+        j = tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+        w = b * 8 + j
+        at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + b * 8) + j
         if EVEN:
             raw = tl.load(at)
         else:
@@ -86,8 +87,10 @@ def load_column_blocks(
     low = ()
     high = ()
     w = tl.arange(0, W)[None, :]
+    g = tl.arange(0, G)[:, None] * 16
+    base = tile_ptr.to(tl.pointer_type(tl.int32)) + (g * (stride_r // 2) + w)
     for i in tl.static_range(16):
-        r = tl.arange(0, G)[:, None] * 16 + i
+        r = g + i
         if KIND == ELEMENTWISE:
             at = tile_ptr + r * stride_r + (2 * w) * stride_c
             a = tl.load(at, mask=(r < rows) & (2 * w < cols), other=0.0).to(tl.float32)
@@ -95,7 +98,8 @@ def load_column_blocks(
             low = low + (a,)
             high = high + (b,)
         else:
-            at = tl.multiple_of(tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + w), [8, 8])
+            at = tl.multiple_of(base, [8, 8])
+            base += stride_r // 2
             if EVEN:
                 raw = tl.load(at)
             else:
@@ -110,9 +114,9 @@ def load_column_blocks(
 
 
 @triton.jit
-def _butterfly(v):
-    """The four stages of the 16-point transform, distances 1, 2, 4, 8 in this order."""
-    for stage in tl.static_range(4):
+def _butterfly(v, STAGES: tl.constexpr):
+    """The first stages of the 16-point transform, of four: distances 1, 2, 4, 8 in this order."""
+    for stage in tl.static_range(STAGES):
         out = ()
         for i in tl.static_range(16):
             if (i >> stage) & 1 == 0:
@@ -124,8 +128,8 @@ def _butterfly(v):
 
 
 @triton.jit
-def hadamard_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
-    """``4 H diag(sgn) bf16(x)`` over 4, not yet rounded: multiply by 0.25 and round to bfloat16 to finish."""
+def hadamard_inputs(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
+    """``diag(sgn) bf16(x)`` of a block."""
     v = ()
     for i in tl.static_range(16):
         x = block[i]
@@ -134,7 +138,39 @@ def hadamard_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexp
         if (MASK >> i) & 1 == 1:
             x = x * -1.0
         v = v + (x,)
-    return _butterfly(v)
+    return v
+
+
+@triton.jit
+def hadamard_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
+    """``4 H diag(sgn) bf16(x)`` over 4, not yet rounded: multiply by 0.25 and round to bfloat16 to finish."""
+    return _butterfly(hadamard_inputs(block, MASK, KIND, HW), 4)
+
+
+@triton.jit
+def quarter_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
+    """0.25 of `hadamard_sums`, finite where that quarter is, also where the sum itself is not."""
+    v = _butterfly(hadamard_inputs(block, MASK, KIND, HW), 3)
+    first = ()
+    second = ()
+    for i in tl.static_range(8):
+        quarter = v[i + 8] * 0.25
+        first = first + (tl.fma(v[i], 0.25, quarter),)
+        second = second + (tl.fma(v[i], 0.25, quarter * -1.0),)  # a minus sign would be 0 - quarter
+    return first + second
+
+
+@triton.jit
+def hadamard_amax(block, MASK: tl.constexpr, KIND: tl.constexpr):
+    """The largest magnitude of `hadamard_sums` (float32), NaN ignored: that of the transform is 0.25 of it, rounded.
+
+    ``max(|a + b|, |a - b|)`` is ``|a| + |b|``, so the last stage takes one addition for two elements.
+    """
+    v = _butterfly(hadamard_inputs(block, MASK, KIND, True), 3)
+    m = tl.zeros_like(v[0])
+    for i in tl.static_range(8):
+        m = tl.maximum(m, tl.abs(v[i]) + tl.abs(v[i + 8]))
+    return m
 
 
 @triton.jit
@@ -151,15 +187,22 @@ def hadamard_row_blocks(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.co
 
 
 @triton.jit
-def hadamard_column_blocks(low, high, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
+def hadamard_column_blocks(low, high, MASK: tl.constexpr, KIND: tl.constexpr, MODEST: tl.constexpr, HW: tl.constexpr):
     """Transformed blocks along two columns: (16 words of bfloat16, 16 elements each)."""
-    a = hadamard_sums(low, MASK, KIND, HW)
-    b = hadamard_sums(high, MASK, KIND, HW)
+    if MODEST:
+        a = quarter_sums(low, MASK, KIND, HW)
+        b = quarter_sums(high, MASK, KIND, HW)
+    else:
+        a = hadamard_sums(low, MASK, KIND, HW)
+        b = hadamard_sums(high, MASK, KIND, HW)
     words = ()
     first = ()
     second = ()
     for i in tl.static_range(16):
-        word = bf16_word(a[i] * 0.25, b[i] * 0.25, HW)
+        if MODEST:
+            word = bf16_word(a[i], b[i], HW)
+        else:
+            word = bf16_word(a[i] * 0.25, b[i] * 0.25, HW)
         words = words + (word,)
         first = first + (low_half(word, WORDS_BF16),)
         second = second + (high_half(word, WORDS_BF16),)

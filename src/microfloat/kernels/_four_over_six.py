@@ -16,7 +16,7 @@ def candidate(amax_bits, encode_level, decode_level, K: tl.constexpr, HW: tl.con
     """(stored byte, encode factor, dec(byte)) of one candidate, K = 1 or 1.5."""
     base = tl.div_rn(float_of(amax_bits), 6.0) * encode_level
     stored = encode_e4m3_scale(tl.minimum(base * K, 448.0), HW)
-    factor, value = e4m3_factor(stored, decode_level, HW)
+    factor, value = e4m3_factor(stored, decode_level, False, HW)
     return stored, factor, value
 
 

@@ -64,15 +64,6 @@ def nearest_halves(a, b, signs):
 
 
 @triton.jit
-def lowered(factor, LOWERED: tl.constexpr):
-    """The factor of elements that are to come out times 2^-14 (LOWERED), where that product is exact."""
-    if LOWERED:
-        return factor * 2.0**-14
-    else:
-        return factor
-
-
-@triton.jit
 def stochastic_halves(a, b, random, LOWERED: tl.constexpr):
     """Halves of the stochastic codes of two elements; a NaN gives any code. `random`: bytes in bits 0..7 and 16..23.
 
@@ -116,7 +107,6 @@ def column_random(low, high, INDEX: tl.constexpr):
 def row_halves(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr):
     """Halves of the eight pairs of neighbours of ``block * factor``."""
     halves = ()
-    factor = lowered(factor, LOWERED)
     for i in tl.static_range(8):
         a, b = block[2 * i] * factor, block[2 * i + 1] * factor
         if STOCHASTIC:
@@ -132,7 +122,6 @@ def column_halves(
 ):
     """Halves of the sixteen rows of two neighbouring columns."""
     halves = ()
-    factor_low, factor_high = lowered(factor_low, LOWERED), lowered(factor_high, LOWERED)
     for i in tl.static_range(16):
         a, b = low[i] * factor_low, high[i] * factor_high
         if STOCHASTIC:
@@ -146,33 +135,60 @@ def column_halves(
 
 
 @triton.jit
-def oct_of(even, odd, factor, STOCHASTIC: tl.constexpr):
+def oct_of(even, odd, factor):
     """An oct from the upper bytes of the halves of its even and of its odd elements; 0x77777777 in a NaN block."""
-    if STOCHASTIC:
-        codes = ((even >> 1) & 0x07070707) | ((odd << 3) & 0x70707070)
-    else:
-        codes = (even & 0x07070707) | ((odd << 4) & 0x70707070)
+    codes = (even & 0x07070707) | ((odd << 4) & 0x70707070)
     codes = codes | ((even >> 4) & 0x08080808) | (odd & -2139062144)  # 0x80808080
     return tl.where(factor != factor, 0x77777777, codes)
 
 
 @triton.jit
-def row_oct(halves, factor, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+def row_oct(halves, factor, FIRST: tl.constexpr):
     """The oct of the pairs FIRST .. FIRST + 3."""
     a = choose_bytes(halves[FIRST], halves[FIRST + 1], 0x7531)
     b = choose_bytes(halves[FIRST + 2], halves[FIRST + 3], 0x7531)
-    return oct_of(choose_bytes(a, b, 0x6420), choose_bytes(a, b, 0x7531), factor, STOCHASTIC)
+    return oct_of(choose_bytes(a, b, 0x6420), choose_bytes(a, b, 0x7531), factor)
 
 
 @triton.jit
-def columns_oct(halves, factor_low, factor_high, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+def columns_oct(halves, factor_low, factor_high, FIRST: tl.constexpr):
     """The octs of the rows FIRST .. FIRST + 7 of the first and of the second column."""
     a = choose_bytes(halves[FIRST], halves[FIRST + 2], 0x7531)
     b = choose_bytes(halves[FIRST + 4], halves[FIRST + 6], 0x7531)
     c = choose_bytes(halves[FIRST + 1], halves[FIRST + 3], 0x7531)
     d = choose_bytes(halves[FIRST + 5], halves[FIRST + 7], 0x7531)
-    first = oct_of(choose_bytes(a, b, 0x6420), choose_bytes(c, d, 0x6420), factor_low, STOCHASTIC)
-    return first, oct_of(choose_bytes(a, b, 0x7531), choose_bytes(c, d, 0x7531), factor_high, STOCHASTIC)
+    first = oct_of(choose_bytes(a, b, 0x6420), choose_bytes(c, d, 0x6420), factor_low)
+    return first, oct_of(choose_bytes(a, b, 0x7531), choose_bytes(c, d, 0x7531), factor_high)
+
+
+@triton.jit
+def stochastic_oct(y, FIRST: tl.constexpr, random, bad, LOWERED: tl.constexpr):
+    """The oct of the stochastic codes of y[FIRST] .. y[FIRST + 7]; 0x77777777 where the block is `bad` (has a NaN).
+
+    Elements two apart share a word, so that one selection of bytes gathers the even ones and one the odd ones. Their
+    bytes hold a code from bit 1 on and the sign in bit 7.
+    """
+    a, b = random[FIRST // 4].to(tl.int32, bitcast=True), random[FIRST // 4 + 1].to(tl.int32, bitcast=True)
+    h0 = stochastic_halves(y[FIRST], y[FIRST + 2], choose_bytes(a, 0, 0x4240), LOWERED)
+    h1 = stochastic_halves(y[FIRST + 4], y[FIRST + 6], choose_bytes(b, 0, 0x4240), LOWERED)
+    h2 = stochastic_halves(y[FIRST + 1], y[FIRST + 3], choose_bytes(a, 0, 0x4341), LOWERED)
+    h3 = stochastic_halves(y[FIRST + 5], y[FIRST + 7], choose_bytes(b, 0, 0x4341), LOWERED)
+    oct = tl.inline_asm_elementwise(  # lop3 with 0xE4: bits of the first where the third has ones, else the second's
+        "{ .reg .b32 e, o, c, s, t; prmt.b32 e, $1, $2, 0x7531; prmt.b32 o, $3, $4, 0x7531; "
+        "shr.u32 c, e, 1; shl.b32 t, o, 3; lop3.b32 c, c, t, 0x0F0F0F0F, 0xE4; "
+        "shr.u32 s, e, 4; lop3.b32 s, s, o, 0x0F0F0F0F, 0xE4; lop3.b32 $0, c, s, 0x77777777, 0xE4; }",
+        "=r,r,r,r,r", [h0, h1, h2, h3], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.where(bad, 0x77777777, oct)
+
+
+@triton.jit
+def stochastic_octs(block, factor, bad, random, LOWERED: tl.constexpr):
+    """Both octs of a block."""
+    y = ()
+    for i in tl.static_range(16):
+        y = y + (block[i] * factor,)
+    return stochastic_oct(y, 0, random, bad, LOWERED), stochastic_oct(y, 8, random, bad, LOWERED)
 
 
 @triton.jit
@@ -193,30 +209,35 @@ def integer_octs(block, factor, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def row_octs(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """Both octs of ``block * factor``; `random`: the four Philox words of the block (uint32)."""
-    if HW:
+def row_octs(block, words, factor, bad, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
+    """Both octs of ``block * factor``; `random`: the four Philox words of the block (uint32); `bad`: it has a NaN."""
+    if not HW:
+        return integer_octs(block, factor, random, STOCHASTIC)
+    elif STOCHASTIC:
+        return stochastic_octs(block, factor, bad, random, LOWERED)
+    else:
         words = sign_words(words, block[0::2], block[1::2])
         halves = row_halves(block, words, factor, random, STOCHASTIC, LOWERED)
-        return row_oct(halves, factor, 0, STOCHASTIC), row_oct(halves, factor, 4, STOCHASTIC)
-    else:
-        return integer_octs(block, factor, random, STOCHASTIC)
+        return row_oct(halves, factor, 0), row_oct(halves, factor, 4)
 
 
 @triton.jit
 def column_octs(
-    low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC: tl.constexpr,
+    low, high, words, factor_low, factor_high, bad_low, bad_high, random_low, random_high, STOCHASTIC: tl.constexpr,
     LOWERED: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     """The octs of two neighbouring columns: (first, second) of the first column, then of the second."""
-    if HW:
-        words = sign_words(words, low, high)
-        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
-        a, c = columns_oct(halves, factor_low, factor_high, 0, STOCHASTIC)
-        b, d = columns_oct(halves, factor_low, factor_high, 8, STOCHASTIC)
-    else:
+    if not HW:
         a, b = integer_octs(low, factor_low, random_low, STOCHASTIC)
         c, d = integer_octs(high, factor_high, random_high, STOCHASTIC)
+    elif STOCHASTIC:
+        a, b = stochastic_octs(low, factor_low, bad_low, random_low, LOWERED)
+        c, d = stochastic_octs(high, factor_high, bad_high, random_high, LOWERED)
+    else:
+        words = sign_words(words, low, high)
+        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
+        a, c = columns_oct(halves, factor_low, factor_high, 0)
+        b, d = columns_oct(halves, factor_low, factor_high, 8)
     return a, b, c, d
 
 

@@ -30,6 +30,17 @@ def zero_like(data, HW: tl.constexpr):
 
 
 @triton.jit
+def zero_again(data, HW: tl.constexpr):
+    """A zero (int32) made anew wherever it is asked for, so that what depends on it is not moved out of a loop."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r,r", [data.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return 0
+
+
+@triton.jit
 def philox_round(c0, c1, c2, c3, k0, k1):
     """One round of Philox4x32: two 64-bit products, where Triton's own takes four multiplications."""
     return tl.inline_asm_elementwise(

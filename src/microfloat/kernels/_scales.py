@@ -69,6 +69,16 @@ def reciprocal(x, HW: tl.constexpr):
 
 
 @triton.jit
+def reciprocal_of_normal(x):
+    """f32(1 / x), correctly rounded, of 2^-126 <= x < 2^126; NaN of 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000; "
+        "fma.rn.f32 $0, r, e, r; }",
+        "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr):
     """NVFP4's first level from the tensor (or row) amax: (A as used, S, f32(1/S), tensor_scale)."""
     CLAMP: tl.constexpr = (2688.0 if RULE < 3 else CAPACITY) * 2.0**-117
@@ -79,24 +89,37 @@ def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def e4m3_factor(stored, decode_level, HW: tl.constexpr):
-    """``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb)."""
+def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
+    """``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb). LOWERED: the factor times 2^-14, where A is at most 2^110,
+    so that neither it nor what it is the reciprocal of is subnormal or infinite.
+    """
     value = float_of(stored << 20) * 2.0**120
-    factor = tl.minimum(reciprocal(value * decode_level, HW), 3.4028234663852886e38)
-    return factor, value
+    if LOWERED:
+        factor = reciprocal_of_normal(value * (decode_level * 2.0**14))
+        return tl.minimum(factor, 3.4028234663852886e38 * 2.0**-14), value
+    factor = reciprocal(value * decode_level, HW)
+    return tl.minimum(factor, 3.4028234663852886e38), value
 
 
 @triton.jit
 def e4m3_scale(
     amax_bits, encode_level, decode_level, tensor_scale, RULE: tl.constexpr, INVERSE_SIX: tl.constexpr,
-    HW: tl.constexpr,
+    LOWERED: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
-    """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them."""
+    """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them, but
+    for a LOWERED factor (`e4m3_factor`), which it leaves as it comes.
+    """
     a = float_of(amax_bits)
+    bad = amax_bits > 0x7F800000
+    nan = float_of(tl.zeros_like(amax_bits) + 0x7FC00000)
     if RULE == TWO_LEVEL:
-        t = tl.minimum(a * (encode_level * INVERSE_SIX), 3.4028234663852886e38)
+        t = a * (encode_level * INVERSE_SIX)
+        if not LOWERED:
+            t = tl.minimum(t, 3.4028234663852886e38)
         stored = encode_e4m3_scale(t, HW)
-        factor, value = e4m3_factor(stored, decode_level, HW)
+        factor, value = e4m3_factor(stored, decode_level, LOWERED, HW)
+        if LOWERED:  # the conversion saturates, and makes 0x7F of a NaN, by itself
+            return stored, factor, tl.where(bad, nan, value)
     else:
         t = tl.div_rn(a, 6.0)
         if RULE == TWO_LEVEL_DIVIDED:
@@ -107,6 +130,6 @@ def e4m3_scale(
             factor = tl.div_rn(tl.div_rn(1.0, tensor_scale), value)
         else:
             factor = tl.div_rn(1.0, value)
-    bad = amax_bits > 0x7F800000
-    nan = float_of(tl.zeros_like(amax_bits) + 0x7FC00000)
+        if LOWERED:
+            factor = factor * 2.0**-14
     return tl.where(bad, 0x7F, stored), tl.where(bad, nan, factor), tl.where(bad, nan, value)

@@ -38,11 +38,12 @@ TILES = {
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
-    "nvfp4": (64, 128, Warps(4, 96)),
+    "nvfp4": (64, 128, Warps(4, 128)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
     "nvfp4_amax": (128, 128, Warps(8)),
+    "nvfp4_together": (32, 128, Warps(4, 168)),
     "dequantize": (64, 128, Warps(4)),
     "fused_scaled": (64, 128, Warps(8)),
     "fused_gradients": (64, 64, Warps(4, 128)),  # those of gate and of up
@@ -52,6 +53,9 @@ TILES = {
     "norm_blocks": (128, 128, Warps(8, 128)),
     "norm_values": (32, 256, Warps(8)),
 }
+# How many tiles a program of `kernels.nvfp4` casts: what it computes once for all of them is two of 31 instructions an
+# element.
+NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -118,13 +122,13 @@ def tile_of_blocks(row: KernelCast | None, column: KernelCast | None, *, values:
     return TILES["blocks" if column else "block_rows"]
 
 
-def tile_of_nvfp4(column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps]:
-    """The tile of a pass of `kernels.nvfp4` over a matrix; `values`: dequantized values are all that it writes."""
-    if values:
-        return TILES["nvfp4_values"]
-    if column is None:
-        return TILES["nvfp4_rows"]
-    return TILES["nvfp4_tiles" if column.block[0] == 16 else "nvfp4"]
+def tile_of_nvfp4(column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps, int]:
+    """The tile of a pass of `kernels.nvfp4` over a matrix, and how many of them one program casts, one below the other;
+    `values`: dequantized values are all that it writes."""
+    name = "nvfp4_tiles" if column is not None and column.block[0] == 16 else "nvfp4"
+    if values or column is None:
+        name = "nvfp4_values" if values else "nvfp4_rows"
+    return *TILES[name], NVFP4_STEPS[name]
 
 
 @functools.lru_cache(MOST_CASTS)

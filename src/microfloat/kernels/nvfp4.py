@@ -23,9 +23,8 @@ from microfloat.kernels._block16 import (
 from microfloat.kernels._convert import WORDS_BF16
 from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
 from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_values
-from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
-from microfloat.kernels._random import block_words, load_seed, zero_like
-from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, e4m3_scale, tensor_level
+from microfloat.kernels._random import block_words, load_seed, zero_again, zero_like
+from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
 from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
 
 CODES = tl.constexpr(0)
@@ -45,11 +44,13 @@ def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
 
 
 @triton.jit
-def choose_rows(block, amax, level, CAST: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr):
+def choose_rows(
+    block, amax, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
+):
     """(stored, factor, value) of blocks along rows."""
     used, encode, decode, tensor_scale = level
     if CAST[0] < FOUR_OVER_SIX_MAE:
-        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], HW)
+        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], LOWERED, HW)
     else:
         stored6, factor6, value6 = candidate(amax, encode, decode, 1.0, HW)
         stored4, factor4, value4 = candidate(amax, encode, decode, 1.5, HW)
@@ -76,18 +77,18 @@ def _chosen(better, amax, stored6, factor6, value6, stored4, factor4, value4):
 
 @triton.jit
 def choose_columns(
-    low, high, amax_low, amax_high, level_low, level_high, CAST: tl.constexpr, HW: tl.constexpr,
+    low, high, amax_low, amax_high, level_low, level_high, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """(stored, factor, value) of the blocks of the first and of the second columns."""
     used, encode, decode, tensor_scale = level_low
     used2, encode2, decode2, tensor_scale2 = level_high
     if CAST[0] < FOUR_OVER_SIX_MAE:
-        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], HW)
+        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], LOWERED, HW)
         if CAST[5]:
             return s, f, v, s, f, v
         else:
-            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], HW)
+            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], LOWERED, HW)
             return s, f, v, s2, f2, v2
     else:
         s6, f6, v6 = candidate(amax_low, encode, decode, 1.0, HW)
@@ -123,9 +124,26 @@ def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
     return tl.sum(a, 2) + tl.sum(b, 2)
 
 
+@triton.constexpr_function
+def can_lower(cast):
+    """Whether a cast wants elements times 2^-14: it is stochastic, and has one amax that says whether that is exact."""
+    return cast is not None and cast[3] and not cast[6] and cast[0] != ONE_LEVEL
+
+
+@triton.jit
+def is_modest(amax_ptr, CAST: tl.constexpr):
+    """Whether elements times 2^-14 are exact in a cast that wants them. The factor of a block takes that on wherever it
+    stays normal: it is at least ``6 / A``, so always unless A exceeds 2^110.
+    """
+    if can_lower(CAST):
+        return tl.load(amax_ptr) <= 2.0**110
+    else:
+        return True
+
+
 @triton.jit
 def nvfp4_rows(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, level, seed, stream, batch, R, C, stride_r, stride_c,
     row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -144,30 +162,40 @@ def nvfp4_rows(
         amax = over_rows(amax, NB, BM, 16)
     b = tl.arange(0, NB)[:, None]
     r = tl.arange(0, BM)[None, :]
-    level = load_level(amax_ptr, row0 + r, r < rows, CAST)
-    stored, factor, value = choose_rows(block, amax, level, CAST, HW, NB, BM)
+    if CAST[6]:
+        level = load_level(amax_ptr, row0 + r, r < rows, CAST)
+    stored, factor, value = choose_rows(block, amax, level, CAST, LOWERED, HW, NB, BM)
     random = (0, 0, 0, 0)
     if CAST[3]:
         zero = zero_like(amax, HW)
-        random = block_words(load_seed(seed_ptr), row0 + r + zero, col0 // 16 + b + zero, stream, batch, HW)
+        random = block_words(seed, row0 + r + zero, col0 // 16 + b + zero, stream, batch, HW)
     length = C
     if CAST[4] >= 0:
         length = (C + 15) // 16 * 16
     inside = (r < rows) & (b * 16 < cols)
     if CAST[7] == CODES:
-        first, second = row_octs(block, words, factor, random, CAST[3], LOWERED, HW)
+        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST[3], LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
-        octs = tl.join(first, second)
-        store_octs(
-            out_tile, octs, tl.arange(0, BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
-            rows, cols, (length + 1) // 2, CAST[8], EVEN,
-        )  # fmt: skip
+        if CAST[8] and EVEN:
+            both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+            at = out_tile.to(tl.pointer_type(tl.int64)) + (r * (length // 16) + b)
+            tl.store(tl.multiple_of(at, [8, 8]), both)
+        else:
+            octs = tl.join(first, second)
+            store_octs(
+                out_tile, octs, tl.arange(0, BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
+                rows, cols, (length + 1) // 2, CAST[8], EVEN,
+            )  # fmt: skip
         if CAST[5]:
             tiles = (C + 15) // 16
             at = scale_ptr + ((row0 + r) // 16) * tiles + col0 // 16 + b
             tl.store(at, stored.to(tl.uint8), mask=inside & (r % 16 == 0))
         else:
-            tl.store(scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b, stored.to(tl.uint8), mask=inside)
+            at = scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b
+            if EVEN:
+                tl.store(at, stored.to(tl.uint8))
+            else:
+                tl.store(at, stored.to(tl.uint8), mask=inside)
     else:
         values = row_values(block, words, factor, value, random, CAST[3], LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
@@ -183,7 +211,7 @@ def nvfp4_rows(
 
 @triton.jit
 def nvfp4_columns(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
+    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, level, seed, stream, batch, R, C, stride_r, stride_c,
     row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -195,9 +223,10 @@ def nvfp4_columns(
     words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, G, W)
     length = R
     if CAST[4] >= 0:
+        MODEST: tl.constexpr = LOWERED and CAST[0] == TWO_LEVEL
         length = (R + 15) // 16 * 16
         rows = length - row0
-        words, low, high = hadamard_column_blocks(low, high, CAST[4], KIND, HW)
+        words, low, high = hadamard_column_blocks(low, high, CAST[4], KIND, MODEST, HW)
         amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HW)
     else:
         amax_low, amax_high = column_block_amax(words, low, high, KIND, False, HW)
@@ -206,17 +235,16 @@ def nvfp4_columns(
         amax_high = amax_low
     g = tl.arange(0, G)[:, None]
     c = tl.arange(0, W)[None, :] * 2
-    level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
-    level_high = level_low
+    level_low, level_high = level, level
     if CAST[6]:
+        level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
         level_high = load_level(amax_ptr, col0 + c + 1, c + 1 < cols, CAST)
     stored_low, factor_low, value_low, stored_high, factor_high, value_high = choose_columns(
-        low, high, amax_low, amax_high, level_low, level_high, CAST, HW, G, W
+        low, high, amax_low, amax_high, level_low, level_high, CAST, LOWERED, HW, G, W
     )
     random_low = (0, 0, 0, 0)
     random_high = (0, 0, 0, 0)
     if CAST[3]:
-        seed = load_seed(seed_ptr)
         zero = zero_like(amax_low, HW)
         random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
         random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW)
@@ -231,6 +259,8 @@ def nvfp4_columns(
             words,
             factor_low,
             factor_high,
+            amax_low > 0x7F800000,
+            amax_high > 0x7F800000,
             random_low,
             random_high,
             CAST[3],
@@ -247,8 +277,12 @@ def nvfp4_columns(
             tl.store(at, stored_low.to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
         else:
             at = scale_ptr + (col0 + c) * blocks + row0 // 16 + g
-            tl.store(at, stored_low.to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
-            tl.store(at + blocks, stored_high.to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
+            if EVEN:
+                tl.store(at, stored_low.to(tl.uint8))
+                tl.store(at + blocks, stored_high.to(tl.uint8))
+            else:
+                tl.store(at, stored_low.to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
+                tl.store(at + blocks, stored_high.to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
     else:
         values = column_values(
             low,
@@ -278,51 +312,77 @@ def nvfp4_columns(
 
 
 @triton.jit
-def nvfp4_operand(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, ALONG_ROWS: tl.constexpr, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def nvfp4_tile(
+    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
+    row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride_r, stride_c, row0, col0,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The row or the column operand of one tile."""
-    if ALONG_ROWS:
+    """Both operands of one tile."""
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    if ROW is not None:
         nvfp4_rows(
-            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-            row0, col0, CAST, LOWERED, KIND, EVEN, HW, BM, BN,
+            x_tile, row_out, row_scale, row_tensor_scale, row_amax, row_level, seed, row_stream, batch, R, C,
+            stride_r, stride_c, row0, col0, ROW, LOWERED and can_lower(ROW), KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
-    else:
+    if COLUMN is not None:
         nvfp4_columns(
-            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-            row0, col0, CAST, LOWERED, KIND, EVEN, HW, BM, BN,
+            x_tile, column_out, column_scale, column_tensor_scale, column_amax, column_level, seed, column_stream,
+            batch, R, C, stride_r, stride_c, row0, col0, COLUMN, LOWERED and can_lower(COLUMN), KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
 
 
 @triton.jit
-def nvfp4_operand_by_size(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, ALONG_ROWS: tl.constexpr, CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """One operand, by the form that its tensor amax allows.
-
-    Stochastic rounding wants elements times 2^-14. The factor of a block takes that on wherever it stays normal: it is
-    at least ``6 / A``, so always unless A exceeds 2^110.
-    """
-    if HW and CAST[3] and not CAST[6] and CAST[0] != ONE_LEVEL:
-        if tl.load(amax_ptr) <= 2.0**110:
-            nvfp4_operand(
-                x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r,
-                stride_c, row0, col0, ALONG_ROWS, CAST, True, KIND, EVEN, HW, BM, BN,
-            )  # fmt: skip
-        else:
-            nvfp4_operand(
-                x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r,
-                stride_c, row0, col0, ALONG_ROWS, CAST, False, KIND, EVEN, HW, BM, BN,
-            )  # fmt: skip
+def shared_level(amax_ptr, CAST: tl.constexpr):
+    """The first level that all blocks of an operand share, or nothing."""
+    if CAST is not None and not CAST[6]:
+        return load_level(amax_ptr, 0, True, CAST)
     else:
-        nvfp4_operand(
-            x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-            row0, col0, ALONG_ROWS, CAST, False, KIND, EVEN, HW, BM, BN,
+        return ()
+
+
+@triton.jit
+def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """The call seed, or nothing where no cast is stochastic."""
+    if (ROW is not None and ROW[3]) or (COLUMN is not None and COLUMN[3]):
+        return load_seed(seed_ptr)
+    else:
+        return ()
+
+
+@triton.jit
+def nvfp4_tiles(
+    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
+    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    HW: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """STEPS tiles, one below the other.
+
+    LOWERED: the amaxes of stochastic casts are at most 2^110, so that their elements can come times 2^-14.
+    """
+    row_level, column_level = shared_level(row_amax, ROW), shared_level(column_amax, COLUMN)
+    seed = shared_seed(seed_ptr, ROW, COLUMN)
+    across = (C + BN - 1) // BN
+    row0 = (pid // across) * (BM * STEPS)
+    col0 = (pid % across) * BN
+    if STEPS == 1:
+        nvfp4_tile(
+            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
+            column_amax, row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride_r, stride_c,
+            row0, col0, ROW, COLUMN, LOWERED, KIND, EVEN, HW, BM, BN,
         )  # fmt: skip
+    else:
+        end = tl.minimum(row0 + BM * STEPS, R)
+        while row0 < end:
+            # Offsets of a tile's rows would be worked out before the loop, and take all registers.
+            stride = stride_r + 16 * zero_again(row0, HW)
+            nvfp4_tile(
+                x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
+                column_amax, row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride, stride_c,
+                row0, col0, ROW, COLUMN, LOWERED, KIND, EVEN, HW, BM, BN,
+            )  # fmt: skip
+            row0 += BM
 
 
 @triton.jit
@@ -330,64 +390,31 @@ def quantize_nvfp4(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
     seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c,
     ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HW: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per BM x BN tile. ROW and COLUMN are casts, or None; amaxes are float32 in device memory."""
+    """Grid: one program per STEPS tiles of BM x BN, one below the other. ROW and COLUMN are casts, or None; amaxes are
+    float32 in device memory.
+    """
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    if ROW is not None:
-        nvfp4_operand_by_size(
-            x_tile, row_out, row_scale, row_tensor_scale, row_amax, seed_ptr, row_stream, batch, R, C, stride_r,
-            stride_c, row0, col0, True, ROW, KIND, EVEN, HW, BM, BN,
+    lowered = False
+    if HW and (can_lower(ROW) or can_lower(COLUMN)):
+        lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
+    if lowered:
+        nvfp4_tiles(
+            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
+            column_amax, seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
+            ROW, COLUMN, True, KIND, EVEN, HW, STEPS, BM, BN,
         )  # fmt: skip
-    if COLUMN is not None:
-        nvfp4_operand_by_size(
-            x_tile, column_out, column_scale, column_tensor_scale, column_amax, seed_ptr, column_stream, batch, R, C,
-            stride_r, stride_c, row0, col0, False, COLUMN, KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
-
-
-@triton.jit
-def amax_transformed(
-    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c,
-    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored."""
-    known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    if ALONG_ROWS:
-        words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
-        plain = row_block_amax(words, block, KIND, True, HW)
-        words, block = hadamard_row_blocks(block, MASK, KIND, HW)
-        transformed = row_block_amax(words, block, WORDS_BF16, True, HW)
     else:
-        words, low, high = load_column_blocks(
-            x_tile, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, BM // 16, BN // 2
+        nvfp4_tiles(
+            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
+            column_amax, seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
+            ROW, COLUMN, False, KIND, EVEN, HW, STEPS, BM, BN,
         )  # fmt: skip
-        a, b = column_block_amax(words, low, high, KIND, True, HW)
-        plain = tl.maximum(a, b)
-        words, low, high = hadamard_column_blocks(low, high, MASK, KIND, HW)
-        a, b = column_block_amax(words, low, high, WORDS_BF16, True, HW)
-        transformed = tl.maximum(a, b)
-    offer_maximum(tl.max(tl.max(plain, 1), 0), known, scratch_ptr, HW)
-    offer_maximum(tl.max(tl.max(transformed, 1), 0), known_transformed, scratch_ptr + 2, HW)
-    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, HW)
 
 
 @triton.jit

@@ -106,7 +106,8 @@ def cast_tiles(
 def wait_for_all(scratch_ptr, times):
     """Go on when every program of the launch has come here; `times`: how often it has waited, this time included.
 
-    `scratch_ptr`: int64[5], zero before and after the launch: first maximum, arrivals, second maximum, -, departures.
+    `scratch_ptr`: int64[5], zero before and after the launch: first maximum, arrivals, second and third maximum,
+    departures.
     """
     tl.debug_barrier()  # what all threads have written comes before the arrival
     tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
@@ -124,6 +125,7 @@ def leave(scratch_ptr):
         tl.atomic_xchg(scratch_ptr, 0)
         tl.atomic_xchg(scratch_ptr + 1, 0)
         tl.atomic_xchg(scratch_ptr + 2, 0)
+        tl.atomic_xchg(scratch_ptr + 3, 0)
         tl.atomic_xchg(scratch_ptr + 4, 0)
 
 

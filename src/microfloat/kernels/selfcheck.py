@@ -19,6 +19,7 @@ from microfloat.kernels._convert import (
     quantized_pair,
 )
 from microfloat.kernels._packed import fold_pair, scale_word, shift_word
+from microfloat.kernels._scales import reciprocal_of_normal
 from microfloat.kernels.blocks import packed_pairs, packed_quads
 from microfloat.kernels.fold import group_shift, is_lossy
 
@@ -85,6 +86,18 @@ def count_differences(
         bad = encode_e4m3_scale(magnitude, True) != encode(magnitude, 0, 3, 7, False, False)
         bad |= (bf16_bits(x, True) != bf16_bits(x, False)) & (x == x)
     _count(count_ptr, bad)
+
+
+@triton.jit
+def count_reciprocal_differences(count_ptr, BLOCK: tl.constexpr):
+    """Add to the int32 ``count`` where `reciprocal_of_normal` differs from a division, for 2^-126 <= x < 2^126.
+
+    Program p looks at the BLOCK bit patterns from ``p * BLOCK`` on: 2^31 / BLOCK programs see all positive ones.
+    """
+    bits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = float_of(bits)
+    inside = (bits >= 0x00800000) & (bits < 0x7E800000)
+    _count(count_ptr, inside & (_same(reciprocal_of_normal(x), tl.div_rn(1.0, x)) == 0))
 
 
 @triton.jit

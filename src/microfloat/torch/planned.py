@@ -78,8 +78,7 @@ def planned_linear(
         counts.note(plan.noted)
         given = plan.given_by(counts)
     if plan.is_stochastic:
-        seed = plan.draw_seed()
-        given = tuple(slot._replace(known=seed) for slot in given)
+        given = plan.seeded(given, is_first_microbatch is not None)
     kept = None
     if is_first_microbatch is not None:
         kept, _ = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)

@@ -22,6 +22,7 @@ from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import blocks as block_kernels
 from microfloat.kernels import dequantize as dequantize_kernels
 from microfloat.kernels import nvfp4 as nvfp4_kernels
+from microfloat.kernels import nvfp4_amax as nvfp4_amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
 from microfloat.kernels._tiles import SCALE_ROW_MAJOR
@@ -84,9 +85,9 @@ class _Source(NamedTuple):
         words = {"bfloat16": WORDS_BF16.value, "float16": WORDS_F16.value}.get(self.x.dtype.name, 0)
         return 0 if self.columns % 4 else words
 
-    def programs(self, tile: tuple[int, int]) -> int:
-        """One for every tile."""
-        return ceil_div(self.rows, tile[0]) * ceil_div(self.columns, tile[1])
+    def programs(self, tile: tuple[int, int], steps: int = 1) -> int:
+        """One for every tile, or for `steps` of them, one below the other."""
+        return ceil_div(self.rows, tile[0] * steps) * ceil_div(self.columns, tile[1])
 
     def common(self, tile: tuple[int, int]) -> dict[str, Any]:
         """The arguments that all kernels name alike."""
@@ -99,12 +100,14 @@ class _Source(NamedTuple):
             "HW": self.capability >= (8, 9), "BM": tile[0], "BN": tile[1],
         }  # fmt: skip
 
-    def start(self, kernel: Any, tile: tuple[int, int, Warps], arguments: Mapping[str, Any]) -> dict[str, Array]:
-        """One pass of a kernel over the matrix."""
+    def start(
+        self, kernel: Any, tile: tuple[int, int, Warps], arguments: Mapping[str, Any], steps: int = 1
+    ) -> dict[str, Array]:
+        """One pass of a kernel over the matrix; `tile`: rows, columns, warps; a program takes `steps` of them."""
         height, width, warps = tile
         known = {**self.common((height, width)), **arguments}
         needed = {name: known[name] for name in kernel.arg_names}
-        return call(kernel, self.programs((height, width)), self.capability, needed, warps)
+        return call(kernel, self.programs((height, width), steps), self.capability, needed, warps)
 
 
 Results = tuple[Operand | None, Operand | None, Array | None]
@@ -247,8 +250,9 @@ def _nvfp4(source: _Source, row: Wanted | None, column: Wanted | None, arguments
     given: dict[str, Any] = {"row_amax": amaxes[0], "column_amax": amaxes[1]}
     for side, wanted in (("row", row), ("column", column)):
         given |= _nvfp4_side(source, side, wanted)
-    tile = tile_of_nvfp4(_numbers(column), values=_all_decoded(row, column))
-    done = source.start(nvfp4_kernels.quantize_nvfp4, tile, given | _streams(row, column, arguments))
+    height, width, warps, steps = tile_of_nvfp4(_numbers(column), values=_all_decoded(row, column))
+    given |= _streams(row, column, arguments) | {"STEPS": steps}
+    done = source.start(nvfp4_kernels.quantize_nvfp4, (height, width, warps), given, steps)
     operands = []
     for side, wanted in (("row", row), ("column", column)):
         if wanted is None:
@@ -303,7 +307,7 @@ def _nvfp4_amaxes(
                 "out_ptr": Output((2,), jnp.float32), "scratch_ptr": _scratch(), "MASK": wanted.cast.signs,
                 "ALONG_ROWS": side == "row",
             }  # fmt: skip
-            both = source.start(nvfp4_kernels.amax_transformed, TILES["nvfp4_amax"], given)["out_ptr"]
+            both = source.start(nvfp4_amax_kernels.amax_transformed, TILES["nvfp4_amax"], given)["out_ptr"]
             both = max_over(both, arguments.axes)
             plain, found[side] = both[0], both[1]
     for side, wanted in (("row", row), ("column", column)):

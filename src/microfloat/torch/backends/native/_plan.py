@@ -106,7 +106,10 @@ class LinearPlan:
         self._x, self._w = _Side.make(x, x_wants, self.is_delayed), _Side.make(weight, w_wants, self.is_delayed)
         if self._x is None or self._w is None:
             return False
-        first, second = (pair_program(x, x_wants, weight, w_wants, records=records) for records in (False, True))
+        first, second = (
+            pair_program(x, x_wants, weight, w_wants, records=records, draws_seed=self.is_stochastic)
+            for records in (False, True)
+        )
         self._both = first, second if self.is_delayed else None
         return True
 
@@ -139,11 +142,19 @@ class LinearPlan:
             counts.given = tuple(Given(None, None, *counts.places(slot)) for slot in _USES)
         return counts.given
 
-    def draw_seed(self) -> torch.Tensor:
-        """A call seed, drawn as `microfloat.torch.seeds` draws it."""
+    def seeded(self, given: tuple[Given, Given, Given], keeps_weight: bool) -> tuple[Given, Given, Given]:
+        """What the casts of a stochastic recipe are given: a call seed too, drawn as `microfloat.torch.seeds` draws it.
+
+        Where one launch casts x and w it makes the words of the seed from the drawn bits, which w is given.
+        """
         draw = self._empty((1,), (1,), torch.int64)
         draw.random_(-(2**63), None)
-        return split_words(draw)
+        if keeps_weight or self._both[0] is None:
+            words = draw = split_words(draw)
+        else:
+            words = self._empty((2,), (1,), torch.int64)
+        x, w, dy = given
+        return Given(words, *x[1:]), Given(draw, *w[1:]), Given(words, *dy[1:])
 
     def _place(self) -> tuple[int, torch.Tensor]:
         """The current stream, and scratch words."""

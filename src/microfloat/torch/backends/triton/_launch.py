@@ -6,6 +6,7 @@ whether addresses and sizes are multiples of 16, whether a size is 1 or needs 64
 path runs.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,8 @@ from microfloat.kernels.casts import TILES, Warps, ceil_div
 from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [
-    "INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div", "compiled_conversions", "scratch",
-    "shared_words",
+    "INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div", "compiled_conversions",
+    "multiprocessors", "scratch", "shared_words",
 ]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -195,6 +196,12 @@ def compiled_conversions(device: int) -> bool:
     if known is None:
         known = _HARDWARE[device] = torch.cuda.get_device_capability(device) >= (8, 9)
     return known
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a CUDA device has; 1 for the CPU (-1), where programs run one after another."""
+    return 1 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _SCRATCH: dict[tuple[int, int], torch.Tensor] = {}

@@ -3,9 +3,18 @@
 import torch
 
 from microfloat.kernels import nvfp4 as kernels
+from microfloat.kernels import nvfp4_amax as amax_kernels
 from microfloat.kernels.casts import NO_SIGNS, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._launch import (
+    TILES,
+    Kernel,
+    Matrix,
+    ceil_div,
+    compiled_conversions,
+    multiprocessors,
+    scratch,
+)
 from microfloat.torch.backends.triton._plans import CastPlan
 from microfloat.torch.backends.triton._scaled import Launch, measure_amax, measure_axes
 
@@ -14,8 +23,10 @@ __all__ = [
 ]  # fmt: skip
 
 _QUANTIZE = Kernel(kernels.quantize_nvfp4)
-_AMAX = Kernel(kernels.amax_transformed)
+_AMAX = Kernel(amax_kernels.amax_transformed)
 _TRANSFORM = Kernel(kernels.transform)
+# As many as run at once: each reads tiles until none is left, and only then are maxima compared across lanes.
+_AMAX_PROGRAMS_PER_MULTIPROCESSOR = 4
 _CODES, VALUES = kernels.CODES.value, kernels.VALUES.value
 
 
@@ -35,6 +46,7 @@ def transformed_amax_launch(matrix: Matrix, signs: int, along_rows: bool) -> Lau
         compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    programs = min(programs, multiprocessors(matrix.tensor.get_device()) * _AMAX_PROGRAMS_PER_MULTIPROCESSOR)
     return Launch(_AMAX, (matrix.key, constants, warps), programs, matrix.sizes, constants, warps)
 
 
@@ -67,7 +79,7 @@ def nvfp4_launch(
     Its tensors: the matrix; codes (or values), block scales and tensor scale of the row operand, those of the column
     operand; the amax of each; the call seed. None what is not there.
     """
-    tile_rows, tile_columns, warps = tile_of_nvfp4(column, values=output == VALUES)
+    tile_rows, tile_columns, warps, steps = tile_of_nvfp4(column, values=output == VALUES)
     row_length = _stored(row, matrix.columns) if row else matrix.columns
     column_length = _stored(column, matrix.rows) if column else matrix.rows
     if output == _CODES:
@@ -78,10 +90,10 @@ def nvfp4_launch(
         (*row.nvfp4_cast, output, row_aligned) if row else None,
         (*column.nvfp4_cast, output, column_aligned) if column else None,
         matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
+        compiled_conversions(matrix.tensor.get_device()), steps, tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
-    programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
+    programs = ceil_div(matrix.rows, tile_rows * steps) * ceil_div(matrix.columns, tile_columns)
     scalars = (row_stream, column_stream, batch, *matrix.sizes)
     return Launch(_QUANTIZE, key, programs, scalars, constants, warps)
 

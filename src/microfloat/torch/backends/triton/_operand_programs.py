@@ -30,7 +30,12 @@ from microfloat.torch.backends.triton._programs import (
     Program,
     Room,
 )
-from microfloat.torch.backends.triton._together import fits_together, together_launch
+from microfloat.torch.backends.triton._together import (
+    fits_together,
+    fits_values_together,
+    together_launch,
+    values_launch,
+)
 
 __all__ = ["Want", "cast_program", "pair_program"]
 
@@ -81,20 +86,31 @@ _Wants = tuple[Want | None, Want | None]
 
 
 def pair_program(
-    x: torch.Tensor, x_wants: _Wants, w: torch.Tensor, w_wants: _Wants, *, records: bool = False
-) -> Program | None:
-    """The program for two matrices in one launch, each with a scale of its own; None where that does not fit."""
+    x: torch.Tensor, x_wants: _Wants, w: torch.Tensor, w_wants: _Wants, *, records: bool = False,
+    draws_seed: bool = False,
+) -> Program | None:  # fmt: skip
+    """The program for two matrices in one launch, each with a scale of its own; None where that does not fit.
+
+    `draws_seed`: it also makes the words of a call seed (what x is given) from the 64 bits that were drawn (what w is
+    given), for later casts; neither x nor w is rounded stochastically.
+    """
     builder = Builder(x.device, operands=8)
     first, second = _matrix(x), _matrix(w)
     both = _parts(first, *x_wants), _parts(second, *w_wants, base=4)
+    if any(len(_passes(*parts)) != 1 or _seed(*parts) != NOTHING for parts in both):
+        return None
+    matrices = [(first, both[0]), (second, both[1])]
+    if all(part.want.form == "values" for parts in both for part in parts if part is not None):
+        if not fits_values_together(_casts(matrices)):
+            return None
+        _values_together(builder, matrices, draws_seed)
+        return Program(builder)
     blocks = {_wide_block(part) for parts in both for part in parts if part is not None}
-    if len(blocks) != 1 or None in blocks:
+    if draws_seed or len(blocks) != 1 or None in blocks:
         return None
     if not fits_together(first, second):
         return None
-    if any(len(_passes(*parts)) != 1 or _seed(*parts) != NOTHING for parts in both):
-        return None
-    _together(builder, [(first, both[0]), (second, both[1])], records)
+    _together(builder, matrices, records)
     return Program(builder)
 
 
@@ -229,9 +245,27 @@ def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: 
             scales, known = [_shared_scale(builder, parts, base)] * 2, given if delayed else NOTHING
         positions += [source, *codes, *scales, known, record if records else NOTHING]
     positions += [NOTHING] * (14 - len(positions))
-    casts = [(matrix, _plan(parts[0]), _plan(parts[1])) for matrix, parts in matrices]
+    casts = _casts(matrices)
     words = WORDS if records or not delayed else NOTHING
     builder.launch(together_launch(casts, mode, records=records), *positions, words)
+
+
+def _casts(matrices: list[tuple[Matrix, _Parts]]) -> list[tuple[Matrix, CastPlan | None, CastPlan | None]]:
+    return [(matrix, _plan(row), _plan(column)) for matrix, (row, column) in matrices]
+
+
+def _values_together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], draws_seed: bool = False) -> None:
+    """One launch that measures one or two matrices and casts them to NVFP4 values."""
+    positions: list[int] = []
+    for source, (_, parts) in zip((SOURCE, SECOND), matrices, strict=False):
+        positions.append(source)
+        for part in parts:
+            positions += [_values(builder, part), _tensor_scale(builder, part)]
+    positions += [NOTHING] * (10 - len(positions))
+    streams = [tuple(0 if part is None else part.want.stream for part in parts) for _, parts in matrices]
+    launch = values_launch(_casts(matrices), streams, draws_seed)
+    seed, draw = (GIVEN, SECOND_GIVEN) if draws_seed else (_seed(*matrices[0][1]), NOTHING)
+    builder.launch(launch, *positions, seed, draw, WORDS)
 
 
 def _row_scale(builder: Builder, part: _Part | None) -> int:
@@ -302,6 +336,9 @@ def _block_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _
 
 
 def _nvfp4_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    if fits_values_together([(matrix, _plan(row), _plan(column))]):
+        _values_together(builder, [(matrix, (row, column))])
+        return
     amaxes = _nvfp4_amaxes(builder, matrix, row, column)
     launch = _nvfp4.nvfp4_launch(matrix, _plan(row), _plan(column), _nvfp4.VALUES, **_streams(row, column))
     positions = []

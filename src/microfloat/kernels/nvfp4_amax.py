@@ -1,0 +1,101 @@
+"""Amaxes of a matrix and of its Hadamard transform, which NVFP4's first levels need, from one reading."""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._block16 import (
+    column_block_amax,
+    hadamard_amax,
+    hadamard_column_blocks,
+    hadamard_row_blocks,
+    load_column_blocks,
+    load_row_blocks,
+    row_block_amax,
+)
+from microfloat.kernels._convert import WORDS_BF16, bf16_bits, bits_of, float_of
+from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
+from microfloat.kernels._random import zero_again
+
+
+@triton.jit
+def tile_amaxes(
+    x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr,
+    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the largest magnitudes that each lane finds in a tile, and in its Hadamard transform along its columns
+    (or rows); for HW the latter four times too large and not yet rounded.
+    """
+    if ALONG_ROWS:
+        words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
+        plain = row_block_amax(words, block, KIND, True, HW)
+        if HW:
+            transformed = bits_of(hadamard_amax(block, MASK, KIND))
+        else:
+            words, block = hadamard_row_blocks(block, MASK, KIND, HW)
+            transformed = row_block_amax(words, block, WORDS_BF16, True, HW)
+    else:
+        words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, BM // 16, BN // 2)
+        a, b = column_block_amax(words, low, high, KIND, True, HW)
+        plain = tl.maximum(a, b)
+        if HW:
+            transformed = bits_of(tl.maximum(hadamard_amax(low, MASK, KIND), hadamard_amax(high, MASK, KIND)))
+        else:
+            words, low, high = hadamard_column_blocks(low, high, MASK, KIND, False, HW)
+            a, b = column_block_amax(words, low, high, WORDS_BF16, True, HW)
+            transformed = tl.maximum(a, b)
+    return plain, transformed
+
+
+@triton.jit
+def amaxes(
+    x_ptr, R, C, stride_r, stride_c, first, programs,
+    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amax of the tiles `first`, `first` + `programs`, ... of a matrix, and of that of their transform."""
+    if ALONG_ROWS:
+        plain = tl.zeros([BN // 16, BM], tl.int32)
+    else:
+        plain = tl.zeros([BM // 16, BN // 2], tl.int32)
+    transformed = plain
+    across = (C + BN - 1) // BN
+    tiles = ((R + BM - 1) // BM) * across
+    tile = first
+    while tile < tiles:
+        row0 = (tile // across) * BM
+        col0 = (tile % across) * BN
+        stride = stride_r + 16 * zero_again(row0, HW)  # as in `nvfp4.nvfp4_tiles`
+        x_tile = x_ptr + row0.to(tl.int64) * stride + col0.to(tl.int64) * stride_c
+        a, b = tile_amaxes(
+            x_tile, R - row0, C - col0, stride, stride_c, MASK, ALONG_ROWS, KIND, EVEN, HW, BM, BN
+        )  # fmt: skip
+        plain, transformed = tl.maximum(plain, a), tl.maximum(transformed, b)
+        tile += programs
+    largest = tl.max(tl.max(transformed, 1), 0)
+    if HW:  # rounding keeps the order
+        largest = bf16_bits(float_of(largest) * 0.25, HW) << 16
+    return tl.max(tl.max(plain, 1), 0), largest
+
+
+@triton.jit
+def amax_transformed(
+    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c,
+    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored.
+
+    Any number of programs.
+    """
+    known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
+    pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    plain, transformed = amaxes(
+        x_ptr, R, C, stride_r, stride_c, pid, tl.num_programs(0), MASK, ALONG_ROWS, KIND, EVEN, HW, BM, BN
+    )  # fmt: skip
+    offer_maximum(plain, known, scratch_ptr, HW)
+    offer_maximum(transformed, known_transformed, scratch_ptr + 2, HW)
+    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, HW)
