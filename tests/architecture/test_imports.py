@@ -134,3 +134,10 @@ def test_the_environment_is_read_in_one_file_only(repository):
 )
 def test_an_environment_read_is_found(source):
     assert list(_environment_reads(source))
+
+
+def test_the_compiler_of_torch_is_loaded_when_it_is_used(fresh_python):
+    pytest.importorskip("torch", reason="torch is not installed")
+    done = fresh_python("import sys, microfloat.torch; print('torch._dynamo' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"

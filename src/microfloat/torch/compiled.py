@@ -136,7 +136,6 @@ class _CompiledLinear(torch.autograd.Function):
         return (dx, dw, db, *(None,) * 11)
 
 
-@torch.compiler.assume_constant_result
 def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
     """Whether backward casts the right operand of a GEMM itself, for a GEMM that reads decoded values.
 
@@ -146,6 +145,10 @@ def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int 
     place = torch.device(device if index is None else f"{device}:{index}")
     recipe, module = tokens.recipe_of(token), backends.choose(backend, place)
     return _makes_again(_forms(module, recipe, place), getattr(recipe, gemm), gemm)
+
+
+# What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
+_is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _makes_again(forms: dict[str, tuple[str, str]], gemm: Gemm, name: str) -> bool:
