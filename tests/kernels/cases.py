@@ -14,9 +14,13 @@ import torch.nn.functional as functional
 
 from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
+from microfloat.kernels import _tiles
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _launch
+from microfloat.torch.backends.triton._blocks import blocks_launch
+from microfloat.torch.backends.triton._launch import Matrix
+from microfloat.torch.backends.triton._plans import plan_of
 
 SEED = 0x89ABCDEF01234567
 CUSTOM = {
@@ -183,8 +187,15 @@ def folded(device, name, tile, options=()):
     """Folding from high precision is the oracle's quantize and fold, counter included."""
     cast = make_cast(name, options)
     seed = seed_words(device)
-    for shape, kind in (((70, 140), {"special": True}), ((33, 47), {"spread": 20}), ((40, 24), {"transposed": True})):
+    for shape, kind in (
+        ((70, 140), {"special": True}), ((33, 47), {"spread": 20}), ((40, 24), {"transposed": True}),
+        ((256, 128), {"special": True}), ((128, 256), {"spread": 4}),
+    ):  # fmt: skip
         x = matrix(shape, "bfloat16", **kind)
+        if shape == (128, 256):  # blocks a few to many binades below others of their group
+            for k in range(8):
+                x[:, 32 * k : 32 * k + 32] *= 2.0 ** (-3 * k)
+            x[32:64] *= 2.0**-9
         *both, lossy = triton.fold_both(x.to(device), cast, cast, tile=tile, seed=seed)
         for got, axis, count in zip(both, (-1, -2), lossy.tolist(), strict=True):
             quantized = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED)
@@ -389,6 +400,44 @@ def fused_casts(device, name):
             assert float((got.float() - plain).abs().max()) <= 2.0**-8 * float(plain.abs().max())
 
 
+def scale_orders(device):
+    """Squares write scales in rows, in columns and in Blackwell's tiles."""
+    cast, x = Cast("mxfp8"), matrix((256, 128), "bfloat16", special=True).to(device)
+    plan, source = plan_of(cast), Matrix(x)
+    wanted = reference.quantize_both(x.cpu(), cast, cast)
+    for order in (_tiles.SCALE_ROW_MAJOR, _tiles.SCALE_COLUMN_MAJOR, _tiles.SCALE_SWIZZLED):
+        constant = plan.block_cast(0, order.value)
+        laid = replace(plan, block_casts=(constant, constant))
+        codes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((256, 128), (128, 256))]
+        scales = [torch.full((1024,), 77, dtype=torch.uint8, device=device) for _ in range(2)]
+        launch = blocks_launch(source, laid, laid)
+        launch(x.get_device(), x, codes[0], scales[0], codes[1], scales[1], None)
+        for got, scale, want in zip(codes, scales, wanted, strict=True):
+            assert torch.equal(got.cpu(), want.codes.view(torch.uint8))
+            laid_out = {
+                _tiles.SCALE_ROW_MAJOR: want.scale, _tiles.SCALE_COLUMN_MAJOR: want.scale.t(),
+                _tiles.SCALE_SWIZZLED: torch.from_numpy(oracle.swizzle_scales(want.scale.numpy())),
+            }[order]  # fmt: skip
+            assert torch.equal(scale.cpu(), laid_out.reshape(-1)), order
+    row, column = triton.quantize_both(x, cast, cast)
+    assert (row.scale.stride(), column.scale.stride()) == ((1, 256), (1, 128))
+    assert triton.quantize(x, cast).scale.is_contiguous()
+
+
+def fused_squares(device):
+    """Codes that an activation and the gradients of a gate write in whole tiles are those of their values."""
+    cast, generator = Cast("mxfp8"), torch.Generator().manual_seed(9)
+    gate, up, grad = (torch.randn(256, 128, generator=generator).to(torch.bfloat16).to(device) for _ in range(3))
+    gate[3, 5], up[40, 7], up[64:96, 32:64] = float("nan"), float("inf"), 0.0
+    product, _ = triton.activation_values(gate, up)
+    written = triton.activation_quantize(gate, up, cast, cast)
+    (first, _), (second, _) = triton.activation_backward_values(grad, gate, up)
+    both = triton.activation_backward_quantize(grad, gate, up, cast, cast)
+    for operands_, values in ((written, product), (both[0], first), (both[1], second)):
+        for got, want in zip(operands_, reference.quantize_both(values, cast, cast), strict=True):
+            check_operand(got, want, "fused mxfp8")
+
+
 def traced(device):
     """Under torch.compile, without a graph break, fused functions are operators and give the same operands."""
     casts = [Cast("mxfp8"), Cast("fp8_1x128"), Cast("fp8_tensor", scaling=Delayed())]
@@ -419,6 +468,13 @@ def traced(device):
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[2], want[2])
         assert torch.equal(live, live_traced)
+
+
+def norms_alone(device):
+    """Norms whose programs measure what they cast; long rows (tests/kernels/norm_cases.py)."""
+    from tests.kernels import norm_cases
+
+    norm_cases.check(device)
 
 
 def guard_zones(device):

@@ -31,6 +31,11 @@ CASES = [
     *[case("operands", name, (40, 72), "bfloat16", transposed=True) for name in ("fp8_row", "fp8_1x128", "mxfp8")],
     *[case("operands", name, (32, 64), "float16") for name in ("fp8_tensor", "mxfp8", "nvfp4")],
     *[case("operands", name, (1, 1), "bfloat16") for name in ("fp8_tensor", "fp8_row", "mxfp4", "nvfp4")],
+    # Squares: MX both ways in whole tiles, read once (256 x 64, or what else is even).
+    *[case("operands", name, (256, 192), "bfloat16", **SPECIAL) for name in ("mxfp8", "mxfp8_e5m2", "mxfp6_e2m3")],
+    *[case("operands", "mxfp8", EVEN, "bfloat16", _rule(rule), **SPECIAL) for rule in ("floor", "ceil", "even", "oas")],
+    case("scale_orders"),
+    case("fused_squares"),
     # Rules.
     *[case("operands", "mxfp8", (33, 66), "bfloat16", _rule(rule)) for rule in ("floor", "ceil", "even", "oas")],
     *[case("operands", name, ODD, "float32", _rule("amax"), **SPECIAL) for name in ("fp8_row", "fp8_1x128",
@@ -93,6 +98,7 @@ CASES = [
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
     *[case("fused_casts", name) for name in ("mxfp8 stochastic", "fp8_1x128 stochastic")],
+    case("norms_alone"),
     *[
         case("fused_linears", "triton", name)
         for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "noisy", "no wgrad")

@@ -224,3 +224,20 @@ def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
     with pytest.raises(Exception, match="Call the compiled function"):
         compiled(layer)(torch.randn(4, 16))
+
+
+def test_saved_operands_lie_as_their_fake_promises() -> None:
+    from microfloat.torch import compiled
+
+    class Kernels:
+        COLUMN_MAJOR_BLOCK_SCALES = True
+
+    recipes = ((MXFP8BlockScaling(), (1, 64)), (NVFP4BlockScaling(), (16, 1)))
+    for recipe, strides in recipes:
+        layout = compiled._layout(Kernels, recipe.wgrad, 64, 256, "codes")
+        promised = layout.empty(torch.empty(0))
+        assert promised[1].stride() == strides
+        for order in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
+            given = [order(torch.ones_like(tensor)) for tensor in promised]
+            for tensor, want in zip(layout.conform(given), promised, strict=True):
+                assert (tensor.shape, tensor.stride()) == (want.shape, want.stride())

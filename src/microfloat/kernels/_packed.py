@@ -8,7 +8,7 @@ once. All arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as adde
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bits_of
+from microfloat.kernels._convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, high_half, low_half
 
 
 @triton.jit
@@ -116,6 +116,37 @@ def pack_bytes_columns(t0, t1, t2, t3):
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
     return low, high
+
+
+@triton.jit
+def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
+    """`encode_pair` of the halves of words of scaled bfloat16."""
+    if MB + BIAS == 2:
+        return pack_e2m1_rows(e2m1_codes(y), y)
+    elif BIAS < 7:
+        return pack_bytes_rows(small_codes(y, MB, BIAS))
+    else:
+        return cvt_pair(low_half(y, WORDS_BF16), high_half(y, WORDS_BF16), MB)
+
+
+@triton.jit
+def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
+    """`encode_quad` of the first and of the second halves of words of scaled bfloat16 from four rows."""
+    if MB + BIAS == 2:
+        return pack_e2m1_columns(e2m1_codes(y0), e2m1_codes(y1), e2m1_codes(y2), e2m1_codes(y3), y0, y1, y2, y3)
+    elif BIAS < 7:
+        return pack_bytes_columns(
+            small_codes(y0, MB, BIAS), small_codes(y1, MB, BIAS), small_codes(y2, MB, BIAS), small_codes(y3, MB, BIAS)
+        )
+    else:
+        low = cvt_quad(
+            low_half(y0, WORDS_BF16), low_half(y1, WORDS_BF16), low_half(y2, WORDS_BF16), low_half(y3, WORDS_BF16), MB
+        )
+        high = cvt_quad(
+            high_half(y0, WORDS_BF16), high_half(y1, WORDS_BF16), high_half(y2, WORDS_BF16), high_half(y3, WORDS_BF16),
+            MB,
+        )  # fmt: skip
+        return low, high
 
 
 # --------------------------------------------------------------------------------------- folding of E4M3 in float16

@@ -1,7 +1,8 @@
 """Casts with one-row blocks: MX 1x32 and FP8 1x128, row and column operand in one pass over the input.
 
 One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
-along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache.
+along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
+ways, in whole tiles of bfloat16, is read once (`_squares`).
 
 A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element,
 scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block
@@ -18,8 +19,6 @@ from microfloat.kernels._convert import (
     WORDS_BF16,
     bf16_word,
     bits_of,
-    cvt_pair,
-    cvt_quad,
     drop_nan,
     encode_pair,
     encode_quad,
@@ -32,19 +31,11 @@ from microfloat.kernels._convert import (
     packed_reduce,
     quantized_pair,
 )
-from microfloat.kernels._packed import (
-    e2m1_codes,
-    factor_word,
-    pack_bytes_columns,
-    pack_bytes_rows,
-    pack_e2m1_columns,
-    pack_e2m1_rows,
-    scale_word,
-    small_codes,
-)
+from microfloat.kernels._packed import factor_word, packed_pairs, packed_quads, scale_word
 from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
+from microfloat.kernels._squares import cast_squares, load_squares, takes
 from microfloat.kernels._tiles import (
     lane_rows,
     lane_words,
@@ -60,7 +51,7 @@ from microfloat.kernels._tiles import (
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand reads at once
-PREFETCH_AHEAD = tl.constexpr(264)  # for blocks of more than 32; those of 32 do not gain
+PREFETCH_AHEAD = tl.constexpr(264)
 
 
 @triton.jit
@@ -130,37 +121,6 @@ def spread_rows(x, NB: tl.constexpr, T: tl.constexpr, BM: tl.constexpr):
 def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
     """[NB, W] per block -> [NB * G, 1, W] per group of rows."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [NB, G, W]), [NB * G, W])[:, None, :]
-
-
-@triton.jit
-def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
-    """`encode_pair` of the halves of words of scaled bfloat16."""
-    if MB + BIAS == 2:
-        return pack_e2m1_rows(e2m1_codes(y), y)
-    elif BIAS < 7:
-        return pack_bytes_rows(small_codes(y, MB, BIAS))
-    else:
-        return cvt_pair(low_half(y, WORDS_BF16), high_half(y, WORDS_BF16), MB)
-
-
-@triton.jit
-def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
-    """`encode_quad` of the first and of the second halves of words of scaled bfloat16 from four rows."""
-    if MB + BIAS == 2:
-        return pack_e2m1_columns(e2m1_codes(y0), e2m1_codes(y1), e2m1_codes(y2), e2m1_codes(y3), y0, y1, y2, y3)
-    elif BIAS < 7:
-        return pack_bytes_columns(
-            small_codes(y0, MB, BIAS), small_codes(y1, MB, BIAS), small_codes(y2, MB, BIAS), small_codes(y3, MB, BIAS)
-        )
-    else:
-        low = cvt_quad(
-            low_half(y0, WORDS_BF16), low_half(y1, WORDS_BF16), low_half(y2, WORDS_BF16), low_half(y3, WORDS_BF16), MB
-        )
-        high = cvt_quad(
-            high_half(y0, WORDS_BF16), high_half(y1, WORDS_BF16), high_half(y2, WORDS_BF16), high_half(y3, WORDS_BF16),
-            MB,
-        )  # fmt: skip
-        return low, high
 
 
 @triton.jit
@@ -414,25 +374,32 @@ def quantize_blocks(
     source = (x_tile, x_tile, x_tile, stride_r, stride_c)
     rows = R - row0
     cols = C - col0
-    # All loads first: the second reading of the tile meets the first on its way.
-    if ROW is not None:
-        row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, KIND, EVEN, HW, BM, BN)
-    if COLUMN is not None:
-        column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
-    if COLUMN is not None and COLUMN[4] > 32:
+    if takes(ROW, COLUMN, KIND, EVEN):
+        squares = load_squares(source, rows, cols, LOAD, 0, HW, BM, BN)
         prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
-    if ROW is not None:
-        cast_rows(
-            row_words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, batch, row_epsilon, R, C,
-            row0, col0,
-            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
+        cast_squares(
+            squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
+            column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM, BN,
         )  # fmt: skip
-    if COLUMN is not None:
-        if COLUMN[6] == VALUES:
-            column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
-        else:
-            column_tile = codes_at(column_out, col0, row0, R, COLUMN)
-        cast_columns(
-            column_words, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
-            row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
-        )  # fmt: skip
+    else:
+        # All loads first: the second reading of the tile meets the first on its way.
+        if ROW is not None:
+            row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, KIND, EVEN, HW, BM, BN)
+        if COLUMN is not None:
+            column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
+        if COLUMN is not None and COLUMN[6] == CODES:
+            prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+        if ROW is not None:
+            cast_rows(
+                row_words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, batch, row_epsilon,
+                R, C, row0, col0, ROW, KIND, EVEN, PAIRS, HW, BM, BN,
+            )  # fmt: skip
+        if COLUMN is not None:
+            if COLUMN[6] == VALUES:
+                column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
+            else:
+                column_tile = codes_at(column_out, col0, row0, R, COLUMN)
+            cast_columns(
+                column_words, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
+                row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+            )  # fmt: skip

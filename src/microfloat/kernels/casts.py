@@ -1,17 +1,19 @@
 """What a Cast means to the kernels, and the tiles they run on: numbers alone, the same for every framework."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
+from microfloat.kernels._squares import takes
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
     "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch",
-    "tile_of_blocks", "tile_of_nvfp4",
+    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -35,9 +37,11 @@ TILES = {
     "together": (64, 128, Warps(4, 168)),  # three programs per SM, whatever they cast
     "blocks": (128, 128, Warps(8, 80)),
     "blocks_long": (128, 128, Warps(8, 112)),  # blocks of 128
+    "squares": (256, 64, Warps(8, 72)),  # MX both ways, `kernels._squares`
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
+    "fold_squares": (128, 128, Warps(8, 80)),
     "nvfp4": (64, 128, Warps(4, 128)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
     "nvfp4_rows": (32, 256, Warps(4, 112)),
@@ -48,9 +52,11 @@ TILES = {
     "fused_scaled": (64, 128, Warps(8)),
     "fused_gradients": (64, 64, Warps(4, 128)),  # those of gate and of up
     "fused_blocks": (128, 128, Warps(8)),
+    "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
-    "norm_scaled": (64, 128, Warps(8)),
-    "norm_blocks": (128, 128, Warps(8, 128)),
+    "norm_scaled": (64, 128, Warps(4, 168)),
+    "norm_blocks": (64, 128, Warps(4, 168)),
+    "norm_blocks_long": (128, 128, Warps(8, 128)),  # blocks of 128
     "norm_values": (32, 256, Warps(8)),
 }
 # How many tiles a program of `kernels.nvfp4` casts: what it computes once for all of them is two of 31 instructions an
@@ -113,13 +119,32 @@ class KernelCast:
         return (SCALE_COLUMN_MAJOR if is_gemm_block else SCALE_ROW_MAJOR).value
 
 
-def tile_of_blocks(row: KernelCast | None, column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps]:
-    """The tile of a pass of `kernels.blocks` over a matrix; `values`: dequantized values are all that it writes."""
-    if max(cast.block[1] or 0 for cast in (row, column) if cast is not None) > 32:
+def tile_of_blocks(
+    row: tuple | None, column: tuple | None, kind: int, fills: Callable[[int, int], bool]
+) -> tuple[int, int, Warps]:
+    """The tile of a pass of `kernels.blocks` with these constants (`KernelCast.block_cast`) over a matrix.
+
+    `kind`: how it is read; `fills`: whether whole tiles of so many rows and columns cover it.
+    """
+    squares = TILES["squares"]
+    if takes(row, column, kind, fills(squares[0], squares[1])):
+        return squares
+    casts = [cast for cast in (row, column) if cast is not None]
+    if max(cast[4] for cast in casts) > 32:
         return TILES["blocks_long"]
-    if values:
+    if all(cast[6] for cast in casts):  # dequantized values are all that it writes
         return TILES["block_values"]
     return TILES["blocks" if column else "block_rows"]
+
+
+def tile_of_produced_blocks(
+    row: tuple | None, column: tuple | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
+) -> tuple[int, int, Warps]:
+    """The same of a pass of `kernels.fused`; `two`: over both gradients of a gate."""
+    squares = TILES["fused_squares"]
+    if not two and takes(row, column, kind, fills(squares[0], squares[1])):
+        return squares
+    return TILES["fused_blocks"]
 
 
 def tile_of_nvfp4(column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps, int]:

@@ -22,12 +22,23 @@ from microfloat.kernels._convert import (
     low_half,
     quantized_pair,
 )
+from microfloat.kernels._folded_squares import fold_squares, folds
 from microfloat.kernels._meeting import arrive, offer_count, publish_two
 from microfloat.kernels._packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
+from microfloat.kernels._produce import LOAD
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import e8m0_scale
-from microfloat.kernels._tiles import lane_rows, lane_words, load_pair, store_pairs, store_quads, transpose_quads
-from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
+from microfloat.kernels._squares import load_squares
+from microfloat.kernels._tiles import (
+    lane_rows,
+    lane_words,
+    load_pair,
+    prefetch_later,
+    store_pairs,
+    store_quads,
+    transpose_quads,
+)
+from microfloat.kernels.blocks import PREFETCH_AHEAD, columns_amax, rows_amax, spread_columns, spread_rows
 
 
 @triton.jit
@@ -287,16 +298,26 @@ def fold_blocks(
     col0 = (pid % tiles) * 128
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     lossy_rows, lossy_columns = 0, 0
-    if ROW is not None:
-        lossy_rows = fold_rows(
-            x_tile, row_out + row0.to(tl.int64) * C + col0, row_scale, seed_ptr, row_stream, R, C, stride_r, stride_c,
-            row0, col0, ROW, TILE, KIND, EVEN, PAIRS, HW, 128,
+    if folds(ROW, COLUMN, TILE, KIND, EVEN):
+        source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+        squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
+        prefetch_later(x_tile, R - row0, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, 128, 128)
+        lossy_rows, lossy_columns = fold_squares(
+            squares, row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0,
+            column_out + col0.to(tl.int64) * R + row0, column_scale + (row0 // 128).to(tl.int64) * C + col0, R, C,
+            ROW, COLUMN, HW,
         )  # fmt: skip
-    if COLUMN is not None:
-        lossy_columns = fold_columns(
-            x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
-            stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
-        )  # fmt: skip
+    else:
+        if ROW is not None:
+            lossy_rows = fold_rows(
+                x_tile, row_out + row0.to(tl.int64) * C + col0, row_scale, seed_ptr, row_stream, R, C, stride_r,
+                stride_c, row0, col0, ROW, TILE, KIND, EVEN, PAIRS, HW, 128,
+            )  # fmt: skip
+        if COLUMN is not None:
+            lossy_columns = fold_columns(
+                x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
+                stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
+            )  # fmt: skip
     offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
     offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)

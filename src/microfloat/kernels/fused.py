@@ -20,6 +20,7 @@ from microfloat.kernels._produce import (
     produce_gradients,
     produce_pair,
 )
+from microfloat.kernels._squares import cast_squares, load_squares, takes
 from microfloat.kernels._tiles import store_pairs
 from microfloat.kernels.blocks import (
     cast_columns,
@@ -127,6 +128,12 @@ def produce_blocks(
     TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
     rows = R - row0
     cols = C - col0
+    if not TWO and LOADS == KIND and takes(ROW, COLUMN, KIND, EVEN):
+        cast_squares(
+            load_squares(at, rows, cols, PRODUCER, F, HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
+            codes_at(column_out, col0, row0, R, COLUMN), column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM, BN,
+        )  # fmt: skip
+        return
     if ROW is not None:
         if TWO:
             words, words2 = load_row_gradients(at, rows, cols, 16 if ROW[5] else 8, F, LOADS, EVEN, HW, BM, BN)

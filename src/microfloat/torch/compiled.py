@@ -185,9 +185,10 @@ def _linear_forward(
     wants_dw = wants_dw and not _makes_again(forms, recipe.wgrad, "wgrad")
     y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
     saved = []
-    for operand, cast in ((x_column, recipe.wgrad.rhs), (w_column, recipe.dgrad.rhs)):
-        if operand is not None and cast is not None:
-            saved += operand.flatten()[0]
+    layouts = _saved_layouts(recipe, call.backend, x.numel() // x.shape[-1], x.device, weight, wants_dx, wants_dw)
+    for operand, layout in zip((x_column, w_column), layouts, strict=True):
+        if operand is not None and layout is not None:
+            saved += layout.conform(list(operand.flatten()[0]))
     # Outputs of an operator may not share memory with its inputs or with each other.
     seen = {y.untyped_storage().data_ptr()}
     for index, tensor in enumerate(saved):
@@ -287,6 +288,14 @@ class _Layout:
                 tensors.append(tensor.t() if column_major else tensor)
         return tensors
 
+    def conform(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Its tensors in the memory order that `empty` promises to a compiler."""
+        promised = [field[2] for field in self.fields if isinstance(field, tuple)]
+        return [
+            tensor.t().contiguous().t() if column_major else tensor.contiguous()
+            for tensor, column_major in zip(tensors, promised, strict=True)
+        ]
+
 
 def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layout | None:
     """The layout of the right operand of `gemm`, which a forward saves; None where it saves none (`_is_made_again`)."""
@@ -304,9 +313,9 @@ def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layo
     code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
     codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)
     scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
-    column_major = (
-        getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and fmt.block == (1, 128) and fmt.scale.name == "FP32"
-    )
+    # FP8 1x128; and MX, which one pass casts along rows and columns, except where a layer does not need the rows.
+    block_scales = (fmt.block, fmt.scale.name) in (((1, 128), "FP32"), ((1, 32), "E8M0"))
+    column_major = getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and block_scales
     scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
     pow2 = cast.rule.power_of_two
     return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard, pow2))

@@ -85,6 +85,10 @@ class _Source(NamedTuple):
         words = {"bfloat16": WORDS_BF16.value, "float16": WORDS_F16.value}.get(self.x.dtype.name, 0)
         return 0 if self.columns % 4 else words
 
+    def fills(self, tile_rows: int, tile_columns: int) -> bool:
+        """Whether whole tiles cover it."""
+        return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
+
     def programs(self, tile: tuple[int, int], steps: int = 1) -> int:
         """One for every tile, or for `steps` of them, one below the other."""
         return ceil_div(self.rows, tile[0] * steps) * ceil_div(self.columns, tile[1])
@@ -94,7 +98,7 @@ class _Source(NamedTuple):
         rows, columns = self.rows, self.columns
         return {
             "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "KIND": self.kind,
-            "EVEN": rows % tile[0] == 0 and columns % tile[1] == 0,
+            "EVEN": self.fills(*tile),
             # Offsets inside a tile, and the numbers of block scales, of which there is one for 16 elements at most.
             "INDEX64": max(128 * rows, 128 * columns, rows * columns >> 4) > _INT32_MAX,
             "HW": self.capability >= (8, 9), "BM": tile[0], "BN": tile[1],
@@ -174,7 +178,7 @@ def _blocks(source: _Source, row: Wanted | None, column: Wanted | None, argument
         given |= {f"{side}_out": out, f"{side}_scale": scale, side.upper(): constant}
         given[f"{side}_epsilon"] = wanted.cast.epsilon if wanted else 0.0
     given |= {"PAIRS": source.columns % 2 == 0, "QUADS": source.rows % 4 == 0}
-    tile = tile_of_blocks(_numbers(row), _numbers(column), values=_all_decoded(row, column))
+    tile = tile_of_blocks(given["ROW"], given["COLUMN"], source.kind, source.fills)
     done = source.start(block_kernels.quantize_blocks, tile, given | _streams(row, column, arguments))
     operands = []
     for side, wanted in (("row", row), ("column", column)):

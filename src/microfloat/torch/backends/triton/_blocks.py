@@ -5,11 +5,12 @@ import torch
 from microfloat.formats import FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2
 from microfloat.kernels import blocks as block_kernels
 from microfloat.kernels import fold as fold_kernels
+from microfloat.kernels._folded_squares import folds
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
 from microfloat.kernels.casts import tile_of_blocks
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
-from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand
+from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand, paired
 from microfloat.torch.backends.triton._scaled import Launch
 
 __all__ = [
@@ -39,12 +40,11 @@ def blocks_launch(
     Its tensors: the matrix; codes (or values) and scales of the row operand, those of the column operand; the call
     seed. None what is not there.
     """
-    tile_rows, tile_columns, warps = tile_of_blocks(row, column, values=output == VALUES)
+    casts = row.constant(output) if row else None, column.constant(output) if column else None
+    tile_rows, tile_columns, warps = tile_of_blocks(*casts, matrix.kind, matrix.fills)
     constants = (
-        row.constant(output) if row else None,
-        column.constant(output) if column else None,
-        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
+        *casts, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
+        matrix.index64, compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
     scalars = (
@@ -68,6 +68,7 @@ def quantize_blocks(
     row_stream: int = 0, column_stream: int = 0, batch: int = 0,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """Codes and scales of both operands of a matrix in one pass."""
+    row, column = paired(row, column)
     rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
     row_codes = row_scale = column_codes = column_scale = None
     if row:
@@ -143,12 +144,12 @@ def fold_launch(
     Its tensors: the matrix; codes and scales of the row operand, those of the column operand; int64[2] for the lossy
     elements of each; scratch words; the call seed. None what is not there.
     """
+    casts, even = (row.scaled_cast if row else None, column.scaled_cast if column else None), matrix.fills(128, 128)
     constants = (
-        row.scaled_cast if row else None, column.scaled_cast if column else None, tile, matrix.kind,
-        matrix.fills(128, 128), matrix.even_pairs, matrix.even_quads, matrix.index64,
+        *casts, tile, matrix.kind, even, matrix.even_pairs, matrix.even_quads, matrix.index64,
         compiled_conversions(matrix.tensor.get_device()),
     )  # fmt: skip
-    warps = TILES["fold"][2]
+    warps = TILES["fold_squares" if folds(*casts, tile, matrix.kind, even) else "fold"][2]
     key = (matrix.key, constants, warps, row_stream, column_stream)
     programs = ceil_div(matrix.rows, 128) * ceil_div(matrix.columns, 128)
     return Launch(_FOLD, key, programs, (row_stream, column_stream, *matrix.sizes), constants, warps)

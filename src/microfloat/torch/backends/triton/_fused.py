@@ -15,6 +15,7 @@ from microfloat.errors import NotSupportedError, unknown_name
 from microfloat.kernels import _convert, _produce
 from microfloat.kernels import fused as kernels
 from microfloat.kernels import scaled as scaled_kernels
+from microfloat.kernels.casts import tile_of_produced_blocks
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale
@@ -26,7 +27,7 @@ from microfloat.torch.backends.triton._launch import (
     compiled_conversions,
     scratch,
 )
-from microfloat.torch.backends.triton._plans import CastPlan, operand, plan_of
+from microfloat.torch.backends.triton._plans import CastPlan, operand, paired, plan_of
 
 __all__ = [
     "ACTIVATIONS", "Both", "Inputs", "Work", "activation_backward_quantize", "activation_backward_values",
@@ -104,7 +105,7 @@ def plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | N
             )
     if plan.family == "scaled" and row and column and row.scaled_cast != column.scaled_cast:
         raise NotSupportedError("two different per-tensor casts of one result cannot be fused; cast them apart.")
-    return row, column, plan
+    return *paired(row, column), plan
 
 
 def source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
@@ -164,8 +165,13 @@ def _quantize(
     row, column, plan = plans(row_cast, column_cast)
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
-    name = "fused_blocks" if plan.family == "blocks" else "fused_gradients" if work.two else "fused_scaled"
-    tile_rows, tile_columns, warps = TILES[name]
+    if plan.family == "blocks":
+        casts = row.constant(0) if row else None, column.constant(0) if column else None
+        kind = work.inputs.kind if work.inputs.kind == work.inputs.produced_kind else 0
+        tile_rows, tile_columns, warps = tile_of_produced_blocks(*casts, kind, matrix.fills, two=work.two)
+    else:
+        casts = row.scaled_cast if row else None, column.scaled_cast if column else None
+        tile_rows, tile_columns, warps = TILES["fused_gradients" if work.two else "fused_scaled"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
     shape = layout(work.inputs, tile_rows, tile_columns)
     count = 2 if work.two else 1
@@ -178,8 +184,7 @@ def _quantize(
         for i in range(2):
             outputs += [*codes[i], scales[i], sources[i][1], record[i]] if i < count else [None] * 5
         constants = (
-            row.scaled_cast if row else None, column.scaled_cast if column else None, sources[0][0],
-            record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
+            *casts, sources[0][0], record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
         )  # fmt: skip
         meeting = scratch(device) if record[0] is not None else None
         tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
@@ -195,10 +200,7 @@ def _quantize(
         outputs = []
         for i in range(2):
             outputs += [codes[i][0], both_scales[i][0], codes[i][1], both_scales[i][1]] if i < count else [None] * 4
-        constants = (
-            row.constant(0) if row else None, column.constant(0) if column else None, work.producer, work.function,
-            *shape, tile_rows, tile_columns,
-        )  # fmt: skip
+        constants = (*casts, work.producer, work.function, *shape, tile_rows, tile_columns)
         tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
     key = (matrix.key, constants, warps, row_stream, column_stream)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)

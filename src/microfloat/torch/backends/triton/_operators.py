@@ -17,7 +17,7 @@ from microfloat.torch.backends.triton._blocks import empty_scale
 from microfloat.torch.backends.triton._fused import Both
 from microfloat.torch.backends.triton._launch import ceil_div
 from microfloat.torch.backends.triton._norms import Normed
-from microfloat.torch.backends.triton._plans import plan_of
+from microfloat.torch.backends.triton._plans import paired, plan_of
 
 __all__ = ["activation_backward_quantize", "activation_quantize", "norm_quantize"]
 
@@ -64,10 +64,9 @@ def _unflatten(
 def _like(x: torch.Tensor, row_token: str, column_token: str) -> list[torch.Tensor]:
     """Tensors as `_flatten` gives them for a matrix like x, without values."""
     parts = []
-    for token, rows, length in ((row_token, *x.shape), (column_token, *x.shape[::-1])):
-        cast = _cast(token)
-        if cast is not None:
-            plan = plan_of(cast)
+    plans = paired(*(plan_of(cast) if cast else None for cast in (_cast(row_token), _cast(column_token))))
+    for plan, (rows, length) in zip(plans, (x.shape, x.shape[::-1]), strict=True):
+        if plan is not None:
             parts.append(x.new_empty((rows, ceil_div(length, plan.codes_per_byte)), dtype=plan.codes_dtype))
             per_tensor = plan.block == (None, None)
             parts.append(

@@ -1,0 +1,292 @@
+"""MX casts of whole tiles into both operands from one reading of the input, in the registers of the threads that read.
+
+A lane holds a *square*: 8 rows of 8 neighbouring elements, four words of two to a row. 8 lanes lie side by side and 4
+below each other, so that a warp covers blocks along rows and along columns, 32 x 64 elements. Both amaxes come from the
+same registers, and codes of four rows are packed to one int32 where they are; only these pass through shared memory,
+once, so that whole lines of the column operand are written.
+
+Magnitudes, amaxes and factors travel two to a word, as the bits of bfloat16: of two neighbouring columns, or of two
+neighbouring rows. `takes` says which casts this serves; `blocks` and `fold` serve the others.
+
+Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 32 x BN / 64 warps of a program, 4 words of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    WORDS_BF16,
+    encode_pair,
+    encode_quad,
+    high_half,
+    low_half,
+    max_bf16x2_nan,
+    packed_abs,
+)
+from microfloat.kernels._packed import fma_bf16x2, packed_pairs, packed_quads, scale_word
+from microfloat.kernels._produce import produce_pair
+from microfloat.kernels._scales import E8M0
+from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, scale_offset
+
+
+@triton.constexpr_function
+def takes(row, column, kind, even):
+    """Whether a pass of `blocks` over bfloat16 words in whole tiles (`even`) is one of squares.
+
+    `row`, `column`: its casts. MX blocks of 32 along either axis, rounded to the nearest code, one byte to a code.
+    """
+    if row is None or column is None or kind != WORDS_BF16 or not even:
+        return False
+    return all(
+        cast[2] == E8M0 and cast[4] == 32 and not cast[5] and cast[6] == 0 and not cast[8] and cast[0] + cast[1] != 2
+        for cast in (row, column)
+    )
+
+
+# -------------------------------------------------------------------------------------------------- words of two bf16
+
+
+@triton.jit
+def max_halves(a, b):
+    """Halfwise maximum of two words of magnitudes, as integers: NaN is the largest."""
+    return (tl.maximum(a >> 16, b >> 16) << 16) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
+@triton.jit
+def larger(a, b, HW: tl.constexpr):
+    """Halfwise maximum of two words of magnitudes, NaN wins."""
+    if HW:
+        return max_bf16x2_nan(a, b)
+    else:
+        return max_halves(a, b)
+
+
+@triton.jit
+def largest(words, AXIS: tl.constexpr, HW: tl.constexpr):
+    """Halfwise maximum of words of magnitudes along an axis, NaN wins."""
+    if HW:
+        return tl.reduce(words, AXIS, max_bf16x2_nan)
+    else:
+        return tl.reduce(words, AXIS, max_halves)
+
+
+@triton.jit
+def magnitudes(word, HW: tl.constexpr):
+    """|.| of both halves."""
+    if HW:
+        return packed_abs(word, WORDS_BF16)
+    else:
+        return word & 0x7FFF7FFF
+
+
+@triton.jit
+def both_low(a, b, HW: tl.constexpr):
+    """The first halves of two words."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (a & 0xFFFF) | (b << 16)
+
+
+@triton.jit
+def both_high(a, b, HW: tl.constexpr):
+    """The second halves of two words."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
+def block_factors(amax, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, HW: tl.constexpr):
+    """Halfwise ``2^(127 - byte)`` of E8M0 scales as bfloat16, by the rule of `_scales.e8m0_scale`; NaN (0x7FFF) for a
+    NaN or Inf in the block.
+    """
+    EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
+    # The largest amax whose byte is 0, plus what carries into the exponent where the mantissa reaches the threshold.
+    LEAST: tl.constexpr = ((EMAX << 7) - (0x80 - ((THRESHOLD + 0xFFFF) >> 16))) * 65537
+    amax = larger(amax, LEAST, HW)
+    factors = 0x7F007F00 - ((amax - LEAST) & 0x7F807F80)
+    if HW:
+        return fma_bf16x2(amax, 0, factors)  # Inf and NaN times zero
+    else:
+        low = tl.where((amax & 0xFFFF) >= 0x7F80, 0x7FFF, factors & 0xFFFF)
+        high = tl.where((amax >> 16) >= 0x7F80, 0x7FFF, factors >> 16)
+        return low | (high << 16)
+
+
+@triton.jit
+def stored_bytes(factors):
+    """The bytes of scales in bits 0..7 and 16..23, from their factors: 255 for NaN."""
+    return ((-8388737 - factors) >> 7) & 0x00FF00FF  # halfwise (0xFF7F - factor) >> 7, that is 254 - exponent
+
+
+# -------------------------------------------------------------------------------------------------------- the squares
+
+
+@triton.jit
+def load_squares(
+    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """A tile as `cast_squares` takes it: (first local row and word of every lane, eight tensors [8, 4, N, 4])."""
+    WC: tl.constexpr = BN // 64
+    n = tl.arange(0, (BM // 32) * WC)[None, None, :, None]
+    r = (n // WC) * 32 + tl.arange(0, 4)[None, :, None, None] * 8
+    w = (n % WC) * 32 + tl.arange(0, 8)[:, None, None, None] * 4
+    at = w + tl.arange(0, 4)[None, None, None, :]
+    words = ()
+    for p in tl.static_range(8):
+        raw, _low, _high = produce_pair(source, r + p, at, rows, cols, PRODUCER, F, WORDS_BF16, True, 0, HW)
+        words = words + (raw,)
+    return r, w, words
+
+
+@triton.jit
+def square_factors(
+    words, ROW_BIAS: tl.constexpr, ROW_THRESHOLD: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    COLUMN_THRESHOLD: tl.constexpr, HW: tl.constexpr,
+):  # fmt: skip
+    """Factors of blocks: of columns [8, N, 4], and four tensors [2, 4, N] for pairs of rows."""
+    N: tl.constexpr = words[0].shape[2]
+    top = magnitudes(words[0], HW)
+    rows = ()
+    for j in tl.static_range(4):
+        a, b = magnitudes(words[2 * j], HW), magnitudes(words[2 * j + 1], HW)
+        top = larger(top, larger(a, b, HW), HW)
+        a, b = largest(a, 3, HW), largest(b, 3, HW)
+        pair = tl.reshape(larger(both_low(a, b, HW), both_high(a, b, HW), HW), [2, 4, 4, N])
+        rows = rows + (block_factors(largest(pair, 1, HW), ROW_BIAS, ROW_THRESHOLD, HW),)
+    return block_factors(largest(top, 1, HW), COLUMN_BIAS, COLUMN_THRESHOLD, HW), rows
+
+
+@triton.jit
+def row_factors(pair, SECOND: tl.constexpr, HW: tl.constexpr):
+    """[2, 4, N] factors of two rows -> [8, 4, N, 1] words with that of one of them in both halves."""
+    one = both_high(pair, pair, HW) if SECOND else both_low(pair, pair, HW)
+    N: tl.constexpr = pair.shape[2]
+    return tl.reshape(tl.broadcast_to(one[:, None], [2, 4, 4, N]), [8, 4, N])[:, :, :, None]
+
+
+@triton.jit
+def row_codes(word, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
+    """Codes of words of a row, as int16 pairs."""
+    if HW:
+        return packed_pairs(scale_word(word, factors), MB, BIAS)
+    else:
+        low, high = low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
+        first, second = low_half(factors, WORDS_BF16), high_half(factors, WORDS_BF16)
+        return encode_pair(low * first, high * second, 0, MB, BIAS, False, HW)
+
+
+@triton.jit
+def column_codes(a, b, c, d, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
+    """Codes of words of four rows, as int32 quads of the first and of the second column."""
+    if HW:
+        return packed_quads(
+            scale_word(a, factors), scale_word(b, factors), scale_word(c, factors), scale_word(d, factors), MB, BIAS
+        )
+    else:
+        first, second = low_half(factors, WORDS_BF16), high_half(factors, WORDS_BF16)
+        low = encode_quad(
+            low_half(a, WORDS_BF16) * first, low_half(b, WORDS_BF16) * first, low_half(c, WORDS_BF16) * first,
+            low_half(d, WORDS_BF16) * first, 0, MB, BIAS, False, HW,
+        )  # fmt: skip
+        high = encode_quad(
+            high_half(a, WORDS_BF16) * second, high_half(b, WORDS_BF16) * second, high_half(c, WORDS_BF16) * second,
+            high_half(d, WORDS_BF16) * second, 0, MB, BIAS, False, HW,
+        )  # fmt: skip
+        return low, high
+
+
+@triton.jit
+def store_row(codes, out_tile, r, w, C):
+    """Store [8, 4, N, 4] pairs of codes of a row of every square: 8 bytes of a lane."""
+    at = out_tile.to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w + tl.arange(0, 4)[None, None, None, :])
+    tl.store(tl.multiple_of(at, [8, 8, 8, 8]), codes)
+
+
+@triton.jit
+def store_columns(low, high, out_tile, R, BM: tl.constexpr, BN: tl.constexpr):
+    """Store two quads [8, 4, N, 4] of the first and of the second column of every word."""
+    quads = tl.join(tl.join(low[0], high[0]), tl.join(low[1], high[1]))  # column of a word, quad
+    quads = tl.reshape(quads, [8, 4, BM // 32, BN // 64, 4, 2, 2])
+    quads = tl.reshape(tl.permute(quads, [3, 0, 4, 5, 2, 1, 6]), [BN, BM // 4])
+    at = out_tile.to(tl.pointer_type(tl.int32))
+    at = at + (tl.arange(0, BN)[:, None] * (R // 4) + tl.arange(0, BM // 4)[None, :])
+    tl.store(tl.multiple_of(at, [16, 16]), quads)
+
+
+@triton.jit
+def bytes_together(stored):
+    """Bytes 0 and 2 of a word, as int16."""
+    return (stored | (stored >> 8)).to(tl.int16)
+
+
+@triton.jit
+def store_row_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Store the scales of pairs of rows: each of the four lanes of a block stores those of one pair."""
+    WC: tl.constexpr = BN // 64
+    i = tl.arange(0, 4)[None, :, None, None]
+    pair = factors[0][:, None]
+    for j in tl.static_range(1, 4):
+        pair = tl.where(i == j, factors[j][:, None], pair)
+    stored = stored_bytes(pair)  # [2, 4, 4, N]
+    if LAYOUT == SCALE_COLUMN_MAJOR:
+        n = tl.arange(0, (BM // 32) * WC)[None, None, None, :]
+        k = col0 // 32 + (n % WC) * 2 + tl.arange(0, 2)[:, None, None, None]
+        r = row0 + (n // WC) * 32 + tl.arange(0, 4)[None, None, :, None] * 8 + i * 2
+        at = scale_ptr + scale_offset(r, k, R, C // 32, LAYOUT)
+        tl.store(at.to(tl.pointer_type(tl.int16)), bytes_together(stored))
+    else:
+        stored = tl.reshape(tl.join(stored, stored >> 16), [2, 4, 4, BM // 32, WC, 2])
+        stored = tl.reshape(tl.permute(stored, [3, 2, 1, 5, 4, 0]), [BM, BN // 32])
+        r = row0 + tl.arange(0, BM)[:, None]
+        k = col0 // 32 + tl.arange(0, BN // 32)[None, :]
+        tl.store(scale_ptr + scale_offset(r, k, R, C // 32, LAYOUT), stored.to(tl.uint8))
+
+
+@triton.jit
+def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Store the scales of [8, N, 4] words of two columns: each of the four lanes that have them stores one word's."""
+    WC: tl.constexpr = BN // 64
+    g = tl.arange(0, 4)[None, :, None, None]
+    w = tl.arange(0, 4)[None, None, None, :]
+    stored = tl.sum(tl.where(w == g, stored_bytes(factors)[:, None, :, :], 0), 3)  # [8, 4, N]
+    if LAYOUT == SCALE_COLUMN_MAJOR:
+        n = tl.arange(0, (BM // 32) * WC)[None, None, :]
+        c = (n % WC) * 64 + tl.arange(0, 8)[:, None, None] * 8 + tl.arange(0, 4)[None, :, None] * 2
+        at = scale_ptr + scale_offset(col0 + c, row0 // 32 + n // WC, C, R // 32, LAYOUT)
+        tl.store(at.to(tl.pointer_type(tl.int16)), bytes_together(stored))
+    else:
+        stored = tl.reshape(tl.join(stored, stored >> 16), [8, 4, BM // 32, WC, 2])
+        stored = tl.reshape(tl.permute(stored, [3, 0, 1, 4, 2]), [BN, BM // 32])
+        c = col0 + tl.arange(0, BN)[:, None]
+        k = row0 // 32 + tl.arange(0, BM // 32)[None, :]
+        tl.store(scale_ptr + scale_offset(c, k, C, R // 32, LAYOUT), stored.to(tl.uint8))
+
+
+@triton.jit
+def cast_squares(
+    tile, row_tile, row_scale, column_tile, column_scale, row0, col0, R, C,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Both operands of a tile (`load_squares`)."""
+    r, w, words = tile
+    columns, rows = square_factors(words, ROW[1], ROW[3], COLUMN[1], COLUMN[3], HW)
+    factors = columns[:, None, :, :]
+    low, high = (), ()
+    for q in tl.static_range(2):
+        a, b = column_codes(
+            words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3], factors, COLUMN[0], COLUMN[1], HW
+        )
+        low, high = low + (a,), high + (b,)
+    store_columns(low, high, column_tile, R, BM, BN)
+    for p in tl.static_range(8):
+        codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HW), ROW[0], ROW[1], HW)
+        store_row(codes, row_tile, r + p, w, C)
+    store_row_scales(rows, row_scale, row0, col0, R, C, ROW[7], BM, BN)
+    store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN[7], BM, BN)
