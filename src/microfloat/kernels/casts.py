@@ -42,7 +42,7 @@ TILES = {
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
     "fold_squares": (128, 128, Warps(8, 80)),
-    "nvfp4": (64, 128, Warps(4, 128)),
+    "nvfp4": (64, 64, Warps(4, 80)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
@@ -59,9 +59,10 @@ TILES = {
     "norm_blocks_long": (128, 128, Warps(8, 128)),  # blocks of 128
     "norm_values": (32, 256, Warps(8)),
 }
-# How many tiles a program of `kernels.nvfp4` casts: what it computes once for all of them is two of 31 instructions an
-# element.
+# How many tiles a program of `kernels.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
+# it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
+_ENOUGH_PROGRAMS = 1024
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -147,13 +148,15 @@ def tile_of_produced_blocks(
     return TILES["fused_blocks"]
 
 
-def tile_of_nvfp4(column: KernelCast | None, *, values: bool) -> tuple[int, int, Warps, int]:
+def tile_of_nvfp4(column: KernelCast | None, shape: tuple[int, int], *, values: bool) -> tuple[int, int, Warps, int]:
     """The tile of a pass of `kernels.nvfp4` over a matrix, and how many of them one program casts, one below the other;
     `values`: dequantized values are all that it writes."""
     name = "nvfp4_tiles" if column is not None and column.block[0] == 16 else "nvfp4"
     if values or column is None:
         name = "nvfp4_values" if values else "nvfp4_rows"
-    return *TILES[name], NVFP4_STEPS[name]
+    (rows, columns, warps), steps = TILES[name], NVFP4_STEPS[name]
+    enough = ceil_div(shape[0], rows * steps) * ceil_div(shape[1], columns) >= _ENOUGH_PROGRAMS
+    return rows, columns, warps, steps if enough else 1
 
 
 @functools.lru_cache(MOST_CASTS)

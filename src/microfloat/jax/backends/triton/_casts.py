@@ -254,7 +254,9 @@ def _nvfp4(source: _Source, row: Wanted | None, column: Wanted | None, arguments
     given: dict[str, Any] = {"row_amax": amaxes[0], "column_amax": amaxes[1]}
     for side, wanted in (("row", row), ("column", column)):
         given |= _nvfp4_side(source, side, wanted)
-    height, width, warps, steps = tile_of_nvfp4(_numbers(column), values=_all_decoded(row, column))
+    height, width, warps, steps = tile_of_nvfp4(
+        _numbers(column), (source.rows, source.columns), values=_all_decoded(row, column)
+    )
     given |= _streams(row, column, arguments) | {"STEPS": steps}
     done = source.start(nvfp4_kernels.quantize_nvfp4, (height, width, warps), given, steps)
     operands = []

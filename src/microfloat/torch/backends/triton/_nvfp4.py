@@ -26,7 +26,7 @@ _QUANTIZE = Kernel(kernels.quantize_nvfp4)
 _AMAX = Kernel(amax_kernels.amax_transformed)
 _TRANSFORM = Kernel(kernels.transform)
 # As many as run at once: each reads tiles until none is left, and only then are maxima compared across lanes.
-_AMAX_PROGRAMS_PER_MULTIPROCESSOR = 4
+_AMAX_PROGRAMS_PER_MULTIPROCESSOR = 3
 _CODES, VALUES = kernels.CODES.value, kernels.VALUES.value
 
 
@@ -79,7 +79,9 @@ def nvfp4_launch(
     Its tensors: the matrix; codes (or values), block scales and tensor scale of the row operand, those of the column
     operand; the amax of each; the call seed. None what is not there.
     """
-    tile_rows, tile_columns, warps, steps = tile_of_nvfp4(column, values=output == VALUES)
+    tile_rows, tile_columns, warps, steps = tile_of_nvfp4(
+        column, (matrix.rows, matrix.columns), values=output == VALUES
+    )
     row_length = _stored(row, matrix.columns) if row else matrix.columns
     column_length = _stored(column, matrix.rows) if column else matrix.rows
     if output == _CODES:
