@@ -469,6 +469,13 @@ def traced(device):
             assert torch.equal(a.float(), b.float()), cast.format.name
 
 
+def norms_alone(device):
+    """Norms whose programs measure what they cast; long rows (tests/kernels/norm_cases.py)."""
+    from tests.kernels import norm_cases
+
+    norm_cases.check(device)
+
+
 def guard_zones(device):
     """Nothing is written beside outputs, nothing read beside inputs (tests/kernels/guarded.py)."""
     from tests.kernels import guarded
