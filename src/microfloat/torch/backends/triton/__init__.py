@@ -19,15 +19,16 @@ from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
 from microfloat.torch.backends.triton._fp6 import dequantize_packed, quantize_packed
-from microfloat.torch.backends.triton._fused import activation_backward_values, activation_values, fuses
-from microfloat.torch.backends.triton._launch import Matrix
-from microfloat.torch.backends.triton._norms import norm_values
-from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
-from microfloat.torch.backends.triton._operators import (
+from microfloat.torch.backends.triton._fused import (
     activation_backward_quantize,
+    activation_backward_values,
     activation_quantize,
-    norm_quantize,
+    activation_values,
+    fuses,
 )
+from microfloat.torch.backends.triton._launch import Matrix
+from microfloat.torch.backends.triton._norms import norm_quantize, norm_values
+from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
 from microfloat.torch.backends.triton._plans import CastPlan, plan_of
 from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
 from microfloat.torch.backends.triton._swizzle import swizzle_scales
