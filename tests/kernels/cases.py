@@ -17,13 +17,11 @@ from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32
 from microfloat.kernels import _tiles, casts
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import fused
-from microfloat.torch import fused
 from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _launch
 from microfloat.torch.backends.triton._blocks import blocks_launch
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._plans import plan_of
-from tests.torch.planned.setting import native_on
 from tests.torch.planned.setting import native_on
 
 SEED = 0x89ABCDEF01234567
