@@ -81,7 +81,7 @@ def _launchers(capability):
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
         if hasattr(module, "shared_words"):
-            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int32)
+            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int64)
     return _launch
 
 

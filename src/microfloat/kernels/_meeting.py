@@ -138,50 +138,47 @@ def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
 
 
 @triton.jit
-def announce(word_ptr, value):
-    """Store a float32 where others `expect` it: its bits + 1, since 0 says that nothing is there yet."""
-    bits = bits_of(value)
-    tl.atomic_xchg(word_ptr, tl.where(bits == -1, 0x7FC00000, bits) + 1, sem="relaxed")
+def announce(word_ptr, value, tag, mask):
+    """Store float32s where others `look` for them, in int64 words whose upper halves are the tag of the launch."""
+    word = (bits_of(value).to(tl.int64) & 0xFFFFFFFF) | (tl.cast(tag, tl.int64) << 32)
+    tl.atomic_xchg(word_ptr, word, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def expect(word_ptr, HW: tl.constexpr):
-    """Wait until others have announced all these words; behind a barrier, the whole program may then `recall` them.
-
-    Whoever waits here must wait for programs with smaller numbers alone: the GPU starts those first, so that they are
-    running or have ended.
+def expect(word_ptr, tag, HW: tl.constexpr):
+    """How many of these words have not been announced. Compiled, wait for them, for a few milliseconds at most; the
+    whole program may `recall` them behind a barrier.
     """
     if HW:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.eq.b32 p, $0, 0; @p bra AGAIN; }",
-            "=&r,l", [word_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        seen = tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 n; mov.b32 n, 4096; AGAIN: ld.relaxed.gpu.global.b32 $0, [$1 + 4]; "
+            "sub.u32 n, n, 1; setp.ne.b32 p, $0, $2; setp.ne.and.u32 p, n, 0, p; @p bra AGAIN; }",
+            "=&r,l,r", [word_ptr.to(tl.int64), tag], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        while tl.min(tl.abs(tl.load(word_ptr, volatile=True)), 0) == 0:
-            pass
+        seen = (tl.load(word_ptr, volatile=True) >> 32).to(tl.int32)
+    return tl.sum((seen != tag).to(tl.int32), 0)
 
 
 @triton.jit
 def recall(word_ptr):
     """The float32s of announced words."""
-    return float_of(tl.load(word_ptr) - 1)
+    return float_of(tl.load(word_ptr, cache_modifier=".cg").to(tl.int32))
 
 
 @triton.jit
-def forget(departed, members, count_ptr, word_ptr, WORDS: tl.constexpr, HW: tl.constexpr):
-    """The last of `members` programs that read some words clears them, and the count of departures, for the next
-    launch.
+def retire(arrived, programs, launch_ptr, tag, HW: tl.constexpr):
+    """The last of `programs` programs to wait for words makes their tag old.
+
+    `launch_ptr`: int32 [2], arrivals and the tag of the last launch. Words of older launches stay, and mean nothing.
     """
     if HW:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 i; .reg .b64 a; setp.ne.s32 p, $1, $2; @p bra DONE; st.global.b32 [$3], 0; "
-            "mov.b32 i, 0; mov.b64 a, $4; AGAIN: st.global.v4.b32 [a], {i, i, i, i}; add.s64 a, a, 16; "
-            "setp.lt.u64 p, a, $5; @p bra AGAIN; DONE: mov.b32 $0, 0; }",
-            "=r,r,r,l,l,l",
-            [departed, members - 1, count_ptr.to(tl.int64), word_ptr.to(tl.int64), (word_ptr + WORDS).to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
+            "{ .reg .pred p; setp.eq.s32 p, $1, $2; @p st.relaxed.gpu.global.b32 [$3], 0; "
+            "@p st.relaxed.gpu.global.b32 [$3 + 4], $4; mov.b32 $0, 0; }",
+            "=r,r,r,l,r", [arrived, programs - 1, launch_ptr.to(tl.int64), tag], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        if departed == members - 1:
-            tl.store(word_ptr + tl.arange(0, WORDS), tl.zeros([WORDS], tl.int32))
-            tl.store(count_ptr, 0)
+        if arrived == programs - 1:
+            tl.store(launch_ptr, 0)
+            tl.store(launch_ptr + 1, tag)

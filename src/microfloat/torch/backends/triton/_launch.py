@@ -238,18 +238,18 @@ _LEAST_SHARED = 1 << 16
 
 
 def shared_words(device: int, count: int) -> torch.Tensor:
-    """At least `count` words of int32, zero, through which programs of one launch tell each other results; as `scratch`
-    otherwise.
+    """At least `count` words of int64, zero at first, through which programs of one launch tell each other results and
+    which carry the number of the launch; as `scratch` otherwise.
     """
     if device < 0:
-        return torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, dtype=torch.int64)
     if torch._C._cuda_isCurrentStreamCapturing():  # a graph's own, cleared inside the graph
-        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")
+        return torch.zeros(count, dtype=torch.int64, device=f"cuda:{device}")
     place = (device, torch._C._cuda_getCurrentRawStream(device))
     words = _SHARED.get(place)
     if words is None or words.numel() < count:
         size = max(_LEAST_SHARED, 1 << (count - 1).bit_length())
-        words = _SHARED[place] = torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
+        words = _SHARED[place] = torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
     return words
 
 

@@ -17,10 +17,10 @@ __all__ = ["Normed", "norm_quantize", "norm_values"]
 
 _SCALED, _BLOCKS, _VALUES = Kernel(kernels.norm_scaled), Kernel(kernels.norm_blocks), Kernel(kernels.norm_values)
 
-# Norms: elements that a program measures at once, and of how many columns at most; how many programs measuring is ahead
-# of casting: enough that no cast waits, few enough that what they read is still in the L2 cache.
-_MEASURED, _LEAST_COLUMNS = (16384, 8192), 256
-_AHEAD = 512
+# Norms: of how many columns of a row at most are measured at once, and how many programs measuring is ahead of casting:
+# as many as run at once, so that no cast waits, and few enough that what they read is still in the L2 cache.
+_LEAST_COLUMNS, _MOST_COLUMNS = 256, 16384
+_AHEAD = 480
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +58,7 @@ class _NormGrid:
     """How the programs of a norm are laid out."""
 
     programs: int
+    lead: int
     ahead: int
     meeting: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     constants: tuple
@@ -68,16 +69,16 @@ class _NormGrid:
         """That of a matrix under the tile `name` of TILES."""
         tile_rows, tile_columns, warps = TILES[name]
         device = matrix.tensor.get_device()
-        columns = max(_LEAST_COLUMNS, min(_MEASURED[1], 1 << (matrix.columns - 1).bit_length()))
-        rows = min(tile_rows, _MEASURED[0] // columns)
-        groups, parts = ceil_div(matrix.rows, tile_rows), tile_rows // rows
+        columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))
+        rows = max(1, min(tile_rows, tile_rows * tile_columns // columns))
+        groups, units = ceil_div(matrix.rows, tile_rows), tile_rows // rows
         members = ceil_div(matrix.columns, tile_columns)
-        ahead = min(groups, ceil_div(_AHEAD, parts + members))
-        counts = ceil_div(groups, 32) * 32
-        words = shared_words(device, counts + groups * tile_rows * 2)
-        meeting = (scratch(device), words, words[counts:])
-        constants = (matrix.fills(rows, columns), rows, columns, tile_rows, tile_columns)
-        return _NormGrid(groups * (parts + members), ahead, meeting, constants, warps)
+        ahead = min(groups, ceil_div(_AHEAD, members))
+        words = shared_words(device, 16 + groups * tile_rows * 2)
+        meeting = (scratch(device), words.view(torch.int32), words[16:])
+        constants = (matrix.columns % columns == 0, rows, columns, tile_rows, tile_columns)
+        lead = ahead * units
+        return _NormGrid(lead + groups * members, lead, ahead, meeting, constants, warps)
 
 
 def norm_quantize(
@@ -91,7 +92,8 @@ def norm_quantize(
     work, mean, inverse = _norm_work(x_MK, weight_K, bias_K, kind)
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
-    name = "norm_scaled" if plan.family == "scaled" else "norm_blocks"
+    is_long = max(cast.block[1] or 0 for cast in (row, column) if cast) > 64
+    name = "norm_scaled" if plan.family == "scaled" else "norm_blocks_long" if is_long else "norm_blocks"
     grid = _NormGrid.of(matrix, name)
     codes = codes_of(row, column, matrix)
     shape = layout(work.inputs, *TILES[name][:2])
@@ -116,7 +118,7 @@ def norm_quantize(
         tensors = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], *grid.meeting[1:], seed)
         kernel = _BLOCKS
     key = (matrix.key, constants, grid.warps, row_stream, column_stream, weight_K.dtype)
-    scalars = (row_stream, column_stream, eps, grid.ahead, *matrix.sizes)
+    scalars = (row_stream, column_stream, eps, grid.lead, grid.ahead, *matrix.sizes)
     kernel(key, grid.programs, device, tensors, scalars, constants, grid.warps)
     first, second = operands(row, column, matrix, codes, scales)
     return Normed(first, second, mean, inverse)
@@ -136,5 +138,5 @@ def norm_values(
     constants = (work.producer, loads, produced, even, pairs, index64, hardware, *grid.constants)
     tensors = (x, *work.parameters, values, amax, *grid.meeting)
     key = (matrix.key, constants, grid.warps, weight_K.dtype)
-    _VALUES(key, grid.programs, device, tensors, (eps, grid.ahead, *matrix.sizes), constants, grid.warps)
+    _VALUES(key, grid.programs, device, tensors, (eps, grid.lead, grid.ahead, *matrix.sizes), constants, grid.warps)
     return values, amax, mean, inverse
