@@ -32,7 +32,7 @@ from microfloat.kernels._convert import (
     quantized_pair,
 )
 from microfloat.kernels._packed import factor_word, packed_pairs, packed_quads, scale_word
-from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
+from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
 from microfloat.kernels._random import column_quads, lane_pairs, load_seed
 from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels._squares import cast_squares, load_squares, takes
@@ -148,14 +148,6 @@ def load_rows(
 
 
 @triton.jit
-def normalize_rows(tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
-    """The norm of `load_rows`, by (shift, scale) of its rows; `weights`: its `parameters`."""
-    r, w, raw, low, high = tile
-    raw, low, high = normalized((raw, low, high), statistics, weights, r < rows, OUT, PRODUCER, HW)
-    return r, w, raw, low, high
-
-
-@triton.jit
 def load_row_gradients(
     source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -237,19 +229,6 @@ def load_columns(
     phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     return r, w, phase0, phase1, phase2, phase3
-
-
-@triton.jit
-def normalize_columns(tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
-    """The norm of `load_columns`, by (shift, scale) of each of its phases; `weights`: its `parameters`."""
-    r, w, phase0, phase1, phase2, phase3 = tile
-    statistics0, statistics1, statistics2, statistics3 = statistics
-    return (
-        r, w, normalized(phase0, statistics0, weights, r < rows, OUT, PRODUCER, HW),
-        normalized(phase1, statistics1, weights, r + 1 < rows, OUT, PRODUCER, HW),
-        normalized(phase2, statistics2, weights, r + 2 < rows, OUT, PRODUCER, HW),
-        normalized(phase3, statistics3, weights, r + 3 < rows, OUT, PRODUCER, HW),
-    )  # fmt: skip
 
 
 @triton.jit
