@@ -20,7 +20,7 @@ _SCALED, _BLOCKS, _VALUES = Kernel(kernels.norm_scaled), Kernel(kernels.norm_blo
 # Norms: of how many columns of a row at most are measured at once, and how many programs measuring is ahead of casting:
 # as many as run at once, so that no cast waits, and few enough that what they read is still in the L2 cache.
 _LEAST_COLUMNS, _MOST_COLUMNS = 256, 16384
-_AHEAD = 480
+_AHEAD = 360
 
 
 @dataclass(frozen=True, slots=True, eq=False)
