@@ -162,6 +162,29 @@ def read_all(shape, stream):
     return len(seen), complaints
 
 
+def compile_norms_of_one_column():
+    """How many kernels of norms of one column compile: Triton 3.6 fails where it takes that one for a constant."""
+    import torch
+
+    _launch = _launchers(HOPPER)
+    compiled = []
+
+    def compile_only(self, key, programs, device, tensors, scalars, constants, warps):
+        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        compiled.append(self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True))
+
+    _launch.Kernel.__call__ = compile_only
+    from microfloat.torch.backends import triton
+
+    x, weight, casts = torch.zeros(5, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), _casts()
+    known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
+    triton.norm_quantize(x, weight, weight, casts["delayed"], casts["delayed"], eps=1e-5, kind="layer", **known)
+    triton.norm_quantize(x, weight, None, casts["mxfp8"], casts["mxfp8"], eps=1e-5)
+    triton.norm_values(x, weight, None, eps=1e-5)
+    return len(compiled)
+
+
 def _every_launch(x, stream):
     """Named launches: every Cast that has a kernel, and every producer, decoder and folded form."""
     import functools

@@ -36,6 +36,12 @@ def _read(shape, stream):
     return read_all(shape, stream)
 
 
+def _norms_of_one_column():
+    from tests.kernels.compiling import compile_norms_of_one_column
+
+    return compile_norms_of_one_column()
+
+
 def compiled(capability):
     """`compile_all` of every workload, in a process whose Triton has a target but no device."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -80,6 +86,13 @@ def test_kernels_read_sizes_of_one_and_wide_streams():
         kernels, complaints = pool.submit(_read, (1, 1), 2**32 - 1).result()
     assert complaints == []
     assert kernels > 150
+
+
+@pytest.mark.xdist_group("triton-interpreter")
+def test_norms_of_one_column_compile():
+    pytest.importorskip("triton", reason="triton is not installed")
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(_norms_of_one_column).result() == 3
 
 
 def test_misread_registers_are_seen():

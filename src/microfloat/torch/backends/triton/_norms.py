@@ -15,7 +15,10 @@ from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, Warp
 
 __all__ = ["Normed", "norm_quantize", "norm_values"]
 
-_SCALED, _BLOCKS, _VALUES = Kernel(kernels.norm_scaled), Kernel(kernels.norm_blocks), Kernel(kernels.norm_values)
+# For any number of columns but one, and for one.
+_SCALED = Kernel(kernels.norm_scaled), Kernel(kernels.norm_scaled_of_one)
+_BLOCKS = Kernel(kernels.norm_blocks), Kernel(kernels.norm_blocks_of_one)
+_VALUES = Kernel(kernels.norm_values), Kernel(kernels.norm_values_of_one)
 
 # Norms: of how many columns of a row at most are measured at once, and how many programs measuring is ahead of casting:
 # as many as run at once, so that no cast waits, and few enough that what they read is still in the L2 cache.
@@ -119,7 +122,7 @@ def norm_quantize(
         kernel = _BLOCKS
     key = (matrix.key, constants, grid.warps, row_stream, column_stream, weight_K.dtype)
     scalars = (row_stream, column_stream, eps, grid.lead, grid.ahead, *matrix.sizes)
-    kernel(key, grid.programs, device, tensors, scalars, constants, grid.warps)
+    kernel[matrix.columns == 1](key, grid.programs, device, tensors, scalars, constants, grid.warps)
     first, second = operands(row, column, matrix, codes, scales)
     return Normed(first, second, mean, inverse)
 
@@ -138,5 +141,6 @@ def norm_values(
     constants = (work.producer, loads, produced, even, pairs, index64, hardware, *grid.constants)
     tensors = (x, *work.parameters, values, amax, *grid.meeting)
     key = (matrix.key, constants, grid.warps, weight_K.dtype)
-    _VALUES(key, grid.programs, device, tensors, (eps, grid.lead, grid.ahead, *matrix.sizes), constants, grid.warps)
+    kernel, scalars = _VALUES[matrix.columns == 1], (eps, grid.lead, grid.ahead, *matrix.sizes)
+    kernel(key, grid.programs, device, tensors, scalars, constants, grid.warps)
     return values, amax, mean, inverse
