@@ -20,7 +20,6 @@ from marked_block import ROOT, command, table
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = RESULTS / "demo.json"
 CPU_QUANTIZE = RESULTS / "cpu_quantize.json"
-GPU_PROFILE = RESULTS / "gpu_profile.json"
 
 
 def demo_table(path: Path = DEMO) -> str:
@@ -65,26 +64,6 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
 
-def gpu_profile_table(path: Path = GPU_PROFILE) -> str:
-    """GPU time of one step by kind of kernel: the three GEMMs, casts, amaxes, the rest."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
-    for name, kernels in data["kernels"].items():
-        gemms = [entry["us"] for entry in kernels if entry["kernel"].startswith("nvjet")]
-        amaxes = [entry["us"] for entry in kernels if entry["kernel"].startswith("amax")]
-        casts = [entry["us"] for entry in kernels if entry["kernel"].startswith(("cast_", "quantize_", "fold_"))]
-        total = sum(entry["us"] for entry in kernels)
-        rest = total - sum(gemms) - sum(amaxes) - sum(casts)
-        shown = [" + ".join(f"{us / 1e3:.2f}" for us in part) for part in (gemms, casts, amaxes)]
-        rows.append([f"`{name}`", *shown, f"{rest / 1e3:.2f}", f"{total / 1e3:.2f}"])
-    header = ["recipe", "fprop + dgrad + wgrad, ms", "casts", "amaxes", "rest", "sum"]
-    return f"{table(header, rows, right=range(1, len(header)))}\n\n{_gpu_provenance(data)}"
-
-
-def _gpu_provenance(data: dict[str, Any]) -> str:
-    return f"`{data['command']}` on {data['machine']}, {data['date']}; torch {data['torch']}, Python {data['python']}."
-
-
 def provenance(data: dict[str, Any]) -> str:
     """Command, machine, date and versions of a result."""
     machine, versions = data["machine"], data["versions"]
@@ -115,8 +94,6 @@ def _missing(path: Path, what: str) -> str:
 
 def gpu_table(name: str) -> str:
     """The table of a GPU result."""
-    if name == "profile" and not (RESULTS / "profile.json").exists():
-        return gpu_profile_table()  # a first run, whose file has another form
     return gpu_tables.generated(name)
 
 
