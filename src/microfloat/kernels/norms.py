@@ -181,6 +181,26 @@ def tell_units(
 
 
 @triton.jit
+def tell_later(
+    unit, x_ptr, mean_ptr, inverse_ptr, launch_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, casts, later, number,
+    members, LAYER: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The end of every program: it waits for nobody any more, and tells its own units of group `later`."""
+    arrived = arrive(launch_ptr, HW)
+    tell(
+        unit, x_ptr, mean_ptr, inverse_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number, LAYER, LOADS,
+        EVEN, BM, ROWS, COLUMNS,
+    )  # fmt: skip
+    if casts:
+        tell_units(
+            x_ptr, mean_ptr, inverse_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number + members,
+            members, LAYER, LOADS, EVEN, BM, ROWS, COLUMNS,
+        )  # fmt: skip
+    retire(arrived, tl.num_programs(0), launch_ptr, tag, HW)
+
+
+@triton.jit
 def group_words(words_ptr, group, LAYER: tl.constexpr, BM: tl.constexpr):
     """The words of a group of rows: their scales, and then (LAYER) their means."""
     return words_ptr + group * (2 * BM if LAYER else BM)
@@ -267,17 +287,10 @@ def norm_scaled(
         if RECORDS:
             groups = (R + BM - 1) // BM
             publish_maximum(arrived, tl.cast(groups * members, tl.int32), record, scratch_ptr, RECORD, HW)
-    all_arrived = arrive(launch_ptr, HW)
-    tell(
-        unit, x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number, LAYER, LOADS,
-        ROWS_EVEN, BM, ROWS, COLUMNS,
+    tell_later(
+        unit, x_ptr, mean, inverse, launch_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, casts, later, number,
+        members, LAYER, LOADS, ROWS_EVEN, HW, BM, ROWS, COLUMNS,
     )  # fmt: skip
-    if casts:
-        tell_units(
-            x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number + members, members,
-            LAYER, LOADS, ROWS_EVEN, BM, ROWS, COLUMNS,
-        )  # fmt: skip
-    retire(all_arrived, tl.num_programs(0), launch_ptr, tag, HW)
 
 
 @triton.jit
@@ -359,17 +372,10 @@ def norm_blocks(
                 column_scale, seed_ptr, column_stream, 0, 0.0, R, C, row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW,
                 BM, BN,
             )  # fmt: skip
-    all_arrived = arrive(launch_ptr, HW)
-    tell(
-        unit, x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number, LAYER, LOADS,
-        ROWS_EVEN, BM, ROWS, COLUMNS,
+    tell_later(
+        unit, x_ptr, mean, inverse, launch_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, casts, later, number,
+        members, LAYER, LOADS, ROWS_EVEN, HW, BM, ROWS, COLUMNS,
     )  # fmt: skip
-    if casts:
-        tell_units(
-            x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number + members, members,
-            LAYER, LOADS, ROWS_EVEN, BM, ROWS, COLUMNS,
-        )  # fmt: skip
-    retire(all_arrived, tl.num_programs(0), launch_ptr, tag, HW)
 
 
 @triton.jit(do_not_specialize=["lead", "ahead"])
@@ -413,17 +419,10 @@ def norm_values(
         store_values(values, out, r, w, R - row0, C - col0, C, KIND, EVEN, PAIRS)
         groups = (R + BM - 1) // BM
         publish_maximum(arrived, tl.cast(groups * members, tl.int32), amax_ptr, scratch_ptr, STORE, HW)
-    all_arrived = arrive(launch_ptr, HW)
-    tell(
-        unit, x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number, LAYER, LOADS,
-        ROWS_EVEN, BM, ROWS, COLUMNS,
+    tell_later(
+        unit, x_ptr, mean, inverse, launch_ptr, words_ptr, tag, eps, R, C, stride_r, stride_c, casts, later, number,
+        members, LAYER, LOADS, ROWS_EVEN, HW, BM, ROWS, COLUMNS,
     )  # fmt: skip
-    if casts:
-        tell_units(
-            x_ptr, mean, inverse, words_ptr, tag, eps, R, C, stride_r, stride_c, later, number + members, members,
-            LAYER, LOADS, ROWS_EVEN, BM, ROWS, COLUMNS,
-        )  # fmt: skip
-    retire(all_arrived, tl.num_programs(0), launch_ptr, tag, HW)
 
 
 # The same for one column: Triton 3.6 takes such a C for the constant 1, and fails to lay out what follows from it.

@@ -21,7 +21,6 @@ __all__ = [
 
 FMAX = 3.4028234663852886e38
 INFINITY_BITS = 0x7F800000
-_MANTISSA_AND_SIGN = 0x807FFFFF - (1 << 32)  # as int32
 
 
 @dataclass(frozen=True)
