@@ -1,4 +1,4 @@
-"""NVFP4 casts of 16 x 16 tiles into both operands from one reading of the input, in the registers of those who read.
+"""NVFP4 casts of 16 x 16 tiles into both operands from one reading of the input, in the registers of those that read.
 
 A tile has one scale, the same in either operand, so the codes of the column operand are those of the row operand,
 transposed (docs/numerics.md 2.4). A lane holds half a tile: 16 rows of 8 neighbouring elements, four words of two to a
@@ -134,11 +134,12 @@ def in_lanes(x):
 def encoding(factor, value, decode, bad, HW: tl.constexpr):
     """What `magnitude_codes` needs of a tile: (largest word, factor, three units).
 
-    Hardware forms: words are clamped to about six times the scale, so that all codes stay below 7.5. In a tile with a
-    NaN nothing but the units counts, which are 7 larger there.
+    Hardware forms: magnitudes are clamped to 6 scales, rounded down to bfloat16. What is larger than that has the code
+    7, with the clamp and without, and no product reaches 7, where the rounding of `code_bits` would go wrong. In a tile
+    with a NaN only the units count, which are 7 larger there.
     """
     if HW:
-        # A factor is at most 2^128, so the largest element is normal, also where the scale is 0.
+        # A factor is below 2^128: 6 / factor is normal, also where the scale is 0.
         most = tl.minimum(bits_of(tl.maximum(value * decode * 6.0, 1.5 * 2.0**-126)), 0x7F7F0000)
         unit = tl.where(bad, 8388615.0, 8388608.0)
         units = (in_lanes(unit), in_lanes(unit + 2.0), in_lanes(unit + 4.0))
