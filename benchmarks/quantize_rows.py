@@ -211,7 +211,7 @@ def cases() -> list[Case]:
         ),
         replace(both("q.nvfp4.row", nv, 2.5625, 17.7, column=None), state=given_amax),
         both("q.nvfp4.train", nv_sr, 5.125, 58.1, column=nv_rht_sr, stochastic=True),
-        both("q.nvfp4.2d", Cast("nvfp4_2d"), 5.125, 37.1, shapes=WEIGHT),
+        both("q.nvfp4.2d", Cast("nvfp4_2d"), 5.125, 17.6, shapes=WEIGHT),
         decoded("q.nvfp4.qdq", nv_sr, nv_rht_sr, 8, 60.4, stochastic=True),
         dequantized("dq.mxfp8", mx8, 3.03125, 6.9),
         dequantized("dq.nvfp4", nv, 2.5625, 11.1),

@@ -143,6 +143,17 @@ def given_amax(device, name, options=()):
         check_operand(got, reference.quantize(x, cast, amax=amax), f"{name} amax {value}")
 
 
+def saturated(device):
+    """Tiles encoded once for both operands, of a matrix with Inf and elements far above the amax given."""
+    cast, x = Cast("nvfp4_2d"), matrix((64, 64), "bfloat16")
+    x[5, 7], x[9, 30] = float("inf"), torch.finfo(torch.bfloat16).max
+    for value in (3.0, torch.finfo(torch.float32).max):
+        amax = torch.tensor(value)
+        made = triton.quantize_both(x.to(device), cast, cast, amax=amax.to(device))
+        for got, want in zip(made, reference.quantize_both(x, cast, cast, amax=amax), strict=True):
+            check_operand(got, want, f"amax {value}")
+
+
 def delayed(device):
     """Codes under a given scale; the live amax is recorded in the same pass, a non-finite one is not."""
     cast = Cast("fp8_tensor", scaling=Delayed())

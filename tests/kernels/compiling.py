@@ -227,7 +227,7 @@ def _casts():
     return {
         "delayed": Cast("fp8_tensor", scaling=Delayed()), "tiles": Cast("fp8_128x128"), "blocks": Cast("fp8_1x128"),
         "mxfp8": Cast("mxfp8"), "mxfp4": Cast("mxfp4"), "nvfp4 sr": Cast("nvfp4", rounding="stochastic"),
-        "nvfp4 rht sr": Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()),
+        "nvfp4 2d": Cast("nvfp4_2d"), "nvfp4 rht sr": Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()),
     }  # fmt: skip
 
 
@@ -318,6 +318,7 @@ WORKLOADS = {
     "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
     "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
     "mxfp8, rows": _quantize("mxfp8", None), "mxfp4, rows": _quantize("mxfp4", None),
+    "nvfp4 tiles, both": _quantize("nvfp4 2d", "nvfp4 2d"),
     "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None,
     "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),

@@ -65,6 +65,12 @@ CASES = [
     ],
     *[case("operands", name, (33, 47), "float32", _rule("four_over_six_mse_256")) for name in ("nvfp4_2d",
     "nvfp4_row")],
+    # Whole 16 x 16 tiles, encoded once for both operands: 128 x 128 elements to a program, or 64 x 64.
+    case("operands", "nvfp4_2d", EVEN, "bfloat16", **SPECIAL),
+    case("operands", "nvfp4_2d", (64, 64), "bfloat16", spread=125),
+    *[case("operands", "nvfp4_2d", (64, 64), "bfloat16", _rule(rule), **SPECIAL) for rule in ("two_level_torchao",
+    "one_level_e4m3")],
+    case("saturated"),
     # Other forms.
     *[case("one_orientation", name) for name in ("mxfp8", "nvfp4")],
     *[case("given_amax", name) for name in ("fp8_tensor", "nvfp4", "nvfp4_2d")],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from microfloat.kernels import _nvfp4_2d
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
 from microfloat.kernels._squares import takes
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
@@ -44,6 +45,8 @@ TILES = {
     "fold_squares": (128, 128, Warps(8, 80)),
     "nvfp4": (64, 64, Warps(4, 80)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
+    "nvfp4_2d": (128, 128, Warps(4)),  # both operands, `kernels._nvfp4_2d`
+    "nvfp4_2d_small": (64, 64, Warps(1)),  # where whole tiles of the size above do not cover the matrix
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
     "nvfp4_amax": (128, 128, Warps(8)),
@@ -148,10 +151,17 @@ def tile_of_produced_blocks(
     return TILES["fused_blocks"]
 
 
-def tile_of_nvfp4(column: KernelCast | None, shape: tuple[int, int], *, values: bool) -> tuple[int, int, Warps, int]:
-    """The tile of a pass of `kernels.nvfp4` over a matrix, and how many of them one program casts, one below the other;
-    `values`: dequantized values are all that it writes."""
-    name = "nvfp4_tiles" if column is not None and column.block[0] == 16 else "nvfp4"
+def tile_of_nvfp4(
+    row: tuple | None, column: tuple | None, kind: int, shape: tuple[int, int]
+) -> tuple[int, int, Warps, int]:
+    """The tile of a pass of `kernels.nvfp4` with these constants over a matrix read as `kind`, and how many of them one
+    program casts, one below the other.
+    """
+    for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
+        if _nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
+            return *tile, 1
+    values = all(cast[7] for cast in (row, column) if cast is not None)  # are all that it writes
+    name = "nvfp4_tiles" if column is not None and column[5] else "nvfp4"
     if values or column is None:
         name = "nvfp4_values" if values else "nvfp4_rows"
     (rows, columns, warps), steps = TILES[name], NVFP4_STEPS[name]

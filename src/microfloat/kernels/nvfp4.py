@@ -1,5 +1,5 @@
 """NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
-pass.
+pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`_nvfp4_2d`).
 
 A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED)``: the
 constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x
@@ -23,6 +23,7 @@ from microfloat.kernels._block16 import (
 from microfloat.kernels._convert import WORDS_BF16
 from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
 from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_values
+from microfloat.kernels._nvfp4_2d import cast_tiles, load_halves, takes
 from microfloat.kernels._random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
 from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
@@ -351,6 +352,23 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def nvfp4_2d(
+    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, amax_ptr, R, C,
+    stride_r, stride_c, row0, col0, CAST: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Both operands of 16 x 16 tiles (`_nvfp4_2d.takes`)."""
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    halves = load_halves(x_tile, R - row0, C - col0, stride_r, stride_c, BM, BN)
+    level = load_level(amax_ptr, 0, True, CAST)
+    row_tile = row_out + row0.to(tl.int64) * (C // 2) + col0 // 2
+    column_tile = column_out + col0.to(tl.int64) * (R // 2) + row0 // 2
+    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, row0, col0, R, C, CAST, HW, BM, BN)
+    if (row0 == 0) & (col0 == 0):
+        tl.store(row_tensor_scale, level[3])
+        tl.store(column_tensor_scale, level[3])
+
+
+@triton.jit
 def nvfp4_tiles(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
     seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
@@ -393,7 +411,7 @@ def quantize_nvfp4(
     HW: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per STEPS tiles of BM x BN, one below the other. ROW and COLUMN are casts, or None; amaxes are
-    float32 in device memory.
+    float32 in device memory, the same one for equal casts.
     """
     pid = tl.program_id(0)
     if INDEX64:
@@ -403,7 +421,14 @@ def quantize_nvfp4(
     lowered = False
     if HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
-    if lowered:
+    if takes(ROW, COLUMN, KIND, EVEN, BM):
+        # Backwards: what the amax pass has read last still lies in the L2 cache.
+        tile = tl.num_programs(0) - 1 - pid
+        nvfp4_2d(
+            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, R, C,
+            stride_r, stride_c, (tile // (C // BN)) * BM, (tile % (C // BN)) * BN, ROW, HW, BM, BN,
+        )  # fmt: skip
+    elif lowered:
         nvfp4_tiles(
             x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
             column_amax, seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,

@@ -144,14 +144,6 @@ def _streams(row: Wanted | None, column: Wanted | None, arguments: Arguments) ->
     }  # fmt: skip
 
 
-def _numbers(wanted: Wanted | None) -> KernelCast | None:
-    return None if wanted is None else wanted.cast
-
-
-def _all_decoded(row: Wanted | None, column: Wanted | None) -> bool:
-    return all(wanted is None or wanted.decoded for wanted in (row, column))
-
-
 def _code_dtype(cast: KernelCast) -> Any:
     return FLOAT8.get(cast.cast.format.element.name, jnp.uint8)
 
@@ -255,7 +247,7 @@ def _nvfp4(source: _Source, row: Wanted | None, column: Wanted | None, arguments
     for side, wanted in (("row", row), ("column", column)):
         given |= _nvfp4_side(source, side, wanted)
     height, width, warps, steps = tile_of_nvfp4(
-        _numbers(column), (source.rows, source.columns), values=_all_decoded(row, column)
+        given["ROW"], given["COLUMN"], source.kind, (source.rows, source.columns)
     )
     given |= _streams(row, column, arguments) | {"STEPS": steps}
     done = source.start(nvfp4_kernels.quantize_nvfp4, (height, width, warps), given, steps)

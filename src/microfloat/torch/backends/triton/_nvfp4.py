@@ -77,21 +77,21 @@ def nvfp4_launch(
     """The launch that casts a matrix into one or both operands.
 
     Its tensors: the matrix; codes (or values), block scales and tensor scale of the row operand, those of the column
-    operand; the amax of each; the call seed. None what is not there.
+    operand; the amax of each (the same one for equal casts); the call seed. None what is not there.
     """
-    tile_rows, tile_columns, warps, steps = tile_of_nvfp4(
-        column, (matrix.rows, matrix.columns), values=output == VALUES
-    )
     row_length = _stored(row, matrix.columns) if row else matrix.columns
     column_length = _stored(column, matrix.rows) if column else matrix.rows
     if output == _CODES:
         row_aligned, column_aligned = row_length % 8 == 0, column_length % 8 == 0
     else:
         row_aligned, column_aligned = row_length % 2 == 0, matrix.columns % 2 == 0
-    constants = (
+    casts = (
         (*row.nvfp4_cast, output, row_aligned) if row else None,
         (*column.nvfp4_cast, output, column_aligned) if column else None,
-        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
+    )
+    tile_rows, tile_columns, warps, steps = tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
+    constants = (
+        *casts, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
         compiled_conversions(matrix.tensor.get_device()), steps, tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)

@@ -1,0 +1,250 @@
+"""NVFP4 casts of 16 x 16 tiles into both operands from one reading of the input, in the registers of those that read.
+
+A tile has one scale, the same in either operand, so the codes of the column operand are those of the row operand,
+transposed (docs/numerics.md 2.4). A lane holds half a tile: 16 rows of 8 neighbouring elements, four words of two to a
+row. It encodes them once and turns its codes in registers, a row and a column at a time into 4 and 8 bytes. 8 lanes lie
+side by side and 4 below each other, so that a warp covers 64 x 64 elements and writes whole sectors of both operands.
+
+Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 64 x BN / 64 warps of a program, 4 words of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._convert import (
+    WORDS_BF16,
+    bits_of,
+    encode_integer,
+    high_half,
+    low_half,
+    packed_max_abs,
+)
+from microfloat.kernels._fp4 import choose_bytes
+from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, e4m3_scale
+from microfloat.kernels._squares import both_high, both_low, larger, largest, magnitudes
+from microfloat.kernels._tiles import load_pair
+
+SIDE = tl.constexpr(64)  # of what a warp covers
+UPPER = tl.constexpr(-252645136)  # 0xF0F0F0F0: the upper nibbles of bytes
+SIGNS = tl.constexpr(-2004318072)  # 0x88888888: the signs of an oct
+
+
+@triton.constexpr_function
+def takes(row, column, kind, even, rows):
+    """Whether a pass of `nvfp4` over bfloat16 words, `rows` of them to a program and no part of one (`even`), is one of
+    this module.
+
+    `row`, `column`: its casts. The same rule for 16 x 16 tiles, codes rounded to the nearest and not transformed. Under
+    four over six sums of errors run along rows first, so that the operands may differ.
+    """
+    if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
+        return False
+    alike = all(row[i] == column[i] for i in range(8))
+    return alike and row[5] and row[0] < FOUR_OVER_SIX_MAE and not row[3] and row[4] < 0 and row[7] == 0
+
+
+# --------------------------------------------------------------------------------------------------------- bytes, bits
+
+
+@triton.jit
+def byte_of(a, b, INDEX: tl.constexpr):
+    """One of the eight bytes of (a, b)."""
+    if INDEX < 4:
+        return (a >> (8 * INDEX)) & 0xFF
+    else:
+        return (b >> (8 * (INDEX - 4))) & 0xFF
+
+
+@triton.jit
+def bytes_of(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
+    """Four of the eight bytes of (a, b), by the nibbles of the selector, the lowest first."""
+    if HW:
+        return choose_bytes(a, b, SELECTOR)
+    else:
+        chosen = byte_of(a, b, SELECTOR & 7)
+        for i in tl.static_range(1, 4):
+            chosen = chosen | (byte_of(a, b, (SELECTOR >> (4 * i)) & 7) << (8 * i))
+        return chosen
+
+
+@triton.jit
+def merged(a, b, MASK: tl.constexpr, HW: tl.constexpr):
+    """The bits of `a` where MASK has ones, those of `b` elsewhere."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [a, b, MASK], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (a & MASK) | (b & ~MASK)
+
+
+@triton.jit
+def store_in_place(at, value, HW: tl.constexpr):
+    """Store int64 from the threads that hold them: Triton would gather neighbours in shared memory first."""
+    if HW:
+        tl.inline_asm_elementwise(
+            "st.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, value)
+
+
+# --------------------------------------------------------------------------------------------------------- the tiles
+
+
+@triton.jit
+def load_halves(x_tile, rows, cols, stride_r, stride_c, BM: tl.constexpr, BN: tl.constexpr):
+    """(first local row and word of every lane, sixteen tensors [8, 4, N, 4])."""
+    WC: tl.constexpr = BN // SIDE
+    n = tl.arange(0, (BM // SIDE) * WC)[None, None, :, None]
+    r = (n // WC) * SIDE + tl.arange(0, 4)[None, :, None, None] * 16
+    w = (n % WC) * (SIDE // 2) + tl.arange(0, 8)[:, None, None, None] * 4
+    at = w + tl.arange(0, 4)[None, None, None, :]
+    words = ()
+    for p in tl.static_range(16):
+        raw, _low, _high = load_pair(x_tile, r + p, at, rows, cols, stride_r, stride_c, WORDS_BF16, True, 0)
+        words = words + (raw,)
+    return r, w, words
+
+
+@triton.jit
+def tile_amax(words, HW: tl.constexpr):
+    """Amax bits of tiles, [4, 4, N]."""
+    N: tl.constexpr = words[0].shape[2]
+    top = magnitudes(words[0], HW)
+    for p in tl.static_range(1, 16):
+        if HW:
+            top = packed_max_abs(top, words[p], WORDS_BF16, False)
+        else:
+            top = larger(top, magnitudes(words[p], HW), HW)
+    top = largest(magnitudes(top, HW), 3, HW)
+    top = largest(tl.reshape(top, [4, 2, 4, N]), 1, HW)
+    return tl.maximum(bits_of(low_half(top, WORDS_BF16)), bits_of(high_half(top, WORDS_BF16)))
+
+
+@triton.jit
+def in_lanes(x):
+    """[4, 4, N] of tiles -> [8, 4, N, 1] of the lanes that hold them."""
+    N: tl.constexpr = x.shape[2]
+    return tl.reshape(tl.broadcast_to(x[:, None], [4, 2, 4, N]), [8, 4, N])[:, :, :, None]
+
+
+@triton.jit
+def encoding(factor, value, decode, bad, HW: tl.constexpr):
+    """What `magnitude_codes` needs of a tile: (largest word, factor, three units).
+
+    Hardware forms: magnitudes are clamped to 6 scales, rounded down to bfloat16. What is larger than that has the code
+    7, with the clamp and without, and no product reaches 7, where the rounding of `code_bits` would go wrong. In a tile
+    with a NaN only the units count, which are 7 larger there.
+    """
+    if HW:
+        # A factor is below 2^128: 6 / factor is normal, also where the scale is 0.
+        most = tl.minimum(bits_of(tl.maximum(value * decode * 6.0, 1.5 * 2.0**-126)), 0x7F7F0000)
+        unit = tl.where(bad, 8388615.0, 8388608.0)
+        units = (in_lanes(unit), in_lanes(unit + 2.0), in_lanes(unit + 4.0))
+        return in_lanes(choose_bytes(most, most, 0x3232)), in_lanes(tl.where(bad, 0.0, factor)), units
+    else:
+        return 0, in_lanes(factor), ()
+
+
+@triton.jit
+def code_bits(y, units):
+    """`_fp4.rounded_code` of |y| < 7."""
+    v = tl.abs(y)
+    return bits_of(tl.minimum(tl.minimum(tl.fma(v, 2.0, units[0]), v + units[1]), tl.fma(v, 0.5, units[2])))
+
+
+@triton.jit
+def magnitude_codes(word, code, HW: tl.constexpr):
+    """The codes of |word| in both halves; `code`: `encoding`."""
+    most, factor, units = code
+    if HW:
+        word = tl.inline_asm_elementwise(  # the smaller magnitude (NaN loses), the sign of the word
+            "min.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [word, most], dtype=tl.int32, is_pure=True, pack=1
+        )
+        low, high = low_half(word, WORDS_BF16) * factor, high_half(word, WORDS_BF16) * factor
+        return both_low(code_bits(low, units), code_bits(high, units), HW)
+    else:
+        word = magnitudes(word, HW)
+        low, high = low_half(word, WORDS_BF16) * factor, high_half(word, WORDS_BF16) * factor
+        return encode_integer(low, 0, 1, 1, False) | (encode_integer(high, 0, 1, 1, False) << 16)
+
+
+@triton.jit
+def quads(a, b, c, d, code, signs, HW: tl.constexpr):
+    """Codes of words of four rows: a half for each of their two columns, the first row in the lowest nibble."""
+    codes = magnitude_codes(a, code, HW) + (magnitude_codes(b, code, HW) << 4)
+    codes += (magnitude_codes(c, code, HW) << 8) + (magnitude_codes(d, code, HW) << 12)
+    first, second = bytes_of(a, c, 0x7351, HW), bytes_of(b, d, 0x7351, HW)
+    return codes | (merged(second, first >> 4, UPPER, HW) & signs)
+
+
+@triton.jit
+def row_octs(codes, HW: tl.constexpr):
+    """[8, 4, N, 4] quads -> octs of four rows, [8, 4, N] each."""
+    N: tl.constexpr = codes.shape[2]
+    even, odd = tl.split(tl.reshape(codes, [8, 4, N, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    octs = ()
+    for SELECTOR in tl.static_range(0x6240, 0x7352, 0x1111):  # the first two rows' bytes, the others'
+        a, b = bytes_of(first, second, SELECTOR, HW), bytes_of(third, fourth, SELECTOR, HW)
+        even, odd = both_low(a, b, HW), both_high(a, b, HW)  # of columns
+        octs = octs + (merged(odd << 4, even, UPPER, HW), merged(odd, even >> 4, UPPER, HW))
+    return octs
+
+
+@triton.jit
+def both_octs(first, second):
+    """Two octs as int64."""
+    return (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+
+
+@triton.jit
+def store_columns(codes, out_tile, r, w, R, HW: tl.constexpr):
+    """Store the codes of every lane's columns, from four tensors of quads: 8 bytes each."""
+    c = (w + tl.arange(0, 4)[None, None, None, :]) * 2
+    at = out_tile.to(tl.pointer_type(tl.int64)) + (c * (R // 16) + r // 16)
+    even = both_octs(both_low(codes[0], codes[1], HW), both_low(codes[2], codes[3], HW))
+    odd = both_octs(both_high(codes[0], codes[1], HW), both_high(codes[2], codes[3], HW))
+    store_in_place(at, even, HW)
+    store_in_place(at + R // 16, odd, HW)
+
+
+@triton.jit
+def store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM: tl.constexpr, BN: tl.constexpr):
+    """Store the scales of tiles, [4, 4, N], in either order."""
+    WC: tl.constexpr = BN // SIDE
+    n = tl.arange(0, (BM // SIDE) * WC)[None, None, :]
+    i = row0 // 16 + (n // WC) * 4 + tl.arange(0, 4)[None, :, None]
+    j = col0 // 16 + (n % WC) * 4 + tl.arange(0, 4)[:, None, None]
+    tl.store(row_scale + (i * (C // 16) + j), stored.to(tl.uint8))
+    tl.store(column_scale + (j * (R // 16) + i), stored.to(tl.uint8))
+
+
+@triton.jit
+def cast_tiles(
+    halves, level, row_tile, row_scale, column_tile, column_scale, row0, col0, R, C, CAST: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Both operands of tiles (`load_halves`) under the first `level` of their scales."""
+    r, w, words = halves
+    _used, encode, decode, tensor_scale = level
+    amax = tile_amax(words, HW)
+    stored, factor, value = e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], False, HW)
+    bad = amax > 0x7F800000
+    code = encoding(factor, value, decode, bad, HW)
+    signs = in_lanes(tl.where(bad, 0, SIGNS))
+    out = row_tile.to(tl.pointer_type(tl.int32)) + (
+        tl.reshape(r, [1, 4, r.shape[2]]) * (C // 8) + tl.reshape(w, [8, 1, w.shape[2]]) // 4
+    )
+    codes = ()
+    for g in tl.static_range(4):
+        q = quads(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3], code, signs, HW)
+        codes = codes + (q,)
+        octs = row_octs(q, HW)
+        for p in tl.static_range(4):  # four bytes of a lane, so that neighbours are not gathered
+            tl.store(tl.multiple_of(out + (4 * g + p) * (C // 8), [4, 4, 4]), octs[p])
+    store_columns(codes, column_tile, r, w, R, HW)
+    store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM, BN)
