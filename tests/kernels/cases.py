@@ -18,7 +18,7 @@ from microfloat.kernels import _tiles, casts
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import fused
 from microfloat.torch.backends import reference, triton
-from microfloat.torch.backends.triton import _launch
+from microfloat.torch.backends.triton import _launch, _scaled
 from microfloat.torch.backends.triton._blocks import blocks_launch
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._plans import plan_of
@@ -180,6 +180,23 @@ def amaxes(device, shape, dtype, **kind):
     if sliced.numel():
         values = sliced.float().abs()
         assert float(triton.amax(x.to(device)[::2, 1::3])) == float(values[~values.isnan()].max())
+
+
+def amax_in_pieces(device):
+    """Programs that take piece after piece of a matrix, from its end on: all of it is read, once."""
+    usual = _scaled.AMAX_PIECES
+    try:
+        for block, unroll, at_once in ((64, 2, 3), (64, 1, 2)):
+            _scaled.AMAX_PIECES = block, unroll, at_once
+            for count in (1, 2, 63, 64, 127, 128, 130, 640, 1000, 1023):
+                for dtype in ("bfloat16", "float32"):
+                    x = torch.ones(count, 1, dtype=getattr(torch, dtype))
+                    for at in {0, count // 2, count - 1}:
+                        x[at] = -3.0 - at
+                        got = triton.amax(x.to(device))
+                        assert float(got) == float(x.float().abs().max()), (block, unroll, count, dtype, at)
+    finally:
+        _scaled.AMAX_PIECES = usual
 
 
 def values_in_bf16(device, name, options=()):

@@ -24,6 +24,9 @@ CASES = [
     *[case("operands", name, ODD, "float32", **SPECIAL) for name in FAST + BLOCKS],
     *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128",
     "mxfp8", "mxfp4")],
+    # Elements converted once for both operands.
+    case("operands", "fp8_tensor_e5m2", EVEN, "bfloat16", **SPECIAL),
+    case("operands", "fp8_128x128", (128, 256), "float32", **SPECIAL),
     *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8",
     "mxfp4")],
     *[case("operands", name, ODD, "float32", STOCHASTIC) for name in ("fp8_tensor", "fp8_1x128_e5m2", "mxfp8",
@@ -77,6 +80,7 @@ CASES = [
     case("delayed"),
     case("amaxes", (130, 300), "bfloat16"),
     case("amaxes", (33, 47), "float32", **SPECIAL),
+    case("amax_in_pieces"),
     *[case("values_in_bf16", name) for name in ("mxfp8", "mxfp4", "nvfp4_2d")],
     case("values_in_bf16", "nvfp4", RHT + STOCHASTIC),
     case("values_in_bf16", "mxfp8", RHT),

@@ -15,6 +15,7 @@ from microfloat.torch.backends.triton._launch import (
     Warps,
     ceil_div,
     compiled_conversions,
+    multiprocessors,
     scratch,
 )
 from microfloat.torch.backends.triton._plans import CastPlan, operand
@@ -33,6 +34,8 @@ GIVEN, AMAX, AXES, TILE = (
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_WARPS = Warps(4)
+# Elements that a thread block reads at once, how often before it compares, programs to a multiprocessor.
+AMAX_PIECES = (2048, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +64,14 @@ def amax_launch(matrix: Matrix) -> Launch:
     if not x.is_contiguous():
         programs = ceil_div(matrix.rows, 32) * ceil_div(matrix.columns, 128)
         return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128), _AMAX_WARPS)
-    count = x.numel()
+    count, device = x.numel(), x.get_device()
     kind = matrix.kind if count & 1 == 0 else 0
-    # Enough programs to keep all of memory busy, then enough work for each to pay for its start.
-    block, unroll = (4096, 2) if count < 1 << 21 else (8192, 2) if count < 1 << 23 else (8192, 4)
-    constants = (kind, compiled_conversions(x.get_device()), block, unroll)
+    block, unroll, at_once = AMAX_PIECES
+    pieces = ceil_div(count, block * unroll)
+    constants = (kind, count % (block * unroll) == 0, compiled_conversions(device), block, unroll)
     key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
-    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, block * unroll), (count,), constants, Warps(8))
+    programs = min(pieces, at_once * multiprocessors(device))
+    return Launch(_AMAX_CONTIGUOUS, key, programs, (count,), constants, Warps(8))
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
