@@ -78,6 +78,7 @@ CASES = [
     *[case("one_orientation", name) for name in ("mxfp8", "nvfp4")],
     *[case("given_amax", name) for name in ("fp8_tensor", "nvfp4", "nvfp4_2d")],
     case("delayed"),
+    case("converted_once"),
     case("amaxes", (130, 300), "bfloat16"),
     case("amaxes", (33, 47), "float32", **SPECIAL),
     case("amax_in_pieces"),

@@ -37,7 +37,9 @@ AMAX = tl.constexpr(1)
 AXES = tl.constexpr(2)
 TILE = tl.constexpr(3)
 
-PREFETCH_AHEAD = tl.constexpr(264)
+PREFETCH_AHEAD = tl.constexpr(264)  # tiles of 128 x 128
+# Elements at the beginning of a matrix that the L2 cache holds after its amax was read from its end.
+STILL_CACHED = tl.constexpr(12 << 20)
 
 
 @triton.jit
@@ -129,10 +131,14 @@ def turned(a, b, c, d, HW: tl.constexpr):
 
 @triton.jit
 def write_codes_once(
-    row_tile, column_tile, tile, factor, R, C, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    row_tile, column_tile, tile, factor, R, C, MB: tl.constexpr, BIAS: tl.constexpr, SOURCE: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a whole tile in both operands (`converts_once`): every element is converted once, its byte turned."""
+    """Codes of a whole tile in both operands (`converts_once`): every element is converted once, its byte turned.
+
+    Where an amax came before, codes make room in the L2 cache for what it still holds of the matrix.
+    """
+    POLICY: tl.constexpr = "evict_first" if SOURCE == AMAX else ""
     SHAPE: tl.constexpr = (BN // 8, BM // 4, 2, 2)
     first = row_tile.to(tl.pointer_type(tl.int32))
     first = first + (local_rows(BM) * (C // 4) + tl.arange(0, BN // 8)[:, None, None] * 2)
@@ -143,14 +149,14 @@ def write_codes_once(
         low0, low1 = tl.split(tl.reshape(low * factor, SHAPE))
         high0, high1 = tl.split(tl.reshape(high * factor, SHAPE))
         codes = encode_quad(low0, high0, low1, high1, 0, MB, BIAS, False, HW)
-        tl.store(first + p * (C // 4), codes)
+        tl.store(first + p * (C // 4), codes, eviction_policy=POLICY)
         words = words + (codes,)
     a, b, c, d = turned(words[0], words[1], words[2], words[3], HW)
     quads = tl.join(tl.join(a, c), tl.join(b, d))  # columns 0 and 2, 1 and 3 of every four
     quads = tl.reshape(tl.permute(quads, [0, 2, 3, 4, 1]), [BN, BM // 4])
     at = column_tile.to(tl.pointer_type(tl.int32))
     at = at + (tl.arange(0, BN)[:, None] * (R // 4) + tl.arange(0, BM // 4)[None, :])
-    tl.store(tl.multiple_of(at, [16, 16]), quads)
+    tl.store(tl.multiple_of(at, [16, 16]), quads, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -307,7 +313,7 @@ def write_tile(
                 tl.store(column_scale + at_column, scale0)
     if converts_once(ROW, COLUMN, SOURCE, EVEN):
         row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
-        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], HW, BM, BN)
+        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], SOURCE, HW, BM, BN)
     else:
         if ROW is not None:
             out = row_out + row0.to(tl.int64) * C + col0
@@ -385,7 +391,8 @@ def cast_scaled(
         known = 0
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, KIND, EVEN, HW, BM, BN)
-    prefetch_later(x_tile, R - row0, across, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+    if (SOURCE != AMAX) | (row0.to(tl.int64) * C >= STILL_CACHED):
+        prefetch_later(x_tile, R - row0, across, stride_r, PREFETCH_AHEAD * 128 // BM, KIND, EVEN, HW, BM, BN)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     write_tile(
         tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,

@@ -6,6 +6,7 @@ import torch
 
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
+from microfloat.kernels.casts import tile_of_scaled
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import (
     TILES,
@@ -34,8 +35,8 @@ GIVEN, AMAX, AXES, TILE = (
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_WARPS = Warps(4)
-# Elements that a thread block reads at once, how often before it compares, programs to a multiprocessor.
-AMAX_PIECES = (2048, 4, 8)
+# Elements that a program reads at once, how often in a piece; programs to a multiprocessor, all there is room for.
+AMAX_PIECES = (4096, 4, 4, Warps(16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,12 @@ def amax_launch(matrix: Matrix) -> Launch:
         return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128), _AMAX_WARPS)
     count, device = x.numel(), x.get_device()
     kind = matrix.kind if count & 1 == 0 else 0
-    block, unroll, at_once = AMAX_PIECES
+    block, unroll, at_once, warps = AMAX_PIECES
     pieces = ceil_div(count, block * unroll)
     constants = (kind, count % (block * unroll) == 0, compiled_conversions(device), block, unroll)
     key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
     programs = min(pieces, at_once * multiprocessors(device))
-    return Launch(_AMAX_CONTIGUOUS, key, programs, (count,), constants, Warps(8))
+    return Launch(_AMAX_CONTIGUOUS, key, programs, (count,), constants, warps)
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
@@ -94,11 +95,11 @@ def cast_launch(
     """
     plan = row or column
     assert plan is not None
-    tile_rows, tile_columns, warps = TILES["cast"] if plan.block[0] != _SIDE else (_SIDE, _SIDE, TILES["cast"][2])
+    casts = row.scaled_cast if row else None, column.scaled_cast if column else None
+    tile_rows, tile_columns, warps = tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
     constants = (
-        row.scaled_cast if row else None, column.scaled_cast if column else None, mode, records,
-        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
+        *casts, mode, records, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
+        matrix.index64, compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream)
     scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
