@@ -24,7 +24,7 @@ CASES = [
     *[case("operands", name, ODD, "float32", **SPECIAL) for name in FAST + BLOCKS],
     *[case("operands", name, EVEN, "bfloat16") for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128",
     "mxfp8", "mxfp4")],
-    # Elements converted once for both operands.
+    # Whole tiles of E5M2, and of float32.
     case("operands", "fp8_tensor_e5m2", EVEN, "bfloat16", **SPECIAL),
     case("operands", "fp8_128x128", (128, 256), "float32", **SPECIAL),
     *[case("operands", name, (68, 140), "bfloat16", **SPECIAL) for name in ("fp8_tensor", "fp8_1x128", "mxfp8",

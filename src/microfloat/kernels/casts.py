@@ -136,7 +136,7 @@ def tile_of_scaled(
         return TILES["cast_tiles"]
     rows, columns, warps = TILES["cast_once"]
     enough = ceil_div(shape[0], rows) * ceil_div(shape[1], columns) >= _ENOUGH_PROGRAMS
-    if enough and converts_once(row, column, source, fills(rows, columns)):
+    if enough and converts_once(row, column, source, fills(rows, columns), rows):
         return rows, columns, warps
     return TILES["cast"]
 

@@ -103,11 +103,16 @@ def cast_tile_columns(
 
 
 @triton.constexpr_function
-def converts_once(row, column, source, even):
-    """Whether the codes of a tile are the same bytes in both operands: one cast to the nearest code, one factor for the
-    tile. It is a whole one (`even`), so that codes of a row are stored four at a time.
+def converts_once(row, column, source, even, rows):
+    """Whether a pass over tiles of so many rows converts each element once, since its code is the same byte in both
+    operands: one cast to the nearest code, one factor for the tensor; whole tiles (`even`), so that codes of a row are
+    stored four at a time.
+
+    Of tiles so large, of which long columns of codes are written at once, a thread could not keep codes of both kinds.
     """
-    return row is not None and row == column and source != AXES and even and not row[3]
+    if row is None or row != column or row[3] or not even:
+        return False
+    return rows == 256 and source in (GIVEN, AMAX)
 
 
 @triton.jit
@@ -311,7 +316,7 @@ def write_tile(
                 tl.store(row_scale + at_row, scale0)
             if COLUMN is not None:
                 tl.store(column_scale + at_column, scale0)
-    if converts_once(ROW, COLUMN, SOURCE, EVEN):
+    if converts_once(ROW, COLUMN, SOURCE, EVEN, BM):
         row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
         write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], SOURCE, HW, BM, BN)
     else:
@@ -391,8 +396,12 @@ def cast_scaled(
         known = 0
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, KIND, EVEN, HW, BM, BN)
-    if (SOURCE != AMAX) | (row0.to(tl.int64) * C >= STILL_CACHED):
-        prefetch_later(x_tile, R - row0, across, stride_r, PREFETCH_AHEAD * 128 // BM, KIND, EVEN, HW, BM, BN)
+    AHEAD: tl.constexpr = PREFETCH_AHEAD * 128 // BM
+    if SOURCE == AMAX:
+        if row0.to(tl.int64) * C >= STILL_CACHED:
+            prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
+    else:
+        prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     write_tile(
         tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
