@@ -10,10 +10,11 @@ from microfloat.torch.backends.triton import _launch
 
 # Name in TILES -> ids that run it, and tiles to try: rows, columns, warps, registers of a thread (0: any).
 SWEEPS = {
-    "cast": (
-        ("q.fp8.delayed", "q.fp8.current", "q.fp8.128x128"),
-        ((128, 128, 4, 0), (128, 128, 8, 0), (128, 128, 8, 64), (64, 256, 4, 0), (64, 128, 4, 0), (128, 64, 4, 0)),
+    "cast_once": (  # of 256 rows
+        ("q.fp8.delayed", "q.fp8.current"),
+        ((256, 128, 8, 96), (256, 128, 8, 128), (256, 128, 16, 64), (256, 64, 4, 128)),
     ),
+    "cast_tiles": (("q.fp8.128x128",), ((128, 128, 4, 0), (128, 128, 8, 0), (128, 128, 8, 48), (128, 128, 16, 0))),
     "axes": (("q.fp8.row",), ((128, 128, 4, 0), (128, 128, 8, 0), (64, 128, 4, 0), (128, 64, 4, 0))),
     "blocks": (
         ("q.mxfp8.rowcol",),

@@ -18,7 +18,7 @@ from microfloat.kernels import _tiles, casts
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import fused
 from microfloat.torch.backends import reference, triton
-from microfloat.torch.backends.triton import _launch
+from microfloat.torch.backends.triton import _launch, _scaled
 from microfloat.torch.backends.triton._blocks import blocks_launch
 from microfloat.torch.backends.triton._launch import Matrix
 from microfloat.torch.backends.triton._plans import plan_of
@@ -170,6 +170,28 @@ def delayed(device):
     assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
 
 
+def converted_once(device):
+    """Codes of whole tiles of large matrices, each element converted once for both operands."""
+    history, known, enough = torch.zeros(2, device=device), torch.tensor(0.3), casts._ENOUGH_PROGRAMS
+    try:
+        casts._ENOUGH_PROGRAMS = 1
+        for shape, dtype in (((512, 256), "bfloat16"), ((256, 128), "float16"), ((256, 128), "float32")):
+            x = matrix(shape, dtype, special=True)
+            for name in ("fp8_tensor", "fp8_tensor_e5m2"):
+                both = triton.quantize_both(x.to(device), Cast(name), Cast(name))
+                for got, transposed in zip(both, (False, True), strict=True):
+                    check_operand(got, reference.quantize(x, Cast(name), transposed=transposed), f"{name} {shape}")
+            x[x.isinf()] = 1.0
+            cast = Cast("fp8_tensor", scaling=Delayed())
+            both = triton.quantize_both(x.to(device), cast, cast, scale_enc=known.to(device), record=history)
+            for got, transposed in zip(both, (False, True), strict=True):
+                want = reference.quantize(x, cast, transposed=transposed, scale_enc=known)
+                check_operand(got, want, f"delayed {shape}")
+            assert float(history[0]) >= float(x[~x.isnan()].float().abs().max())
+    finally:
+        casts._ENOUGH_PROGRAMS = enough
+
+
 def amaxes(device, shape, dtype, **kind):
     """The amax of a matrix: NaN ignored, Inf counted, any strides."""
     x = matrix(shape, dtype, **kind)
@@ -180,6 +202,23 @@ def amaxes(device, shape, dtype, **kind):
     if sliced.numel():
         values = sliced.float().abs()
         assert float(triton.amax(x.to(device)[::2, 1::3])) == float(values[~values.isnan()].max())
+
+
+def amax_in_pieces(device):
+    """Programs that take piece after piece of a matrix, from its end on: all of it is read, once."""
+    usual = _scaled.AMAX_PIECES
+    try:
+        for block, unroll, at_once in ((64, 2, 3), (64, 1, 2)):
+            _scaled.AMAX_PIECES = block, unroll, at_once, _launch.Warps(1)
+            for count in (1, 2, 63, 64, 127, 128, 130, 640, 1000, 1023):
+                for dtype in ("bfloat16", "float32"):
+                    x = torch.ones(count, 1, dtype=getattr(torch, dtype))
+                    for at in {0, count // 2, count - 1}:
+                        x[at] = -3.0 - at
+                        got = triton.amax(x.to(device))
+                        assert float(got) == float(x.float().abs().max()), (block, unroll, count, dtype, at)
+    finally:
+        _scaled.AMAX_PIECES = usual
 
 
 def values_in_bf16(device, name, options=()):

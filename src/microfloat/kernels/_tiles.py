@@ -20,6 +20,21 @@ SCALE_SWIZZLED = tl.constexpr(2)
 
 
 @triton.jit
+def tiles_of(R, C, BM: tl.constexpr, BN: tl.constexpr):
+    """How many tiles of BM x BN a matrix has: side by side, and in all."""
+    across = (C + BN - 1) // BN
+    return across, ((R + BM - 1) // BM) * across
+
+
+@triton.jit
+def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.constexpr):
+    """(first row, first column, pointer) of a tile; they are counted along the rows of tiles."""
+    row0 = (tile // across) * BM
+    col0 = (tile % across) * BN
+    return row0, col0, x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+
+
+@triton.jit
 def prefetch_later(
     x_tile, rows, tiles, stride_r, AHEAD: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,

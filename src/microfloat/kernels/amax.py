@@ -18,25 +18,33 @@ from microfloat.kernels._convert import (
     packed_reduce,
 )
 from microfloat.kernels._meeting import STORE, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels._tiles import load_pair
+from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
 
 
 @triton.jit
 def amax_contiguous(
-    x_ptr, out_ptr, scratch_ptr, N, KIND: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
-):
-    """amax of N contiguous elements (N even when KIND reads words); a program reads UNROLL blocks."""
+    x_ptr, out_ptr, scratch_ptr, N, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """amax of N contiguous elements (N even when KIND reads words), by any number of programs.
+
+    They take pieces of UNROLL blocks in turn, the last piece first: a matrix was mostly written from its beginning to
+    its end, and a cast will read it so, and the L2 cache holds what was touched last. EVEN: whole pieces cover it.
+    """
     known = peek(scratch_ptr, HW)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * UNROLL)
     lanes = tl.arange(0, BLOCK // 2)
     total = tl.zeros([BLOCK // 2], tl.int32)
-    for step in tl.static_range(UNROLL):
-        start = first + step * BLOCK
-        raw, low, high = load_pair(x_ptr + start, 0, lanes, 1, N - start, 0, 1, KIND, False, 0)
-        if HW and KIND != ELEMENTWISE:
-            total = packed_max(total, packed_abs(raw, KIND), KIND, True)
-        else:
-            total = tl.maximum(total, tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True)))
+    piece = (N - 1) // (BLOCK * UNROLL) - tl.program_id(0)
+    while piece >= 0:
+        first = piece.to(tl.int64) * (BLOCK * UNROLL)
+        for step in tl.static_range(UNROLL):
+            start = first + step * BLOCK
+            raw, low, high = load_pair(x_ptr + start, 0, lanes, 1, N - start, 0, 1, KIND, EVEN, 0)
+            if HW and KIND != ELEMENTWISE:
+                total = packed_max(total, packed_abs(raw, KIND), KIND, True)
+            else:
+                total = tl.maximum(total, tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True)))
+        piece -= tl.num_programs(0)
     if HW and KIND != ELEMENTWISE:
         m = packed_reduce(total, 0, KIND, True)
         amax = drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
@@ -56,10 +64,8 @@ def amax_strided(
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    across, tiles = tiles_of(R, C, BM, BN)
+    row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
     r = tl.arange(0, BM)[:, None]
     w = tl.arange(0, BN // 2)[None, :]
     _raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, ELEMENTWISE, False, 0)
@@ -114,10 +120,8 @@ def amax_rows_columns(
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    across, tiles = tiles_of(R, C, BM, BN)
+    row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
     tile_axes(
         x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN, HW,
         BM, BN,

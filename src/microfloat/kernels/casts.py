@@ -9,12 +9,13 @@ from microfloat.kernels import _nvfp4_2d
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
 from microfloat.kernels._squares import takes
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.kernels.scaled import TILE, converts_once
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
     "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch",
-    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks",
+    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -34,6 +35,8 @@ class Warps(NamedTuple):
 # Rows, columns and warps of one program, by kernel: chosen by measurement (`python -m benchmarks quantize --sweep`).
 TILES = {
     "cast": (128, 128, Warps(8)),
+    "cast_once": (256, 128, Warps(8, 128)),  # whole tiles, `scaled.converts_once`
+    "cast_tiles": (128, 128, Warps(8)),  # those of the format
     "axes": (128, 128, Warps(4)),
     "together": (64, 128, Warps(4, 168)),  # three programs per SM, whatever they cast
     "blocks": (128, 128, Warps(8, 80)),
@@ -121,6 +124,21 @@ class KernelCast:
         """FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order."""
         is_gemm_block = self.block == (1, 128) and self.float_scale
         return (SCALE_COLUMN_MAJOR if is_gemm_block else SCALE_ROW_MAJOR).value
+
+
+def tile_of_scaled(
+    row: tuple | None, column: tuple | None, source: int, shape: tuple[int, int], fills: Callable[[int, int], bool]
+) -> tuple[int, int, Warps]:
+    """The tile of a pass of `kernels.scaled` with these constants (`KernelCast.scaled_cast`, SOURCE) over a matrix;
+    `fills`: whether whole tiles of so many rows and columns cover it.
+    """
+    if source == TILE:
+        return TILES["cast_tiles"]
+    rows, columns, warps = TILES["cast_once"]
+    enough = ceil_div(shape[0], rows) * ceil_div(shape[1], columns) >= _ENOUGH_PROGRAMS
+    if enough and converts_once(row, column, source, fills(rows, columns), rows):
+        return rows, columns, warps
+    return TILES["cast"]
 
 
 def tile_of_blocks(

@@ -15,6 +15,7 @@ from microfloat.kernels._block16 import (
 from microfloat.kernels._convert import WORDS_BF16, bf16_bits, bits_of, float_of
 from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
 from microfloat.kernels._random import zero_again
+from microfloat.kernels._tiles import tile_at, tiles_of
 
 
 @triton.jit
@@ -52,25 +53,24 @@ def amaxes(
     MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the amax of the tiles `first`, `first` + `programs`, ... of a matrix, and of that of their transform."""
+    """Bits of the amax of the tiles `first`, `first` + `programs`, ... of a matrix, counted from its end (see
+    `amax.amax_contiguous`), and of that of their transform.
+    """
     if ALONG_ROWS:
         plain = tl.zeros([BN // 16, BM], tl.int32)
     else:
         plain = tl.zeros([BM // 16, BN // 2], tl.int32)
     transformed = plain
-    across = (C + BN - 1) // BN
-    tiles = ((R + BM - 1) // BM) * across
-    tile = first
-    while tile < tiles:
-        row0 = (tile // across) * BM
-        col0 = (tile % across) * BN
-        stride = stride_r + 16 * zero_again(row0, HW)  # as in `nvfp4.nvfp4_tiles`
-        x_tile = x_ptr + row0.to(tl.int64) * stride + col0.to(tl.int64) * stride_c
+    across, tiles = tiles_of(R, C, BM, BN)
+    tile = tiles - 1 - first
+    while tile >= 0:
+        stride = stride_r + 16 * zero_again(tile, HW)  # as in `nvfp4.nvfp4_tiles`
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride, stride_c, BM, BN)
         a, b = tile_amaxes(
             x_tile, R - row0, C - col0, stride, stride_c, MASK, ALONG_ROWS, KIND, EVEN, HW, BM, BN
         )  # fmt: skip
         plain, transformed = tl.maximum(plain, a), tl.maximum(transformed, b)
-        tile += programs
+        tile -= programs
     largest = tl.max(tl.max(transformed, 1), 0)
     if HW:  # rounding keeps the order
         largest = bf16_bits(float_of(largest) * 0.25, HW) << 16

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs, packed_max
 from microfloat.kernels._produce import LOAD
-from microfloat.kernels._tiles import load_pair
+from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
 from microfloat.kernels.amax import tile_axes
 from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
 
@@ -22,16 +22,13 @@ def measure_tiles(
     KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest magnitude in the tiles `first`, `first` + `programs`, ... of a matrix."""
-    across = (C + BN - 1) // BN
-    tiles = ((R + BM - 1) // BM) * across
+    across, tiles = tiles_of(R, C, BM, BN)
     r = tl.arange(0, BM)[None, :, None]
     w = tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     total = tl.zeros([BN // 8, BM, 4], tl.int32)
     tile = first
     while tile < tiles:
-        row0 = (tile // across) * BM
-        col0 = (tile % across) * BN
-        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
         raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, 0)
         if HW and KIND != ELEMENTWISE:
             total = packed_max(total, packed_abs(raw, KIND), KIND, True)
@@ -51,13 +48,10 @@ def measure_axes(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Bits of the amaxes of rows and columns, int32 and cleared before, from the same tiles."""
-    across = (C + BN - 1) // BN
-    tiles = ((R + BM - 1) // BM) * across
+    across, tiles = tiles_of(R, C, BM, BN)
     tile = first
     while tile < tiles:
-        row0 = (tile // across) * BM
-        col0 = (tile % across) * BN
-        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
         tile_axes(
             x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN,
             HW, BM, BN,
@@ -83,14 +77,11 @@ def cast_tiles(
     EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Both operands of the same tiles; returns the bits of their amax (0 unless recorded)."""
-    across = (C + BN - 1) // BN
-    tiles = ((R + BM - 1) // BM) * across
+    across, tiles = tiles_of(R, C, BM, BN)
     amax = tl.zeros([], tl.int32)
     tile = first
     while tile < tiles:
-        row0 = (tile // across) * BM
-        col0 = (tile % across) * BN
-        x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
         source = (x_tile, x_tile, x_tile, stride_r, stride_c)
         found = cast_tile(
             source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, None, 0, 0, epsilon, R, C,

@@ -30,14 +30,16 @@ from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, pub
 from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
-from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads
+from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_at, tiles_of
 
 GIVEN = tl.constexpr(0)
 AMAX = tl.constexpr(1)
 AXES = tl.constexpr(2)
 TILE = tl.constexpr(3)
 
-PREFETCH_AHEAD = tl.constexpr(264)
+PREFETCH_AHEAD = tl.constexpr(264)  # tiles of 128 x 128
+# Elements at the beginning of a matrix that the L2 cache holds after its amax was read from its end.
+STILL_CACHED = tl.constexpr(12 << 20)
 
 
 @triton.jit
@@ -98,6 +100,68 @@ def cast_tile_columns(
     codes = tl.reshape(tl.permute(codes, [0, 2, 1]), [BN // 2, BM // 4])
     quads = tl.arange(0, BM // 4)[None, :]
     store_quads(out_tile, codes, local_column, quads, rows, cols, R, 8, QUADS, EVEN)
+
+
+@triton.constexpr_function
+def converts_once(row, column, source, even, rows):
+    """Whether a pass over tiles of so many rows converts each element once, since its code is the same byte in both
+    operands: one cast to the nearest code, one factor for the tensor; whole tiles (`even`), so that codes of a row are
+    stored four at a time.
+
+    Of tiles so large, of which long columns of codes are written at once, a thread could not keep codes of both kinds.
+    """
+    if row is None or row != column or row[3] or not even:
+        return False
+    return rows == 256 and source in (GIVEN, AMAX)
+
+
+@triton.jit
+def turned(a, b, c, d, HW: tl.constexpr):
+    """Four words of four bytes each, transposed."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
+            "prmt.b32 r, $4, $5, 0x7362; prmt.b32 s, $6, $7, 0x7362; prmt.b32 $0, p, q, 0x5410; "
+            "prmt.b32 $1, p, q, 0x7632; prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        first = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+        second = ((a >> 8) & 0xFF) | (b & 0xFF00) | ((c << 8) & 0xFF0000) | ((d << 16) & -16777216)
+        third = ((a >> 16) & 0xFF) | ((b >> 8) & 0xFF00) | (c & 0xFF0000) | ((d << 8) & -16777216)
+        fourth = ((a >> 24) & 0xFF) | ((b >> 16) & 0xFF00) | ((c >> 8) & 0xFF0000) | (d & -16777216)
+        return first, second, third, fourth
+
+
+@triton.jit
+def write_codes_once(
+    row_tile, column_tile, tile, factor, R, C, MB: tl.constexpr, BIAS: tl.constexpr, SOURCE: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Codes of a whole tile in both operands (`converts_once`): every element is converted once, its byte turned.
+
+    Where an amax came before, codes make room in the L2 cache for what it still holds of the matrix.
+    """
+    POLICY: tl.constexpr = "evict_first" if SOURCE == AMAX else ""
+    SHAPE: tl.constexpr = (BN // 8, BM // 4, 2, 2)
+    first = row_tile.to(tl.pointer_type(tl.int32))
+    first = first + (local_rows(BM) * (C // 4) + tl.arange(0, BN // 8)[:, None, None] * 2)
+    first = first + tl.arange(0, 2)[None, None, :]
+    words = ()
+    for p in tl.static_range(4):
+        _raw, low, high = tile[p]
+        low0, low1 = tl.split(tl.reshape(low * factor, SHAPE))
+        high0, high1 = tl.split(tl.reshape(high * factor, SHAPE))
+        codes = encode_quad(low0, high0, low1, high1, 0, MB, BIAS, False, HW)
+        tl.store(first + p * (C // 4), codes, eviction_policy=POLICY)
+        words = words + (codes,)
+    a, b, c, d = turned(words[0], words[1], words[2], words[3], HW)
+    quads = tl.join(tl.join(a, c), tl.join(b, d))  # columns 0 and 2, 1 and 3 of every four
+    quads = tl.reshape(tl.permute(quads, [0, 2, 3, 4, 1]), [BN, BM // 4])
+    at = column_tile.to(tl.pointer_type(tl.int32))
+    at = at + (tl.arange(0, BN)[:, None] * (R // 4) + tl.arange(0, BM // 4)[None, :])
+    tl.store(tl.multiple_of(at, [16, 16]), quads, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -252,36 +316,40 @@ def write_tile(
                 tl.store(row_scale + at_row, scale0)
             if COLUMN is not None:
                 tl.store(column_scale + at_column, scale0)
-    if ROW is not None:
-        out = row_out + row0.to(tl.int64) * C + col0
-        word = col0 // 2 + w
-        cast_tile_rows(
-            out, low0, high0, f0, r, w, row0 + r, word, rows, cols, C, seed_ptr, row_stream, 0,
-            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-        )  # fmt: skip
-        cast_tile_rows(
-            out, low1, high1, f1, r + 1, w, row0 + r + 1, word, rows, cols, C, seed_ptr, row_stream, 0,
-            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-        )  # fmt: skip
-        cast_tile_rows(
-            out, low2, high2, f2, r + 2, w, row0 + r + 2, word, rows, cols, C, seed_ptr, row_stream, 0,
-            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-        )  # fmt: skip
-        cast_tile_rows(
-            out, low3, high3, f3, r + 3, w, row0 + r + 3, word, rows, cols, C, seed_ptr, row_stream, 0,
-            ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-        )  # fmt: skip
-    if COLUMN is not None:
-        out = column_out + col0.to(tl.int64) * R + row0
-        local = tl.arange(0, BN // 2)[:, None] * 2
-        cast_tile_columns(
-            out, low0, low1, low2, low3, f_low, col0 + 2 * w, row0 // 4 + i, local, rows, cols, R,
-            seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
-        )  # fmt: skip
-        cast_tile_columns(
-            out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
-            seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
-        )  # fmt: skip
+    if converts_once(ROW, COLUMN, SOURCE, EVEN, BM):
+        row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
+        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], SOURCE, HW, BM, BN)
+    else:
+        if ROW is not None:
+            out = row_out + row0.to(tl.int64) * C + col0
+            word = col0 // 2 + w
+            cast_tile_rows(
+                out, low0, high0, f0, r, w, row0 + r, word, rows, cols, C, seed_ptr, row_stream, 0,
+                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
+            )  # fmt: skip
+            cast_tile_rows(
+                out, low1, high1, f1, r + 1, w, row0 + r + 1, word, rows, cols, C, seed_ptr, row_stream, 0,
+                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
+            )  # fmt: skip
+            cast_tile_rows(
+                out, low2, high2, f2, r + 2, w, row0 + r + 2, word, rows, cols, C, seed_ptr, row_stream, 0,
+                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
+            )  # fmt: skip
+            cast_tile_rows(
+                out, low3, high3, f3, r + 3, w, row0 + r + 3, word, rows, cols, C, seed_ptr, row_stream, 0,
+                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
+            )  # fmt: skip
+        if COLUMN is not None:
+            out = column_out + col0.to(tl.int64) * R + row0
+            local = tl.arange(0, BN // 2)[:, None] * 2
+            cast_tile_columns(
+                out, low0, low1, low2, low3, f_low, col0 + 2 * w, row0 // 4 + i, local, rows, cols, R,
+                seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
+            )  # fmt: skip
+            cast_tile_columns(
+                out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
+                seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -319,10 +387,8 @@ def cast_scaled(
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    across, _tiles = tiles_of(R, C, BM, BN)
+    row0, col0, x_tile = tile_at(x_ptr, pid, across, stride_r, stride_c, BM, BN)
     source = (x_tile, x_tile, x_tile, stride_r, stride_c)
     if RECORDS:
         known = peek(scratch_ptr, HW)
@@ -330,7 +396,12 @@ def cast_scaled(
         known = 0
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, KIND, EVEN, HW, BM, BN)
-    prefetch_later(x_tile, R - row0, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+    AHEAD: tl.constexpr = PREFETCH_AHEAD * 128 // BM
+    if SOURCE == AMAX:
+        if row0.to(tl.int64) * C >= STILL_CACHED:
+            prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
+    else:
+        prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     write_tile(
         tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,

@@ -26,7 +26,16 @@ from microfloat.kernels import nvfp4_amax as nvfp4_amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
 from microfloat.kernels._tiles import SCALE_ROW_MAJOR
-from microfloat.kernels.casts import NO_SIGNS, TILES, KernelCast, Warps, ceil_div, tile_of_blocks, tile_of_nvfp4
+from microfloat.kernels.casts import (
+    NO_SIGNS,
+    TILES,
+    KernelCast,
+    Warps,
+    ceil_div,
+    tile_of_blocks,
+    tile_of_nvfp4,
+    tile_of_scaled,
+)
 
 __all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 
@@ -215,7 +224,7 @@ def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, argument
         "scratch_ptr": _scratch() if records else None, "epsilon": cast.epsilon,
         "PAIRS": columns % 2 == 0, "QUADS": rows % 4 == 0,
     }  # fmt: skip
-    tile = TILES["cast"] if cast.block[0] != _SIDE else (_SIDE, _SIDE, TILES["cast"][2])
+    tile = tile_of_scaled(given["ROW"], given["COLUMN"], given["SOURCE"], (rows, columns), source.fills)
     done = source.start(scaled_kernels.cast_scaled, tile, given | _streams(row, column, arguments))
     made = [
         Matrix(done[f"{side}_out"], done[f"{side}_scale"], None) if wanted else None

@@ -69,7 +69,7 @@ def _compile_one(capability: tuple[int, int]) -> None:
     from microfloat.kernels.amax import amax_contiguous
 
     arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)
-    constants = (0, capability >= (8, 9), 128, 1)  # KIND, HW, BLOCK, UNROLL
+    constants = (0, False, capability >= (8, 9), 128, 1)  # KIND, EVEN, HW, BLOCK, UNROLL
     signature = (*arguments, *(("constant", "constexpr", value) for value in constants))
     _compiled(amax_contiguous, capability, signature, (4, None))
 

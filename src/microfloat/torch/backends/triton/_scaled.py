@@ -6,6 +6,7 @@ import torch
 
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
+from microfloat.kernels.casts import tile_of_scaled
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import (
     TILES,
@@ -15,6 +16,7 @@ from microfloat.torch.backends.triton._launch import (
     Warps,
     ceil_div,
     compiled_conversions,
+    multiprocessors,
     scratch,
 )
 from microfloat.torch.backends.triton._plans import CastPlan, operand
@@ -33,6 +35,8 @@ GIVEN, AMAX, AXES, TILE = (
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_WARPS = Warps(4)
+# Elements that a program reads at once, how often in a piece; programs to a multiprocessor, all there is room for.
+AMAX_PIECES = (4096, 4, 4, Warps(16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,14 @@ def amax_launch(matrix: Matrix) -> Launch:
     if not x.is_contiguous():
         programs = ceil_div(matrix.rows, 32) * ceil_div(matrix.columns, 128)
         return Launch(_AMAX_STRIDED, matrix.key, programs, matrix.sizes, (matrix.index64, 32, 128), _AMAX_WARPS)
-    count = x.numel()
+    count, device = x.numel(), x.get_device()
     kind = matrix.kind if count & 1 == 0 else 0
-    # Enough programs to keep all of memory busy, then enough work for each to pay for its start.
-    block, unroll = (4096, 2) if count < 1 << 21 else (8192, 2) if count < 1 << 23 else (8192, 4)
-    constants = (kind, compiled_conversions(x.get_device()), block, unroll)
+    block, unroll, at_once, warps = AMAX_PIECES
+    pieces = ceil_div(count, block * unroll)
+    constants = (kind, count % (block * unroll) == 0, compiled_conversions(device), block, unroll)
     key = (matrix.key, count & 15 == 0, count > 2**31 - 1, count == 1, constants)
-    return Launch(_AMAX_CONTIGUOUS, key, ceil_div(count, block * unroll), (count,), constants, Warps(8))
+    programs = min(pieces, at_once * multiprocessors(device))
+    return Launch(_AMAX_CONTIGUOUS, key, programs, (count,), constants, warps)
 
 
 def measure_amax(matrix: Matrix) -> torch.Tensor:
@@ -90,11 +95,11 @@ def cast_launch(
     """
     plan = row or column
     assert plan is not None
-    tile_rows, tile_columns, warps = TILES["cast"] if plan.block[0] != _SIDE else (_SIDE, _SIDE, TILES["cast"][2])
+    casts = row.scaled_cast if row else None, column.scaled_cast if column else None
+    tile_rows, tile_columns, warps = tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
     constants = (
-        row.scaled_cast if row else None, column.scaled_cast if column else None, mode, records,
-        matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
+        *casts, mode, records, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
+        matrix.index64, compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
     )  # fmt: skip
     key = (matrix.key, constants, warps, row_stream, column_stream)
     scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
