@@ -80,8 +80,6 @@ def _launchers(capability):
         module.compiled_conversions = lambda device: capability >= 89
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
-        if hasattr(module, "shared_words"):
-            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int64)
     return _launch
 
 

@@ -1,12 +1,13 @@
-"""Norms whose programs find no statistics and measure the rows themselves; rows longer than are measured at once."""
+"""Norms of rows longer than are measured at once, and of whole tiles: their statistics, and the codes that follow."""
 
 from unittest import mock
 
 import torch
 
 from microfloat.recipes import Cast
-from microfloat.torch.backends import triton
+from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _norms
+from tests.kernels.cases import check_operand
 
 
 def matrix_of(rows, columns, device):
@@ -15,32 +16,28 @@ def matrix_of(rows, columns, device):
     return (x + torch.linspace(-2, 5, columns)).to(torch.bfloat16).to(device)
 
 
-def quantized(x, kind, **grid):
-    """A norm under constants of the launch that are not the usual ones."""
-    weight = torch.linspace(0.5, 2, x.shape[1]).to(x)
-    usual = {"_AHEAD": _norms._AHEAD, "_MOST_COLUMNS": _norms._MOST_COLUMNS}
-    with mock.patch.multiple(_norms, **(usual | grid)):
-        return triton.norm_quantize(x, weight, weight, Cast("mxfp8"), Cast("mxfp8"), eps=1e-5, kind=kind)
+def values_of(x, weight, normed):
+    """What a norm's codes stand for, by the statistics that came with them."""
+    shift = 0.0 if normed.mean is None else normed.mean[:, None]
+    bias = 0.0 if normed.mean is None else weight.float()
+    return ((x.float() - shift) * normed.inverse[:, None] * weight.float() + bias).to(x.dtype)
 
 
 def check(device):
-    """The bytes do not depend on who measured; the statistics of long rows are right."""
-    for rows, columns in ((70, 300), (128, 512)):
+    """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
+    cast = Cast("mxfp8")
+    for rows, columns, at_once in ((70, 300, 256), (128, 128, 8192)):
         x = matrix_of(rows, columns, device)
+        weight = torch.linspace(0.5, 2, columns).to(x)
         for kind in ("rms", "layer"):
-            usual = quantized(x, kind)
-            alone = quantized(x, kind, _AHEAD=0)  # nobody measures a group before it is cast
-            short = quantized(x, kind, _MOST_COLUMNS=256)
-            for other in (alone, quantized(x, kind)):
-                assert torch.equal(other.inverse, usual.inverse)
-                for got, want in ((other.row, usual.row), (other.column, usual.column)):
-                    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-                    assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
+            with mock.patch.object(_norms, "_MOST_COLUMNS", at_once):
+                normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind)
+            wanted = reference.quantize_both(values_of(x, weight, normed), cast, cast)
+            for got, want in zip((normed.row, normed.column), wanted, strict=True):
+                check_operand(got, want, f"{kind} norm")
             values = x.double()
             if kind == "layer":
                 values = values - values.mean(1, keepdim=True)
+                assert float((normed.mean - x.double().mean(1)).abs().max()) < 2.0**-18
             want = 1 / (values.square().mean(1) + 1e-5).sqrt()
-            for got in (usual, short):
-                assert float(((got.inverse - want) / want).abs().max()) < 2.0**-20
-                if kind == "layer":
-                    assert float((got.mean - x.double().mean(1)).abs().max()) < 2.0**-18
+            assert float(((normed.inverse - want) / want).abs().max()) < 2.0**-20

@@ -54,10 +54,6 @@ TILES = {
     "fused_blocks": (128, 128, Warps(8)),
     "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
-    "norm_scaled": (64, 128, Warps(4, 168)),
-    "norm_blocks": (64, 128, Warps(4, 168)),
-    "norm_blocks_long": (128, 128, Warps(8, 128)),  # blocks of 128
-    "norm_values": (32, 256, Warps(8)),
 }
 # How many tiles a program of `kernels.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
 # it computes once for all its tiles costs as much as an eighth of one.

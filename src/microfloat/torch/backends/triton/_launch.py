@@ -20,7 +20,7 @@ from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [
     "INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div", "compiled_conversions",
-    "multiprocessors", "scratch", "shared_words",
+    "multiprocessors", "scratch",
 ]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -230,26 +230,6 @@ def scratch(device: int) -> torch.Tensor:
     words = _SCRATCH.get((device, torch._C._cuda_getCurrentRawStream(device)))
     if words is None or (not _CAPTURED[device] and _made_for_captures < _MOST_CAPTURED):
         words = _more_scratch(device)
-    return words
-
-
-_SHARED: dict[tuple[int, int], torch.Tensor] = {}
-_LEAST_SHARED = 1 << 16
-
-
-def shared_words(device: int, count: int) -> torch.Tensor:
-    """At least `count` words of int64, zero at first, through which programs of one launch tell each other results and
-    which carry the number of the launch; as `scratch` otherwise.
-    """
-    if device < 0:
-        return torch.zeros(count, dtype=torch.int64)
-    if torch._C._cuda_isCurrentStreamCapturing():  # a graph's own, cleared inside the graph
-        return torch.zeros(count, dtype=torch.int64, device=f"cuda:{device}")
-    place = (device, torch._C._cuda_getCurrentRawStream(device))
-    words = _SHARED.get(place)
-    if words is None or words.numel() < count:
-        size = max(_LEAST_SHARED, 1 << (count - 1).bit_length())
-        words = _SHARED[place] = torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
     return words
 
 
