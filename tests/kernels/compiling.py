@@ -78,6 +78,8 @@ def _launchers(capability):
     driver.set_active(_NamedTarget(capability))
     for module in (_blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
         module.compiled_conversions = lambda device: capability >= 89
+        if hasattr(module, "largest_cluster"):
+            module.largest_cluster = lambda device: 16 if capability >= 90 else 0
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
     return _launch
@@ -103,6 +105,8 @@ def compile_all(workloads, capability=HOPPER):
         program = instructions_of(compiled.asm["cubin"])
         tile = constants[-2:] if type(constants[-1]) is int else (128, 128)  # folding knows no other
         elements = tile[0] * tile[1] / (32 * warps.number)
+        if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
+            elements *= constants[-3]
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(program), elements, unwritten_reads(program), conversions))
 

@@ -1,10 +1,10 @@
-"""Norms of rows longer than are measured at once, and of whole tiles: their statistics, and the codes that follow."""
+"""Norms of rows longer than are measured at once, of whole tiles, and by clusters: statistics and what follows."""
 
 from unittest import mock
 
 import torch
 
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _norms
 from tests.kernels.cases import check_operand
@@ -23,21 +23,46 @@ def values_of(x, weight, normed):
     return ((x.float() - shift) * normed.inverse[:, None] * weight.float() + bias).to(x.dtype)
 
 
+def one(x, weight, name, kind, at_once, cluster):
+    """A norm of rows of which `at_once` columns are measured at once, by clusters of so many programs, or 0."""
+    delayed = name == "fp8_tensor"
+    cast = Cast(name, scaling=Delayed()) if delayed else Cast(name)
+    known, live = {}, torch.zeros(2, device=x.device)
+    if delayed:
+        known = {"scale_enc": torch.tensor(3.0, device=x.device)}
+    recorded = {"record": live} if delayed else {}
+    with mock.patch.multiple(_norms, _MOST_COLUMNS=at_once, largest_cluster=lambda device: cluster):
+        normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)
+    values = values_of(x, weight, normed)
+    wanted = reference.quantize_both(values, cast, cast, **known)
+    for got, want in zip((normed.row, normed.column), wanted, strict=True):
+        check_operand(got, want, f"{kind} norm of {tuple(x.shape)}, {cluster} in a cluster")
+    if delayed:
+        assert float(live[0]) == float(values.float().abs().max())
+    values = x.double()
+    if kind == "layer":
+        values = values - values.mean(1, keepdim=True)
+        assert float((normed.mean - x.double().mean(1)).abs().max()) < 2.0**-18
+    want = 1 / (values.square().mean(1) + 1e-5).sqrt()
+    assert float(((normed.inverse - want) / want).abs().max()) < 2.0**-20
+
+
+# Clusters of every size, with pieces missing and not, short rows and long ones, and those that no cluster holds.
+COMPILED = [
+    (name, 64, columns)
+    for name in ("mxfp8", "fp8_tensor")
+    for columns in (256, 768, 1024, 1280, 4096, 5120, 8192, 14336, 16384, 16640)
+]  # fmt: skip
+INTERPRETED = [("mxfp8", 32, 512), ("fp8_tensor", 64, 384)]
+
+
 def check(device):
     """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
-    cast = Cast("mxfp8")
-    for rows, columns, at_once in ((70, 300, 256), (128, 128, 8192)):
+    clusters = _norms.largest_cluster(torch.zeros(1, device=device).get_device())
+    cases = [("mxfp8", 70, 300, 256, clusters), ("mxfp8", 128, 256, 8192, 0)]
+    cases += [(*case, 8192, clusters) for case in (INTERPRETED if device == "cpu" else COMPILED)]
+    for name, rows, columns, at_once, cluster in cases:
         x = matrix_of(rows, columns, device)
         weight = torch.linspace(0.5, 2, columns).to(x)
         for kind in ("rms", "layer"):
-            with mock.patch.object(_norms, "_MOST_COLUMNS", at_once):
-                normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind)
-            wanted = reference.quantize_both(values_of(x, weight, normed), cast, cast)
-            for got, want in zip((normed.row, normed.column), wanted, strict=True):
-                check_operand(got, want, f"{kind} norm")
-            values = x.double()
-            if kind == "layer":
-                values = values - values.mean(1, keepdim=True)
-                assert float((normed.mean - x.double().mean(1)).abs().max()) < 2.0**-18
-            want = 1 / (values.square().mean(1) + 1e-5).sqrt()
-            assert float(((normed.inverse - want) / want).abs().max()) < 2.0**-20
+            one(x, weight, name, kind, at_once, cluster)

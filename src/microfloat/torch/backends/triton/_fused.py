@@ -31,7 +31,8 @@ from microfloat.torch.backends.triton._plans import CastPlan, operand, paired, p
 
 __all__ = [
     "ACTIVATIONS", "Both", "Inputs", "Work", "activation_backward_quantize", "activation_backward_values",
-    "activation_quantize", "activation_values", "fuses", "plans", "quantize_work", "values_of_work",
+    "activation_quantize", "activation_values", "codes_of", "fuses", "operands", "plans", "quantize_work",
+    "scales_of", "source_of", "values_of_work",
 ]  # fmt: skip
 
 ACTIVATIONS = {
@@ -108,7 +109,7 @@ def plans(row_cast: Cast | None, column_cast: Cast | None) -> tuple[CastPlan | N
     return *paired(row, column), plan
 
 
-def _source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+def source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tensor | None) -> tuple[int, torch.Tensor]:
     """Where a cast per tensor has its scale from, and the tensor that holds it; NotSupportedError where it has none."""
     if scale_enc is not None:
         return _GIVEN, scale_enc
@@ -120,7 +121,7 @@ def _source_of(plan: CastPlan, amax: torch.Tensor | None, scale_enc: torch.Tenso
     return _AMAX, amax
 
 
-def _codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
+def codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
     """Row and column codes of a matrix of this shape."""
     rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
     first = second = None
@@ -131,7 +132,20 @@ def _codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> 
     return first, second
 
 
-def _operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
+def scales_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
+    """Scales of the row and the column operand of a matrix of this shape: the same one for both per tensor."""
+    plan = row or column
+    if plan is not None and plan.family == "scaled":
+        scale = torch.empty((), dtype=torch.float32, device=matrix.tensor.device)
+        return scale, scale
+    rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
+    return (
+        empty_scale(row, rows, columns, device) if row else None,
+        empty_scale(column, columns, rows, device) if column else None,
+    )  # fmt: skip
+
+
+def operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
     """What was written for a matrix of this shape, as its row and its column operand."""
     rows, columns = matrix.rows, matrix.columns
     return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
@@ -180,36 +194,28 @@ def quantize_work(
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
     shape = _layout(work.inputs, tile_rows, tile_columns)
     count = 2 if work.two else 1
-    codes = [_codes_of(row, column, matrix) for _ in range(count)]
+    codes = [codes_of(row, column, matrix) for _ in range(count)]
+    scales = [scales_of(row, column, matrix) for _ in range(count)]
     pointers = (x, *work.inputs.others, *work.parameters)
     if plan.family == "scaled":
-        scales = [torch.empty((), dtype=torch.float32, device=x.device) for _ in range(count)]
-        sources = [_source_of(plan, amax[i], scale_enc[i]) for i in range(count)]
+        sources = [source_of(plan, amax[i], scale_enc[i]) for i in range(count)]
         outputs: list = []
         for i in range(2):
-            outputs += [*codes[i], scales[i], sources[i][1], record[i]] if i < count else [None] * 5
+            outputs += [*codes[i], scales[i][0], sources[i][1], record[i]] if i < count else [None] * 5
         constants = (
             *casts, sources[0][0], record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
         )  # fmt: skip
         meeting = scratch(device) if record[0] is not None else None
         tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
-        both_scales = [(scale, scale) for scale in scales]
     else:
-        both_scales = [
-            (
-                empty_scale(row, matrix.rows, matrix.columns, x.device) if row else None,
-                empty_scale(column, matrix.columns, matrix.rows, x.device) if column else None,
-            )
-            for _ in range(count)
-        ]
         outputs = []
         for i in range(2):
-            outputs += [codes[i][0], both_scales[i][0], codes[i][1], both_scales[i][1]] if i < count else [None] * 4
+            outputs += [codes[i][0], scales[i][0], codes[i][1], scales[i][1]] if i < count else [None] * 4
         constants = (*casts, work.producer, work.function, *shape, tile_rows, tile_columns)
         tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
     key = (matrix.key, constants, warps, row_stream, column_stream, work.parameter_dtype)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)
-    results = [_operands(row, column, matrix, codes[i], both_scales[i]) for i in range(count)]
+    results = [operands(row, column, matrix, codes[i], scales[i]) for i in range(count)]
     return results[0], results[1] if work.two else None
 
 
