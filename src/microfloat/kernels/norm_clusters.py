@@ -107,7 +107,7 @@ def load_band(
 ):  # fmt: skip
     """Words of the pieces held in registers; the others and all weights but those of the first on their way.
 
-    `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of a row.
+    `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of rows.
     """
     PIECE: tl.constexpr = BM * BN * 2
     words = ()
