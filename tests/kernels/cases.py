@@ -520,7 +520,7 @@ def traced(device):
 
 
 def norms_alone(device):
-    """Norms whose programs measure what they cast; long rows (tests/kernels/norm_cases.py)."""
+    """Norms of long rows and of whole tiles (tests/kernels/norm_cases.py)."""
     from tests.kernels import norm_cases
 
     norm_cases.check(device)

@@ -58,6 +58,17 @@ def unwritten_reads(instructions):
     return wrong
 
 
+def scattered_units(ttgir):
+    """Layouts in which no thread has all four words that it takes from shared memory (`kernels._clusters.take_words`).
+
+    The compiler does not look at what the instruction does: elsewhere it would be a wrong result without a message.
+    """
+    taken = re.findall(r'"ld\.shared\.v4\.b32 [^\n]*packed_element = 4 [^\n]*-> tensor<[^\n,]*, (#\w+)>', ttgir)
+    assert taken, "no words are taken"
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[([^\]]*)\]", ttgir, re.MULTILINE))
+    return {layout for layout in taken if not layouts.get(layout, "").endswith(" 4")}
+
+
 def _launchers(capability):
     """Modules with launchers, made to believe in a GPU of that capability; `_launch` is the first."""
     import torch
@@ -78,10 +89,10 @@ def _launchers(capability):
     driver.set_active(_NamedTarget(capability))
     for module in (_blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
         module.compiled_conversions = lambda device: capability >= 89
+        if hasattr(module, "largest_cluster"):
+            module.largest_cluster = lambda device: 16 if capability >= 90 else 0
         if hasattr(module, "scratch"):
             module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
-        if hasattr(module, "shared_words"):
-            module.shared_words = lambda device, count: torch.zeros(count, dtype=torch.int64)
     return _launch
 
 
@@ -105,6 +116,9 @@ def compile_all(workloads, capability=HOPPER):
         program = instructions_of(compiled.asm["cubin"])
         tile = constants[-2:] if type(constants[-1]) is int else (128, 128)  # folding knows no other
         elements = tile[0] * tile[1] / (32 * warps.number)
+        if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
+            elements *= constants[-3]
+            assert scattered_units(compiled.asm["ttgir"]) == set()
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(program), elements, unwritten_reads(program), conversions))
 

@@ -1,12 +1,13 @@
-"""Norms whose programs find no statistics and measure the rows themselves; rows longer than are measured at once."""
+"""Norms of rows longer than are measured at once, of whole tiles, and by clusters: statistics and what follows."""
 
 from unittest import mock
 
 import torch
 
-from microfloat.recipes import Cast
-from microfloat.torch.backends import triton
+from microfloat.recipes import Cast, Delayed
+from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _norms
+from tests.kernels.cases import check_operand
 
 
 def matrix_of(rows, columns, device):
@@ -15,32 +16,57 @@ def matrix_of(rows, columns, device):
     return (x + torch.linspace(-2, 5, columns)).to(torch.bfloat16).to(device)
 
 
-def quantized(x, kind, **grid):
-    """A norm under constants of the launch that are not the usual ones."""
-    weight = torch.linspace(0.5, 2, x.shape[1]).to(x)
-    usual = {"_AHEAD": _norms._AHEAD, "_MOST_COLUMNS": _norms._MOST_COLUMNS}
-    with mock.patch.multiple(_norms, **(usual | grid)):
-        return triton.norm_quantize(x, weight, weight, Cast("mxfp8"), Cast("mxfp8"), eps=1e-5, kind=kind)
+def values_of(x, weight, normed):
+    """What a norm's codes stand for, by the statistics that came with them."""
+    shift = 0.0 if normed.mean is None else normed.mean[:, None]
+    bias = 0.0 if normed.mean is None else weight.float()
+    return ((x.float() - shift) * normed.inverse[:, None] * weight.float() + bias).to(x.dtype)
+
+
+def one(x, weight, name, kind, at_once, cluster):
+    """A norm of rows of which `at_once` columns are measured at once, by clusters of so many programs, or 0."""
+    delayed = name == "fp8_tensor"
+    cast = Cast(name, scaling=Delayed()) if delayed else Cast(name)
+    known, live = {}, torch.zeros(2, device=x.device)
+    if delayed:
+        known = {"scale_enc": torch.tensor(3.0, device=x.device)}
+    recorded = {"record": live} if delayed else {}
+    with mock.patch.multiple(_norms, _MOST_COLUMNS=at_once, largest_cluster=lambda device: cluster):
+        normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)
+    values = values_of(x, weight, normed)
+    wanted = reference.quantize_both(values, cast, cast, **known)
+    for got, want in zip((normed.row, normed.column), wanted, strict=True):
+        check_operand(got, want, f"{kind} norm of {tuple(x.shape)}, {cluster} in a cluster")
+    if delayed:
+        assert float(live[0]) == float(values.float().abs().max())
+    values = x.double()
+    if kind == "layer":
+        values = values - values.mean(1, keepdim=True)
+        assert float((normed.mean - x.double().mean(1)).abs().max()) < 2.0**-18
+    want = 1 / (values.square().mean(1) + 1e-5).sqrt()
+    assert float(((normed.inverse - want) / want).abs().max()) < 2.0**-20
+
+
+# Clusters of every size, with pieces missing and not, short rows and long ones, and those that no cluster holds.
+COMPILED = [
+    (kind, name, 64, columns)
+    for kind in ("rms", "layer")
+    for name in ("mxfp8", "fp8_tensor")
+    for columns in (256, 768, 1280, 4096, 5120, 8192, 14336, 16384, 16640)
+]  # fmt: skip
+INTERPRETED = [
+    ("rms", "mxfp8", 64, 128), ("layer", "mxfp8", 32, 256), ("rms", "fp8_tensor", 64, 384),
+    ("layer", "fp8_tensor", 32, 384),
+]  # fmt: skip
 
 
 def check(device):
-    """The bytes do not depend on who measured; the statistics of long rows are right."""
-    for rows, columns in ((70, 300), (128, 512)):
+    """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
+    clusters = _norms.largest_cluster(torch.zeros(1, device=device).get_device())
+    cases = [(kind, "mxfp8", 70, 300, 256, clusters) for kind in ("rms", "layer")]
+    cases.append(("rms", "mxfp8", 128, 64, 8192, 0))  # squares of values that were measured before
+    cases += [(*case, 8192, clusters) for case in (INTERPRETED if device == "cpu" else COMPILED)]
+    for kind, name, rows, columns, at_once, cluster in cases:
         x = matrix_of(rows, columns, device)
-        for kind in ("rms", "layer"):
-            usual = quantized(x, kind)
-            alone = quantized(x, kind, _AHEAD=0)  # nobody measures a group before it is cast
-            short = quantized(x, kind, _MOST_COLUMNS=256)
-            for other in (alone, quantized(x, kind)):
-                assert torch.equal(other.inverse, usual.inverse)
-                for got, want in ((other.row, usual.row), (other.column, usual.column)):
-                    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-                    assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
-            values = x.double()
-            if kind == "layer":
-                values = values - values.mean(1, keepdim=True)
-            want = 1 / (values.square().mean(1) + 1e-5).sqrt()
-            for got in (usual, short):
-                assert float(((got.inverse - want) / want).abs().max()) < 2.0**-20
-                if kind == "layer":
-                    assert float((got.mean - x.double().mean(1)).abs().max()) < 2.0**-18
+        one(x, torch.linspace(0.5, 2, columns).to(x), name, kind, at_once, cluster)
+    assert not _norms._without_clusters

@@ -12,7 +12,7 @@ program that waited for its own stores here, or for the answer of its arrival, w
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bits_of, float_of
+from microfloat.kernels._convert import float_of
 
 # What the last program does with a maximum: store it as float32, or merge it into a history if it is finite.
 STORE = tl.constexpr(0)
@@ -135,50 +135,3 @@ def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
                 tl.store(out_ptr, first)
                 tl.store(out_ptr + 1, second)
             tl.atomic_xchg(scratch_ptr + 1, 0)
-
-
-@triton.jit
-def announce(word_ptr, value, tag, mask):
-    """Store float32s where others `look` for them, in int64 words whose upper halves are the tag of the launch."""
-    word = (bits_of(value).to(tl.int64) & 0xFFFFFFFF) | (tl.cast(tag, tl.int64) << 32)
-    tl.atomic_xchg(word_ptr, word, mask=mask, sem="relaxed")
-
-
-@triton.jit
-def expect(word_ptr, tag, HW: tl.constexpr):
-    """How many of these words have not been announced. Compiled, wait for them, for a few milliseconds at most; the
-    whole program may `recall` them behind a barrier.
-    """
-    if HW:
-        seen = tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 n; mov.b32 n, 4096; AGAIN: ld.relaxed.gpu.global.b32 $0, [$1 + 4]; "
-            "sub.u32 n, n, 1; setp.ne.b32 p, $0, $2; setp.ne.and.u32 p, n, 0, p; @p bra AGAIN; }",
-            "=&r,l,r", [word_ptr.to(tl.int64), tag], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        seen = (tl.load(word_ptr, volatile=True) >> 32).to(tl.int32)
-    return tl.sum((seen != tag).to(tl.int32), 0)
-
-
-@triton.jit
-def recall(word_ptr):
-    """The float32s of announced words."""
-    return float_of(tl.load(word_ptr, cache_modifier=".cg").to(tl.int32))
-
-
-@triton.jit
-def retire(arrived, programs, launch_ptr, tag, HW: tl.constexpr):
-    """The last of `programs` programs to wait for words makes their tag old.
-
-    `launch_ptr`: int32 [2], arrivals and the tag of the last launch. Words of older launches stay, and mean nothing.
-    """
-    if HW:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.s32 p, $1, $2; @p st.relaxed.gpu.global.b32 [$3], 0; "
-            "@p st.relaxed.gpu.global.b32 [$3 + 4], $4; mov.b32 $0, 0; }",
-            "=r,r,r,l,r", [arrived, programs - 1, launch_ptr.to(tl.int64), tag], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        if arrived == programs - 1:
-            tl.store(launch_ptr, 0)
-            tl.store(launch_ptr + 1, tag)

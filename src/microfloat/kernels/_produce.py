@@ -1,9 +1,10 @@
 """Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
 
 A *source* is the tuple ``(x, y, z, stride_r, stride_c)``: up to three inputs of one shape, dtype and strides (pointers
-at the tile's origin). What PRODUCER does with them is rounded to the dtype of the input before anything else sees
-it, as the unfused graph would do (docs/numerics.md, section 6). Exponentials are the hardware's: activations are in the
-tolerance class.
+at the tile's origin). For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the pair
+(weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded to
+the dtype of the input before anything else sees it, as the unfused graph would do (docs/numerics.md, section 6).
+Exponentials are the hardware's: activations are in the tolerance class.
 
 | PRODUCER | value | inputs |
 |---|---|---|
@@ -12,8 +13,8 @@ tolerance class.
 | GATE | round(f(x)) * y | x = gate, y = up |
 | ACTIVATE_GRADIENT | y * f'(x) | x, y = gradient of f(x) |
 | GATE_GRADIENTS | round(z * y) * f'(x), and z * round(f(x)) | x = gate, y = up, z = gradient of the product |
-| RMS_NORM | x * scale[r] * weight[c] (`normalized`) | x |
-| LAYER_NORM | (x - shift[r]) * scale[r] * weight[c] + bias[c] (`normalized`) | x |
+| RMS_NORM | x * scale[r] * weight[c] | x, rows' scales, weights |
+| LAYER_NORM | (x - shift[r]) * scale[r] * weight[c] + bias[c] | x, rows' means and scales, weights and biases |
 """
 
 import triton
@@ -27,7 +28,7 @@ ACTIVATE = tl.constexpr(1)
 GATE = tl.constexpr(2)
 ACTIVATE_GRADIENT = tl.constexpr(3)
 GATE_GRADIENTS = tl.constexpr(4)  # of gate and of up: `produce_gradients`
-RMS_NORM = tl.constexpr(5)
+RMS_NORM = tl.constexpr(5)  # from here on: norms
 LAYER_NORM = tl.constexpr(6)
 
 # f: the activation.
@@ -94,14 +95,16 @@ def rounded(low, high, OUT: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def parameters(
-    weight, bias, r, w, rows, cols, OUT: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr
-):
-    """Weights and biases of the two columns of words, in the layout of the values; a bias that is None is not read."""
+    pointers, r, w, cols, OUT: tl.constexpr, PRODUCER: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Weights and (LAYER_NORM) biases of the two columns of words, in the layout of the values."""
+    weight, bias = pointers
     WKIND: tl.constexpr = KIND if weight.dtype.element_ty == OUT else ELEMENTWISE
-    _w, w_low, w_high = load_pair(weight, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
+    _w, w_low, w_high = load_pair(weight, r * 0, w, 1, cols, 0, 1, WKIND, EVEN, ALIGN)
     b_low, b_high = w_low, w_high
-    if bias is not None:
-        _b, b_low, b_high = load_pair(bias, r, w, rows, cols, 0, 1, WKIND, EVEN, ALIGN)
+    if PRODUCER == LAYER_NORM:
+        _b, b_low, b_high = load_pair(bias, r * 0, w, 1, cols, 0, 1, WKIND, EVEN, ALIGN)
     return w_low, w_high, b_low, b_high
 
 
@@ -120,6 +123,23 @@ def normalized(values, statistics, weights, inside, OUT: tl.constexpr, PRODUCER:
 
 
 @triton.jit
+def row_statistics(pointers, r, rows, PRODUCER: tl.constexpr, EVEN: tl.constexpr):
+    """(shift, scale) of rows, zeros beyond the last; of RMS_NORM the scale twice."""
+    shift_ptr, scale_ptr = pointers
+    if EVEN:
+        scale = tl.load(scale_ptr + r)
+    else:
+        scale = tl.load(scale_ptr + r, mask=r < rows, other=0.0)
+    shift = scale
+    if PRODUCER == LAYER_NORM:
+        if EVEN:
+            shift = tl.load(shift_ptr + r)
+        else:
+            shift = tl.load(shift_ptr + r, mask=r < rows, other=0.0)
+    return shift, scale
+
+
+@triton.jit
 def produce_pair(
     source, r, w, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     ALIGN: tl.constexpr, HW: tl.constexpr,
@@ -128,12 +148,16 @@ def produce_pair(
 
     `raw` is a word of bfloat16 for bfloat16 inputs, and what `load_pair` gives for plain loads.
     """
-    x_tile, y_tile, _z_tile, stride_r, stride_c = source
+    x_tile, y_tile, z_tile, stride_r, stride_c = source
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+    OUT: tl.constexpr = x_tile.dtype.element_ty
     if PRODUCER == LOAD:
         return raw, low, high
+    elif PRODUCER >= RMS_NORM:
+        statistics = row_statistics(y_tile, r, rows, PRODUCER, EVEN)
+        weights = parameters(z_tile, r, w, cols, OUT, PRODUCER, KIND, EVEN, ALIGN)
+        return normalized((raw, low, high), statistics, weights, r < rows, OUT, PRODUCER, HW)
     else:
-        OUT: tl.constexpr = x_tile.dtype.element_ty
         if PRODUCER == ACTIVATE:
             return rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
         else:

@@ -129,14 +129,21 @@ def stored_bytes(factors):
 
 
 @triton.jit
-def load_squares(
-    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """A tile as `cast_squares` takes it: (first local row and word of every lane, eight tensors [8, 4, N, 4])."""
+def square_places(BM: tl.constexpr, BN: tl.constexpr):
+    """First local row and word of every lane."""
     WC: tl.constexpr = BN // 64
     n = tl.arange(0, (BM // 32) * WC)[None, None, :, None]
     r = (n // WC) * 32 + tl.arange(0, 4)[None, :, None, None] * 8
     w = (n % WC) * 32 + tl.arange(0, 8)[:, None, None, None] * 4
+    return r, w
+
+
+@triton.jit
+def load_squares(
+    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """A tile as `cast_squares` takes it: (first local row and word of every lane, eight tensors [8, 4, N, 4])."""
+    r, w = square_places(BM, BN)
     at = w + tl.arange(0, 4)[None, None, None, :]
     words = ()
     for p in tl.static_range(8):

@@ -14,8 +14,8 @@ from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
-    "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "share_a_launch",
-    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
+    "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "pieces_of_norm",
+    "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -60,15 +60,18 @@ TILES = {
     "fused_blocks": (128, 128, Warps(8)),
     "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
-    "norm_scaled": (64, 128, Warps(4, 168)),
-    "norm_blocks": (64, 128, Warps(4, 168)),
-    "norm_blocks_long": (128, 128, Warps(8, 128)),  # blocks of 128
-    "norm_values": (32, 256, Warps(8)),
+    # Pieces of `kernels.norm_clusters`: of rows that 16 programs hold, and of longer ones.
+    "norm_scaled": (64, 128, Warps(8, 80)),
+    "norm_scaled_long": (32, 128, Warps(4, 128)),
+    "norm_squares": (64, 128, Warps(4, 128)),
+    "norm_squares_long": (32, 256, Warps(4, 128)),
 }
 # How many tiles a program of `kernels.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
 # it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 _ENOUGH_PROGRAMS = 1024
+# How many pieces a program of `kernels.norm_clusters` holds at most.
+NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -167,6 +170,28 @@ def tile_of_produced_blocks(
     if not two and takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
     return TILES["fused_blocks"]
+
+
+class Pieces(NamedTuple):
+    """How a cluster holds rows: so many `programs`, so many pieces `each`, of which some `miss` the last."""
+
+    name: str
+    programs: int
+    each: int
+    miss: bool
+
+
+def pieces_of_norm(names: tuple[str, ...], rows: int, columns: int, largest_cluster: int) -> Pieces | None:
+    """The fewest programs that hold rows of so many columns under the first tile of TILES under which one does."""
+    for name in names:
+        pieces, rest = divmod(columns, TILES[name][1])
+        programs = 1
+        while programs < largest_cluster and programs * NORM_PIECES[name] < pieces:
+            programs *= 2
+        each = ceil_div(pieces, programs)
+        if not rest and not rows % TILES[name][0] and each <= NORM_PIECES[name] and largest_cluster:
+            return Pieces(name, programs, each, pieces % programs != 0)
+    return None
 
 
 def tile_of_nvfp4(

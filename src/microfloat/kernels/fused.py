@@ -1,6 +1,7 @@
-"""Activations and their gradients that write codes: the casts of `scaled` and `blocks` with a producer.
+"""Norms, activations and their gradients that write codes: the casts of `scaled` and `blocks` with a producer.
 
-Every value is computed where it is cast, rounded as the unfused graph would (`_produce`).
+Every value is computed where it is cast, rounded as the unfused graph would (`_produce`). A norm's rows have been
+measured before (`norms`).
 """
 
 import triton
@@ -17,6 +18,7 @@ from microfloat.kernels._meeting import (
 )
 from microfloat.kernels._produce import (
     GATE_GRADIENTS,
+    RMS_NORM,
     produce_gradients,
     produce_pair,
 )
@@ -50,21 +52,28 @@ def tile_of(pid, C, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def source_at(x_ptr, y_ptr, z_ptr, stride_r, stride_c, row0, col0):
+def source_at(
+    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER: tl.constexpr
+):  # fmt: skip
     """The source of `_produce` for a tile; pointers that the producer does not read may be None."""
     offset = row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     x_tile = x_ptr + offset
-    y_tile, z_tile = x_tile, x_tile
-    if y_ptr is not None:
-        y_tile = y_ptr + offset
-    if z_ptr is not None:
-        z_tile = z_ptr + offset
-    return x_tile, y_tile, z_tile, stride_r, stride_c
+    if PRODUCER >= RMS_NORM:
+        if PRODUCER == RMS_NORM:  # reads no other
+            mean, bias = inverse, weight
+        return x_tile, (mean + row0, inverse + row0), (weight + col0, bias + col0), stride_r, stride_c
+    else:
+        y_tile, z_tile = x_tile, x_tile
+        if y_ptr is not None:
+            y_tile = y_ptr + offset
+        if z_ptr is not None:
+            z_tile = z_ptr + offset
+        return x_tile, y_tile, z_tile, stride_r, stride_c
 
 
 @triton.jit
 def produce_scaled(
-    x_ptr, y_ptr, z_ptr, row_out, column_out, scale, source, record, row_out2, column_out2,
+    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, column_out, scale, source, record, row_out2, column_out2,
     scale2, source2, record2, scratch_ptr, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
     stride_c,
     ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
@@ -78,7 +87,7 @@ def produce_scaled(
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     row0, col0 = tile_of(pid, C, BM, BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, stride_r, stride_c, row0, col0)
+    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
     known, known2 = 0, 0
     if RECORDS:
         known = peek(scratch_ptr, HW)
@@ -111,8 +120,9 @@ def produce_scaled(
 
 @triton.jit
 def produce_blocks(
-    x_ptr, y_ptr, z_ptr, row_out, row_scale, column_out, column_scale, row_out2, row_scale2, column_out2, column_scale2,
-    seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
+    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, row_scale, column_out, column_scale, row_out2,
+    row_scale2, column_out2, column_scale2, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
+    stride_c,
     ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
     KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -124,7 +134,7 @@ def produce_blocks(
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     row0, col0 = tile_of(pid, C, BM, BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, stride_r, stride_c, row0, col0)
+    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
     TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
     rows = R - row0
     cols = C - col0
@@ -164,8 +174,8 @@ def produce_blocks(
 
 @triton.jit
 def produce_values(
-    x_ptr, y_ptr, z_ptr, out_ptr, amax_ptr, out2_ptr, amax2_ptr, scratch_ptr,
-    R, C, stride_r, stride_c,
+    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, out_ptr, amax_ptr, out2_ptr, amax2_ptr, scratch_ptr, R, C,
+    stride_r, stride_c,
     PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +186,7 @@ def produce_values(
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     row0, col0 = tile_of(pid, C, BM, BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, stride_r, stride_c, row0, col0)
+    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
     w = local_words(BN)
     r = tl.arange(0, BM)[None, :, None]
     known = peek(scratch_ptr, HW)

@@ -27,7 +27,7 @@ from microfloat.kernels._convert import (
     packed_reduce,
 )
 from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels._produce import LOAD, normalized, produce_gradients, produce_pair
+from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
 from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_at, tiles_of
@@ -204,22 +204,6 @@ def load_gradients(
     gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, 0, HW)
     gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, 0, HW)
     return (gate0, gate1, gate2, gate3), (up0, up1, up2, up3)
-
-
-@triton.jit
-def normalize_tile(
-    tile, statistics, weights, rows, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr
-):
-    """The norm of a tile that was loaded before its statistics (of each phase) were known; `weights`: `parameters`."""
-    r = local_rows(BM)
-    phase0, phase1, phase2, phase3 = tile
-    statistics0, statistics1, statistics2, statistics3 = statistics
-    return (
-        normalized(phase0, statistics0, weights, r < rows, OUT, PRODUCER, HW),
-        normalized(phase1, statistics1, weights, r + 1 < rows, OUT, PRODUCER, HW),
-        normalized(phase2, statistics2, weights, r + 2 < rows, OUT, PRODUCER, HW),
-        normalized(phase3, statistics3, weights, r + 3 < rows, OUT, PRODUCER, HW),
-    )  # fmt: skip
 
 
 @triton.jit

@@ -24,10 +24,11 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any) -> Start | None:
+def starter(compiled: Any, cluster: int = 1) -> Start | None:
     """How to start a compiled kernel with raw addresses on the current device; None where only Triton's way is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, `Start` goes its way.
+    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
@@ -44,7 +45,13 @@ def starter(compiled: Any) -> Start | None:
     def bind_ordinary(programs: int, rest: tuple) -> Callable[..., None]:
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
-    if not _is_known(launcher):
+    is_known = _is_known(launcher)
+    if cluster > 1:
+        # Triton's launcher takes the size of a cluster from the number that a kernel was compiled for, which is 1.
+        if not is_known or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
+            return None
+        metadata = (metadata[0], cluster, metadata[2])
+    if not is_known:
         return Start(ordinary, bind_ordinary)
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
     entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place

@@ -1,4 +1,4 @@
-"""Activations fused with the cast of their result, forward and backward.
+"""Producers fused with the cast of their result: activations, forward and backward, and norms that were measured.
 
 Every function quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts
 per tensor take a known encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current
@@ -31,7 +31,8 @@ from microfloat.torch.backends.triton._plans import CastPlan, operand, paired, p
 
 __all__ = [
     "ACTIVATIONS", "Both", "Inputs", "Work", "activation_backward_quantize", "activation_backward_values",
-    "activation_quantize", "activation_values", "codes_of", "fuses", "layout", "operands", "plans", "source_of",
+    "activation_quantize", "activation_values", "codes_of", "fuses", "operands", "plans", "quantize_work",
+    "scales_of", "source_of", "values_of_work",
 ]  # fmt: skip
 
 ACTIVATIONS = {
@@ -131,13 +132,26 @@ def codes_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> t
     return first, second
 
 
+def scales_of(row: CastPlan | None, column: CastPlan | None, matrix: Matrix) -> tuple:
+    """Scales of the row and the column operand of a matrix of this shape: the same one for both per tensor."""
+    plan = row or column
+    if plan is not None and plan.family == "scaled":
+        scale = torch.empty((), dtype=torch.float32, device=matrix.tensor.device)
+        return scale, scale
+    rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
+    return (
+        empty_scale(row, rows, columns, device) if row else None,
+        empty_scale(column, columns, rows, device) if column else None,
+    )  # fmt: skip
+
+
 def operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, codes: tuple, scales: tuple) -> Both:
     """What was written for a matrix of this shape, as its row and its column operand."""
     rows, columns = matrix.rows, matrix.columns
     return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
 
 
-def layout(inputs: Inputs, tile_rows: int, tile_columns: int) -> tuple:
+def _layout(inputs: Inputs, tile_rows: int, tile_columns: int) -> tuple:
     """LOADS, KIND, EVEN, PAIRS, QUADS, INDEX64, HW of a launch."""
     matrix = inputs.matrix
     return (
@@ -148,7 +162,7 @@ def layout(inputs: Inputs, tile_rows: int, tile_columns: int) -> tuple:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A producer and its inputs; `parameters`: mean, inverse, weight, bias."""
+    """A producer and its inputs; `parameters` (of a norm): mean, inverse, weight, bias."""
 
     inputs: Inputs
     producer: int
@@ -156,8 +170,13 @@ class Work:
     two: bool = False
     parameters: tuple = _NO_INPUTS
 
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """Of weight and bias, which need not be that of the inputs."""
+        return None if self.parameters[2] is None else self.parameters[2].dtype
 
-def _quantize(
+
+def quantize_work(
     work: Work, row_cast: Cast | None, column_cast: Cast | None, *, seed: tuple, row_stream: int, column_stream: int,
     amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
 ) -> tuple[Both, Both | None]:  # fmt: skip
@@ -173,56 +192,49 @@ def _quantize(
         casts = row.scaled_cast if row else None, column.scaled_cast if column else None
         tile_rows, tile_columns, warps = TILES["fused_gradients" if work.two else "fused_scaled"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    shape = layout(work.inputs, tile_rows, tile_columns)
+    shape = _layout(work.inputs, tile_rows, tile_columns)
     count = 2 if work.two else 1
     codes = [codes_of(row, column, matrix) for _ in range(count)]
-    pointers = (x, *work.inputs.others)
+    scales = [scales_of(row, column, matrix) for _ in range(count)]
+    pointers = (x, *work.inputs.others, *work.parameters)
     if plan.family == "scaled":
-        scales = [torch.empty((), dtype=torch.float32, device=x.device) for _ in range(count)]
         sources = [source_of(plan, amax[i], scale_enc[i]) for i in range(count)]
         outputs: list = []
         for i in range(2):
-            outputs += [*codes[i], scales[i], sources[i][1], record[i]] if i < count else [None] * 5
+            outputs += [*codes[i], scales[i][0], sources[i][1], record[i]] if i < count else [None] * 5
         constants = (
             *casts, sources[0][0], record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
         )  # fmt: skip
         meeting = scratch(device) if record[0] is not None else None
         tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
-        both_scales = [(scale, scale) for scale in scales]
     else:
-        both_scales = [
-            (
-                empty_scale(row, matrix.rows, matrix.columns, x.device) if row else None,
-                empty_scale(column, matrix.columns, matrix.rows, x.device) if column else None,
-            )
-            for _ in range(count)
-        ]
         outputs = []
         for i in range(2):
-            outputs += [codes[i][0], both_scales[i][0], codes[i][1], both_scales[i][1]] if i < count else [None] * 4
+            outputs += [codes[i][0], scales[i][0], codes[i][1], scales[i][1]] if i < count else [None] * 4
         constants = (*casts, work.producer, work.function, *shape, tile_rows, tile_columns)
         tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
-    key = (matrix.key, constants, warps, row_stream, column_stream)
+    key = (matrix.key, constants, warps, row_stream, column_stream, work.parameter_dtype)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)
-    results = [operands(row, column, matrix, codes[i], both_scales[i]) for i in range(count)]
+    results = [operands(row, column, matrix, codes[i], scales[i]) for i in range(count)]
     return results[0], results[1] if work.two else None
 
 
-def _values(work: Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
+def values_of_work(work: Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
     """(values, amax) of one produced matrix, or of two."""
     matrix = work.inputs.matrix
     device, x = matrix.tensor.get_device(), matrix.tensor
     tile_rows, tile_columns, warps = TILES["fused_values"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    loads, kind, even, pairs, _, index64, hardware = layout(work.inputs, tile_rows, tile_columns)
+    loads, kind, even, pairs, _, index64, hardware = _layout(work.inputs, tile_rows, tile_columns)
     results = [
         (torch.empty((matrix.rows, matrix.columns), dtype=x.dtype, device=x.device), torch.empty((), device=x.device))
         for _ in range(2 if work.two else 1)
     ]
     second = results[1] if work.two else (None, None)
     constants = (work.producer, work.function, loads, kind, even, pairs, index64, hardware, tile_rows, tile_columns)
-    tensors = (x, *work.inputs.others, *results[0], *second, scratch(device))
-    _VALUES((matrix.key, constants, warps), programs, device, tensors, matrix.sizes, constants, warps)
+    tensors = (x, *work.inputs.others, *work.parameters, *results[0], *second, scratch(device))
+    key = (matrix.key, constants, warps, work.parameter_dtype)
+    _VALUES(key, programs, device, tensors, matrix.sizes, constants, warps)
     return results[0], results[1] if work.two else None
 
 
@@ -245,7 +257,7 @@ def activation_quantize(
 ) -> Both:  # fmt: skip
     """Both operands of ``f(x)``, or with `up` of ``f(x) * up`` (SwiGLU: activation="silu"), in one pass."""
     work = _forward(x_MF, up_MF, activation)
-    result, _ = _quantize(
+    result, _ = quantize_work(
         work, row_cast, column_cast, seed=(seed, None), row_stream=row_stream, column_stream=column_stream,
         amax=(amax, None), scale_enc=(scale_enc, None), record=(record, None),
     )  # fmt: skip
@@ -256,7 +268,7 @@ def activation_values(
     x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``f(x)`` or ``f(x) * up`` in x's dtype, and its amax (float32 ()), in one pass."""
-    return _values(_forward(x_MF, up_MF, activation))[0]
+    return values_of_work(_forward(x_MF, up_MF, activation))[0]
 
 
 def activation_backward_quantize(
@@ -268,7 +280,7 @@ def activation_backward_quantize(
 
     `seed`, `amax`, `scale_enc`, `record`: one for each gradient, since each belongs to a layer (docs/numerics.md 5.3).
     """
-    return _quantize(
+    return quantize_work(
         _backward(grad_MF, x_MF, up_MF, activation), row_cast, column_cast, seed=seed, row_stream=row_stream,
         column_stream=column_stream, amax=amax, scale_enc=scale_enc, record=record,
     )  # fmt: skip
@@ -278,4 +290,4 @@ def activation_backward_values(
     grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
     """(gradient, amax) of x, and with `up` of up, in one pass."""
-    return _values(_backward(grad_MF, x_MF, up_MF, activation))
+    return values_of_work(_backward(grad_MF, x_MF, up_MF, activation))

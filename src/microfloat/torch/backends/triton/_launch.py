@@ -19,8 +19,8 @@ from microfloat.kernels.casts import TILES, Warps, ceil_div
 from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [
-    "INTERPRETED", "TILES", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div", "compiled_conversions",
-    "multiprocessors", "scratch", "shared_words",
+    "INTERPRETED", "TILES", "ClusterKernel", "ClusterRefused", "Kernel", "Matrix", "Prepared", "Warps", "ceil_div",
+    "compiled_conversions", "largest_cluster", "multiprocessors", "scratch",
 ]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -124,13 +124,16 @@ class Kernel:
         warps: Warps,
     ) -> Start | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
-        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        options = {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
-        compiled = self.function[(programs,)](*[as_bytes(t) for t in tensors], *scalars, *constants, **options)
+        arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
+        compiled = self.function[(programs,)](*arguments, **self._options_of(warps))
         start = starter(compiled)
         if start is not None:
             self._compiled[key] = start
         return start
+
+    def _options_of(self, warps: Warps) -> dict[str, Any]:
+        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
+        return {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
 
     def prepared(
         self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
@@ -139,6 +142,41 @@ class Kernel:
         """A launch with everything decided but the addresses, which will be multiples of 16 where `aligned` says so
         (nothing said: all of them)."""
         return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
+
+
+class ClusterRefused(Exception):
+    """This Triton, or this GPU, does not start such clusters; nothing has run."""
+
+
+class ClusterKernel(Kernel):
+    """A kernel whose programs run in clusters of `size`: at once, and in reach of each other's shared memory.
+
+    A call counts clusters, and raises `ClusterRefused` where there are none.
+    """
+
+    def __init__(self, function: Callable, size: int) -> None:
+        super().__init__(function)
+        self._size = size
+
+    def compile(
+        self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
+        warps: Warps,
+    ) -> Start:  # fmt: skip
+        """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
+        compiled = self.function.warmup(
+            *[as_bytes(t) for t in tensors], *scalars, *constants, grid=(programs,), **self._options_of(warps)
+        )
+        start = starter(compiled, self._size)
+        if start is None:
+            raise ClusterRefused
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        try:
+            start.start(programs, stream, addresses, (*scalars, *constants))
+        except RuntimeError as error:  # no room for a cluster in what there is of the GPU
+            raise ClusterRefused from error
+        self._compiled[key] = start
+        return start
 
 
 class Prepared:
@@ -199,6 +237,16 @@ def compiled_conversions(device: int) -> bool:
 
 
 @functools.cache
+def largest_cluster(device: int) -> int:
+    """How many programs a cluster may have on a device: one in the interpreter, none before Hopper and, until it has
+    run there, after it.
+    """
+    if INTERPRETED:
+        return 1
+    return 16 if torch.cuda.get_device_capability(device) == (9, 0) else 0
+
+
+@functools.cache
 def multiprocessors(device: int) -> int:
     """How many multiprocessors a CUDA device has; 1 for the CPU (-1), where programs run one after another."""
     return 1 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
@@ -230,26 +278,6 @@ def scratch(device: int) -> torch.Tensor:
     words = _SCRATCH.get((device, torch._C._cuda_getCurrentRawStream(device)))
     if words is None or (not _CAPTURED[device] and _made_for_captures < _MOST_CAPTURED):
         words = _more_scratch(device)
-    return words
-
-
-_SHARED: dict[tuple[int, int], torch.Tensor] = {}
-_LEAST_SHARED = 1 << 16
-
-
-def shared_words(device: int, count: int) -> torch.Tensor:
-    """At least `count` words of int64, zero at first, through which programs of one launch tell each other results and
-    which carry the number of the launch; as `scratch` otherwise.
-    """
-    if device < 0:
-        return torch.zeros(count, dtype=torch.int64)
-    if torch._C._cuda_isCurrentStreamCapturing():  # a graph's own, cleared inside the graph
-        return torch.zeros(count, dtype=torch.int64, device=f"cuda:{device}")
-    place = (device, torch._C._cuda_getCurrentRawStream(device))
-    words = _SHARED.get(place)
-    if words is None or words.numel() < count:
-        size = max(_LEAST_SHARED, 1 << (count - 1).bit_length())
-        words = _SHARED[place] = torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
     return words
 
 

@@ -5,25 +5,45 @@ from dataclasses import dataclass, replace
 import torch
 
 from microfloat.errors import unknown_name
-from microfloat.kernels import _convert, _produce
+from microfloat.kernels import _convert, _produce, norm_clusters
 from microfloat.kernels import norms as kernels
+from microfloat.kernels._squares import takes
+from microfloat.kernels.casts import Pieces, pieces_of_norm
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.triton._blocks import empty_scale
-from microfloat.torch.backends.triton._fused import Inputs, Work, codes_of, layout, operands, plans, source_of
-from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, Warps, ceil_div, scratch, shared_words
+from microfloat.torch.backends.triton._fused import (
+    Both,
+    Inputs,
+    Work,
+    codes_of,
+    operands,
+    plans,
+    quantize_work,
+    scales_of,
+    source_of,
+    values_of_work,
+)
+from microfloat.torch.backends.triton._launch import (
+    TILES,
+    ClusterKernel,
+    ClusterRefused,
+    Kernel,
+    Warps,
+    ceil_div,
+    compiled_conversions,
+    largest_cluster,
+    scratch,
+)
+from microfloat.torch.backends.triton._plans import CastPlan
 
 __all__ = ["Normed", "norm_quantize", "norm_values"]
 
-# For any number of columns but one, and for one.
-_SCALED = Kernel(kernels.norm_scaled), Kernel(kernels.norm_scaled_of_one)
-_BLOCKS = Kernel(kernels.norm_blocks), Kernel(kernels.norm_blocks_of_one)
-_VALUES = Kernel(kernels.norm_values), Kernel(kernels.norm_values_of_one)
-
-# Norms: of how many columns of a row at most are measured at once, and how many programs measuring is ahead of casting:
-# as many as run at once, so that no cast waits, and few enough that what they read is still in the L2 cache.
-_LEAST_COLUMNS, _MOST_COLUMNS = 256, 16384
-_AHEAD = 360
+_MEASURE = Kernel(kernels.measure_rows)
+# A program measures so many elements at once; of a row at most so many, and at least those of one warp's words.
+_ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
+_WARPS = Warps(4)
+_PIECES = {size: ClusterKernel(norm_clusters.norm_pieces, size) for size in (1, 2, 4, 8, 16)}  # by size of clusters
+_without_clusters: set[int] = set()  # devices that refused one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,52 +56,90 @@ class Normed:
     inverse: torch.Tensor
 
 
-def _norm_work(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, kind: str
-) -> tuple[Work, torch.Tensor | None, torch.Tensor]:
-    """The producer of a norm and its statistics, still empty; a LayerNorm without bias gets zeros."""
+def _work(x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, kind: str) -> Work:
+    """The producer of a norm, whose statistics are still empty; a LayerNorm without bias gets zeros."""
     if kind not in ("rms", "layer"):
         raise unknown_name("kind", kind, ["rms", "layer"])
     layer = kind == "layer"
     if layer and bias_K is None:
         bias_K = torch.zeros_like(weight_K)
-    rows = x_MK.shape[0]
-    mean = torch.empty(rows, dtype=torch.float32, device=x_MK.device) if layer else None
-    inverse = torch.empty(rows, dtype=torch.float32, device=x_MK.device)
-    producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
-    parameters = (mean, inverse, weight_K, bias_K if layer else None)
     inputs = Inputs.of(x_MK)
-    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 7) for t in parameters[2:]):
+    parameters = (weight_K, bias_K if layer else None)
+    if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 7) for t in parameters):
         inputs = replace(inputs, kind=_convert.ELEMENTWISE.value)
-    return Work(inputs, producer, parameters=parameters), mean, inverse
+    rows, device = inputs.matrix.rows, inputs.matrix.tensor.device
+    mean = torch.empty(rows, dtype=torch.float32, device=device) if layer else None
+    inverse = torch.empty(rows, dtype=torch.float32, device=device)
+    producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
+    return Work(inputs, producer, parameters=(mean, inverse, *parameters))
 
 
-@dataclass(frozen=True, slots=True)
-class _NormGrid:
-    """How the programs of a norm are laid out."""
+def _measure(work: Work, eps: float) -> None:
+    """Fill in the statistics."""
+    matrix, (mean, inverse, *_) = work.inputs.matrix, work.parameters
+    columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))
+    rows, is_whole = max(1, _ELEMENTS // columns), matrix.columns % columns == 0
+    constants = (work.inputs.kind, is_whole, matrix.index64, rows, columns)
+    tensors, scalars = (matrix.tensor, mean, inverse), (eps, *matrix.sizes)
+    key = (matrix.key, constants, mean is None)
+    _MEASURE(key, ceil_div(matrix.rows, rows), matrix.tensor.get_device(), tensors, scalars, constants, _WARPS)
 
-    programs: int
-    lead: int
-    ahead: int
-    meeting: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    constants: tuple
-    warps: Warps
 
-    @staticmethod
-    def of(matrix: Matrix, name: str) -> "_NormGrid":
-        """That of a matrix under the tile `name` of TILES."""
-        tile_rows, tile_columns, warps = TILES[name]
-        device = matrix.tensor.get_device()
-        columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))
-        rows = max(1, min(tile_rows, tile_rows * tile_columns // columns))
-        groups, units = ceil_div(matrix.rows, tile_rows), tile_rows // rows
-        members = ceil_div(matrix.columns, tile_columns)
-        ahead = min(groups, ceil_div(_AHEAD, members))
-        words = shared_words(device, 16 + groups * tile_rows * 2)
-        meeting = (scratch(device), words.view(torch.int32), words[16:])
-        constants = (matrix.columns % columns == 0, rows, columns, tile_rows, tile_columns)
-        lead = ahead * units
-        return _NormGrid(lead + groups * members, lead, ahead, meeting, constants, warps)
+def _by_clusters(
+    work: Work, row: CastPlan | None, column: CastPlan | None, *, eps: float, seed: torch.Tensor | None,
+    row_stream: int, column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
+    record: torch.Tensor | None,
+) -> Both | None:  # fmt: skip
+    """Both operands from one reading, the statistics too; None where no cluster can do that, and nothing has run."""
+    matrix, plan = work.inputs.matrix, row or column
+    assert plan is not None
+    x, device = matrix.tensor, matrix.tensor.get_device()
+    pieces = _pieces(work, row, column)
+    if pieces is None:
+        return None
+    tile_rows, tile_columns, warps = TILES[pieces.name]
+    codes, scales = codes_of(row, column, matrix), scales_of(row, column, matrix)
+    if plan.family == "scaled":
+        lane_rows, casts = 4, (row.scaled_cast if row else None, column.scaled_cast if column else None)
+        mode, source = source_of(plan, amax, scale_enc)
+    else:
+        lane_rows, casts = 8, (row.constant(0) if row else None, column.constant(0) if column else None)
+        mode, source, record = 0, None, None
+    hardware = compiled_conversions(device)
+    held = max(1, pieces.each // 2) if hardware else pieces.each
+    constants = (
+        *casts, mode, record is not None, work.producer, hardware, lane_rows, pieces.programs, pieces.miss, held,
+        pieces.each, tile_rows, tile_columns,
+    )  # fmt: skip
+    meeting = None if record is None else scratch(device)
+    tensors = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], source, record, meeting, seed)
+    scalars = (row_stream, column_stream, eps, *matrix.sizes[:3])
+    key = (matrix.key, constants, warps, row_stream, column_stream)
+    try:
+        _PIECES[pieces.programs](key, matrix.rows // tile_rows, device, tensors, scalars, constants, warps)
+    except ClusterRefused:
+        _without_clusters.add(device)
+        return None
+    return operands(row, column, matrix, codes, scales)
+
+
+def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces | None:
+    """How clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
+    matrix, plan, words = work.inputs.matrix, row or column, _convert.WORDS_BF16.value
+    device = matrix.tensor.get_device()
+    addresses = [t.data_ptr() for t in (matrix.tensor, *work.parameters[2:]) if t is not None]
+    if work.inputs.kind != words or work.parameter_dtype != matrix.tensor.dtype or device in _without_clusters:
+        return None
+    if matrix.index64 or matrix.stride_r & 7 or any(address & 15 for address in addresses):
+        return None
+    names = "norm_scaled", "norm_scaled_long"
+    if plan is None or plan.family != "scaled":
+        if not takes(row and row.constant(0), column and column.constant(0), words, True):
+            return None
+        names = "norm_squares", "norm_squares_long"
+    if work.producer != _produce.RMS_NORM.value:  # with two sums to exchange there is room for smaller pieces only
+        names = names[1:]
+    return pieces_of_norm(names, matrix.rows, matrix.columns, largest_cluster(device))
 
 
 def norm_quantize(
@@ -90,57 +148,27 @@ def norm_quantize(
     column_stream: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Normed:  # fmt: skip
-    """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x; x is read from memory once."""
-    row, column, plan = plans(row_cast, column_cast)
-    work, mean, inverse = _norm_work(x_MK, weight_K, bias_K, kind)
-    matrix = work.inputs.matrix
-    device, x = matrix.tensor.get_device(), matrix.tensor
-    is_long = max(cast.block[1] or 0 for cast in (row, column) if cast) > 64
-    name = "norm_scaled" if plan.family == "scaled" else "norm_blocks_long" if is_long else "norm_blocks"
-    grid = _NormGrid.of(matrix, name)
-    codes = codes_of(row, column, matrix)
-    shape = layout(work.inputs, *TILES[name][:2])
-    if plan.family == "scaled":
-        scale = torch.empty((), dtype=torch.float32, device=x.device)
-        mode, source = source_of(plan, amax, scale_enc)
-        constants = (
-            row.scaled_cast if row else None, column.scaled_cast if column else None, mode, record is not None,
-            work.producer, *shape, *grid.constants,
+    """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x, read once where there are clusters."""
+    row, column, _ = plans(row_cast, column_cast)
+    work = _work(x_MK, weight_K, bias_K, kind)
+    both = _by_clusters(
+        work, row, column, eps=eps, seed=seed, row_stream=row_stream, column_stream=column_stream, amax=amax,
+        scale_enc=scale_enc, record=record,
+    )  # fmt: skip
+    if both is None:
+        _measure(work, eps)
+        both, _ = quantize_work(
+            work, row_cast, column_cast, seed=(seed, None), row_stream=row_stream, column_stream=column_stream,
+            amax=(amax, None), scale_enc=(scale_enc, None), record=(record, None),
         )  # fmt: skip
-        tensors = (x, *work.parameters, *codes, scale, source, record, *grid.meeting, seed)
-        kernel, scales = _SCALED, (scale, scale)
-    else:
-        scales = (
-            empty_scale(row, matrix.rows, matrix.columns, x.device) if row else None,
-            empty_scale(column, matrix.columns, matrix.rows, x.device) if column else None,
-        )
-        constants = (
-            row.constant(0) if row else None, column.constant(0) if column else None, work.producer, *shape,
-            *grid.constants,
-        )  # fmt: skip
-        tensors = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], *grid.meeting[1:], seed)
-        kernel = _BLOCKS
-    key = (matrix.key, constants, grid.warps, row_stream, column_stream, weight_K.dtype)
-    scalars = (row_stream, column_stream, eps, grid.lead, grid.ahead, *matrix.sizes)
-    kernel[matrix.columns == 1](key, grid.programs, device, tensors, scalars, constants, grid.warps)
-    first, second = operands(row, column, matrix, codes, scales)
-    return Normed(first, second, mean, inverse)
+    return Normed(*both, *work.parameters[:2])
 
 
 def norm_values(
     x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, *, eps: float, kind: str = "rms"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
-    work, mean, inverse = _norm_work(x_MK, weight_K, bias_K, kind)
-    matrix = work.inputs.matrix
-    device, x = matrix.tensor.get_device(), matrix.tensor
-    grid = _NormGrid.of(matrix, "norm_values")
-    loads, produced, even, pairs, _, index64, hardware = layout(work.inputs, *TILES["norm_values"][:2])
-    values = torch.empty((matrix.rows, matrix.columns), dtype=x.dtype, device=x.device)
-    amax = torch.empty((), dtype=torch.float32, device=x.device)
-    constants = (work.producer, loads, produced, even, pairs, index64, hardware, *grid.constants)
-    tensors = (x, *work.parameters, values, amax, *grid.meeting)
-    key = (matrix.key, constants, grid.warps, weight_K.dtype)
-    kernel, scalars = _VALUES[matrix.columns == 1], (eps, grid.lead, grid.ahead, *matrix.sizes)
-    kernel(key, grid.programs, device, tensors, scalars, constants, grid.warps)
-    return values, amax, mean, inverse
+    work = _work(x_MK, weight_K, bias_K, kind)
+    _measure(work, eps)
+    (values, amax), _ = values_of_work(work)
+    return values, amax, *work.parameters[:2]

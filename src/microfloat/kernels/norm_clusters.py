@@ -1,0 +1,330 @@
+"""Norms whose input is read once: a cluster of programs holds whole rows.
+
+A cluster owns a *band* of BM rows; each of its programs holds some *pieces* of BM x BN elements of it, the first HELD
+in registers, the others in shared memory, so that as much as possible is on its way at once. It adds up the squares
+of its pieces row by row, gets the sums of the others (`_clusters`), and casts what it still holds: two bytes in and two
+out. Piece j of program `rank` is piece ``rank + j * CTAS`` of the band; the last may be missing.
+
+A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`).
+
+For bfloat16 in whole pieces; `norms` and `fused` serve what is not.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels._clusters import (
+    area_of,
+    cluster_sum,
+    copy_units,
+    exchange_bytes,
+    for_all_threads,
+    others_have_started,
+    take_words,
+    wait_for_copies,
+    zeros_like,
+)
+from microfloat.kernels._convert import WORDS_BF16, float_of, high_half, low_half, packed_abs, packed_max
+from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels._produce import LAYER_NORM, normalized
+from microfloat.kernels._squares import cast_squares, square_places
+from microfloat.kernels.blocks import codes_at
+from microfloat.kernels.scaled import amax_of_tile, given_scale, local_rows, local_words, words_amax_bits, write_tile
+
+# What a word is used for: its values, their squares or their squared distances from the mean are added up, or cast.
+VALUES = tl.constexpr(0)
+SQUARES = tl.constexpr(1)
+DEVIATIONS = tl.constexpr(2)
+CAST = tl.constexpr(3)
+
+
+@triton.constexpr_function
+def _move_text(use):
+    return f"mov.b32 $0, $1; // {use}"
+
+
+@triton.jit
+def afresh(word, USE: tl.constexpr, HW: tl.constexpr):
+    """The same word. What was computed from it for another USE is computed again, and need not be kept."""
+    if HW:
+        TEXT: tl.constexpr = _move_text(USE)
+        return tl.inline_asm_elementwise(TEXT, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return word
+
+
+@triton.jit
+def pair_of(word):
+    """A word and its two elements."""
+    return word, low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
+
+
+@triton.jit
+def load_words(at, there, MAY_MISS: tl.constexpr):
+    """Words of a piece, zeros where it is not `there`."""
+    if MAY_MISS:
+        return tl.load(at, mask=tl.broadcast_to(there, at.shape), other=0)
+    else:
+        return tl.load(at)
+
+
+# ----------------------------------------------------------------------------------------------------------- places
+
+
+@triton.jit
+def unit_places(ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """First row and column of every unit of a piece, in the order in which they lie in shared memory."""
+    unit = tl.arange(0, BM * BN // (8 * ROWS))
+    if ROWS == 4:
+        return unit // (BN // 8) * 4, unit % (BN // 8) * 8
+    else:
+        square = unit // 32
+        return square // (BN // 64) * 32 + unit // 8 % 4 * 8, square % (BN // 64) * 64 + unit % 8 * 8
+
+
+@triton.jit
+def lane_places(ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """First local row and words of every lane, the number of its unit, and of the unit of its columns' weights."""
+    if ROWS == 4:
+        r, w = local_rows(BM), local_words(BN)
+        unit_of_row = w // 4
+        return r, w, r // 4 * (BN // 8) + unit_of_row, unit_of_row
+    else:
+        r, w = square_places(BM, BN)
+        square = tl.arange(0, BM * BN // 2048)[None, None, :, None]
+        lane, below = tl.arange(0, 8)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
+        words = w + tl.arange(0, 4)[None, None, None, :]
+        return r, words, square * 32 + below * 8 + lane, square % (BN // 64) * 8 + lane
+
+
+# ---------------------------------------------------------------------------------------------------- pieces of rows
+
+
+@triton.jit
+def load_band(
+    x_band, weight, area, r, w, rank, there, stride_r, ROWS: tl.constexpr, CTAS: tl.constexpr, PIECES: tl.constexpr,
+    HELD: tl.constexpr, MISSING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Words of the pieces held in registers; the others and all weights but those of the first on their way.
+
+    `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of rows.
+    """
+    PIECE: tl.constexpr = BM * BN * 2
+    words = ()
+    row, column = unit_places(ROWS, BM, BN)
+    unit, columns = tl.arange(0, BM * BN // (8 * ROWS)), tl.arange(0, BN // 8)
+    for j in tl.static_range(PIECES):
+        first = (rank + j * CTAS) * BN
+        if j < HELD:
+            at = x_band.to(tl.pointer_type(tl.int32)) + first // 2
+            for p in tl.static_range(ROWS):
+                word = load_words(at + ((r + p) * (stride_r // 2) + w), there, MISSING and j == PIECES - 1)
+                words = words + (word,)
+        else:
+            for p in tl.static_range(ROWS):
+                at = area + (j - HELD) * PIECE + p * (PIECE // ROWS) + unit * 16
+                source = x_band + first + ((row + p) * stride_r + column)
+                copy_units(at, source, there, MISSING and j == PIECES - 1)
+        if HELD < PIECES and j > 0:
+            at = area + (PIECES - HELD) * PIECE + j * (BN * 2) + columns * 16
+            copy_units(at, weight + first + columns * 8, there, MISSING and j == PIECES - 1)
+    return words
+
+
+@triton.jit
+def word_of(
+    words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Words of rows r + p of piece j. `units`: the addresses of the first units of pieces in shared memory."""
+    if j < HELD:
+        return afresh(words[ROWS * j + p], USE, HW)
+    else:
+        return take_words(units + ((j - HELD) * ROWS + p) * (BM * BN * 2 // ROWS))
+
+
+@triton.jit
+def term(word, shift, there, USE: tl.constexpr, MAY_MISS: tl.constexpr):
+    """What words add to the sums of their rows."""
+    low, high = low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
+    if USE == VALUES:
+        return low + high
+    else:
+        if USE == DEVIATIONS:
+            low, high = low - shift, high - shift
+            if MAY_MISS:
+                low, high = tl.where(there, low, 0.0), tl.where(there, high, 0.0)
+        return tl.fma(low, low, high * high)
+
+
+@triton.jit
+def row_sums(
+    words, units, zeros, shifts, there, USE: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    HELD: tl.constexpr, MISSING: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """[BM] sums over this program's pieces."""
+    LAST: tl.constexpr = len(zeros.shape) - 1
+    sums = ()
+    for p in tl.static_range(ROWS):
+        shift = shifts[p] if USE == DEVIATIONS else 0.0
+        total = float_of(zeros)
+        for j in tl.static_range(PIECES):
+            word = word_of(words, units, j, p, USE, ROWS, HELD, HW, BM, BN)
+            total += term(word, shift, there, USE, MISSING and j == PIECES - 1)
+        sums = sums + (tl.sum(total, LAST),)
+    if ROWS == 4:
+        both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+        return tl.reshape(tl.sum(both, 0), [BM])  # [lanes, rows by four, 2, 2]
+    else:
+        even = tl.join(tl.join(sums[0], sums[4]), tl.join(sums[2], sums[6]))
+        odd = tl.join(tl.join(sums[1], sums[5]), tl.join(sums[3], sums[7]))
+        both = tl.sum(tl.join(even, odd), 0)  # [8 lanes, 4, squares, 2, 2, 2]
+        both = tl.sum(tl.reshape(both, [4, BM // 32, BN // 64, 8]), 2)
+        return tl.reshape(tl.permute(both, [1, 0, 2]), [BM])
+
+
+@triton.jit
+def band_statistics(
+    words, units, zeros, mean_band, inverse_band, area, rank, there, r, eps, C,
+    LAYER: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, PIECES: tl.constexpr, HELD: tl.constexpr,
+    MISSING: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(shift, scale) of rows r, r + 1, ..., as tuples of ROWS tensors; written by the first program of the cluster."""
+    row = tl.arange(0, BM)
+    shifts = ()
+    if LAYER:
+        sums = row_sums(words, units, zeros, shifts, there, VALUES, ROWS, PIECES, HELD, MISSING, HW, BM, BN)
+        mean = cluster_sum(sums, area, rank, 0, CTAS) / C
+        tl.store(mean_band + row, mean, mask=(row >= 0) & (rank == 0))
+        shifts = for_all_threads(mean, mean_band, area, r, ROWS, 0, CTAS, HW)
+    USE: tl.constexpr = DEVIATIONS if LAYER else SQUARES
+    ROUND: tl.constexpr = 1 if LAYER else 0
+    sums = row_sums(words, units, zeros, shifts, there, USE, ROWS, PIECES, HELD, MISSING, HW, BM, BN)
+    inverse = 1.0 / tl.sqrt_rn(cluster_sum(sums, area, rank, ROUND, CTAS) / C + eps)
+    tl.store(inverse_band + row, inverse, mask=(row >= 0) & (rank == 0))
+    scales = for_all_threads(inverse, inverse_band, area, r, ROWS, ROUND, CTAS, HW)
+    if LAYER:
+        return shifts, scales
+    else:
+        return scales, scales
+
+
+@triton.jit
+def piece_parameters(
+    first_weights, weight_units, weight_words, bias_words, j: tl.constexpr, there, LAYER: tl.constexpr,
+    PIECES: tl.constexpr, HELD: tl.constexpr, MISSING: tl.constexpr, HW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Weights and biases of piece j as `normalized` takes them. `..._words`: pointers to those of the piece."""
+    MAY_MISS: tl.constexpr = MISSING and j == PIECES - 1
+    if j == 0:
+        weights = afresh(first_weights, CAST, HW)
+    elif HELD < PIECES:
+        weights = take_words(weight_units + j * (BN * 2))
+    else:
+        weights = load_words(weight_words, there, MAY_MISS)
+    w_low, w_high = low_half(weights, WORDS_BF16), high_half(weights, WORDS_BF16)
+    if LAYER:
+        biases = load_words(bias_words, there, MAY_MISS)
+        return w_low, w_high, low_half(biases, WORDS_BF16), high_half(biases, WORDS_BF16)
+    else:
+        return w_low, w_high, w_low, w_high
+
+
+@triton.jit
+def largest_words(top, a, b, c, d):
+    """Halfwise maximum of words of magnitudes and of the magnitudes of four more, NaN ignored."""
+    m = packed_max(packed_abs(a, WORDS_BF16), packed_abs(b, WORDS_BF16), WORDS_BF16, True)
+    n = packed_max(packed_abs(c, WORDS_BF16), packed_abs(d, WORDS_BF16), WORDS_BF16, True)
+    return packed_max(top, packed_max(m, n, WORDS_BF16, True), WORDS_BF16, True)
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def norm_pieces(
+    x_ptr, mean, inverse, weight, bias, row_out, row_scale, column_out, column_scale, source, record, scratch_ptr,
+    seed_ptr, row_stream, column_stream, eps, R, C, stride_r,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
+    HW: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, MISSING: tl.constexpr, HELD: tl.constexpr,
+    PIECES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A norm to FP8 codes per tensor (ROWS = 4), or to MX codes of both operands by squares (8: `_squares.takes`)."""
+    LAYER: tl.constexpr = PRODUCER == LAYER_NORM
+    DATA: tl.constexpr = (PIECES - HELD) * BM * BN * 2
+    WEIGHTS: tl.constexpr = PIECES * BN * 2 if HELD < PIECES else 0
+    EXCHANGE: tl.constexpr = exchange_bytes(2 if LAYER else 1, CTAS, BM)
+    pid = tl.program_id(0)
+    area = area_of(pid, EXCHANGE + DATA + WEIGHTS, CTAS, HW)
+    rank, row0 = pid % CTAS, pid // CTAS * BM
+    there = (rank + (PIECES - 1) * CTAS) * BN < C
+    known = 0
+    if RECORDS:
+        known = peek(scratch_ptr, HW)
+    if ROWS == 4:
+        given = given_scale(source, 0.0, ROW, COLUMN, SOURCE)
+    r, w, unit, weight_unit = lane_places(ROWS, BM, BN)
+    x_band = x_ptr + row0.to(tl.int64) * stride_r
+    words = load_band(
+        x_band, weight, area + EXCHANGE, r, w, rank, there, stride_r, ROWS, CTAS, PIECES, HELD, MISSING, BM, BN
+    )  # fmt: skip
+    # In the shape of a piece's words, so that a lane has the weights of its own columns.
+    places = rank * (BN // 2) + (r * 0 + w)
+    weight_words = weight.to(tl.pointer_type(tl.int32)) + places
+    bias_words = weight_words
+    if LAYER:
+        bias_words = bias.to(tl.pointer_type(tl.int32)) + places
+    first_weights = tl.load(weight_words)
+    zeros = zeros_like(first_weights, HW)
+    units = zeros + unit * 16 + (area + EXCHANGE)
+    weight_units = zeros + weight_unit * 16 + (area + EXCHANGE + DATA)
+    others_have_started(pid, CTAS)
+    if HELD < PIECES:
+        wait_for_copies(pid)
+    mean_band = mean + row0 if LAYER else inverse
+    shifts, scales = band_statistics(
+        words, units, zeros, mean_band, inverse + row0, area, rank, there, r, eps, C, LAYER, ROWS, CTAS, PIECES, HELD,
+        MISSING, HW, BM, BN,
+    )  # fmt: skip
+    top, amax, arrived = zeros, tl.zeros([], tl.int32), 0
+    for j in tl.static_range(PIECES):
+        col0 = (rank + j * CTAS) * BN
+        parameters = piece_parameters(
+            first_weights, weight_units, weight_words + j * CTAS * (BN // 2), bias_words + j * CTAS * (BN // 2), j,
+            there, LAYER, PIECES, HELD, MISSING, HW, BN,
+        )  # fmt: skip
+        made = ()
+        for p in tl.static_range(ROWS):
+            values = pair_of(word_of(words, units, j, p, CAST, ROWS, HELD, HW, BM, BN))
+            word, _low, _high = normalized(
+                values, (shifts[p], scales[p]), parameters, r >= 0, tl.bfloat16, PRODUCER, HW
+            )  # fmt: skip
+            made = made + (word,)
+        if ROWS == 4:
+            tile = (pair_of(made[0]), pair_of(made[1]), pair_of(made[2]), pair_of(made[3]))
+            if RECORDS:
+                if HW:
+                    top = largest_words(top, made[0], made[1], made[2], made[3])
+                else:
+                    amax = tl.maximum(amax, amax_of_tile(tile, WORDS_BF16, HW))
+                if j == PIECES - 1:
+                    if HW:
+                        amax = words_amax_bits(top, WORDS_BF16)
+                    offer_maximum(amax, known, scratch_ptr, HW)
+                    arrived = arrive(scratch_ptr + 1, HW)
+        if not MISSING or j < PIECES - 1 or there:
+            if ROWS == 4:
+                write_tile(
+                    tile, given, amax, row_out, column_out, row_scale, column_scale, source, source, seed_ptr,
+                    row_stream, column_stream, 0.0, R, C, row0, col0, ROW, COLUMN, SOURCE, True, True, True, HW, BM,
+                    BN,
+                )  # fmt: skip
+            else:
+                square_rows, square_words = square_places(BM, BN)
+                cast_squares(
+                    (square_rows, square_words, made), codes_at(row_out, row0, col0, C, ROW), row_scale,
+                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM,
+                    BN,
+                )  # fmt: skip
+    if RECORDS:
+        publish_maximum(arrived, tl.num_programs(0), record, scratch_ptr, RECORD, HW)
