@@ -519,11 +519,11 @@ def traced(device):
             assert torch.equal(a.float(), b.float()), cast.format.name
 
 
-def norms_alone(device):
-    """Norms of long rows and of whole tiles (tests/kernels/norm_cases.py)."""
+def norms_alone(device, kind, name):
+    """Norms of long rows, of whole tiles and by clusters (tests/kernels/norm_cases.py)."""
     from tests.kernels import norm_cases
 
-    norm_cases.check(device)
+    norm_cases.check(device, kind, name)
 
 
 def guard_zones(device):

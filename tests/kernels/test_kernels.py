@@ -109,7 +109,7 @@ CASES = [
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],
     *[case("fused_casts", name) for name in ("mxfp8 stochastic", "fp8_1x128 stochastic")],
-    case("norms_alone"),
+    *[case("norms_alone", kind, name) for kind in ("rms", "layer") for name in ("mxfp8", "fp8_tensor")],
     *[
         case("fused_linears", "triton", name)
         for name in ("delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "noisy", "no wgrad")

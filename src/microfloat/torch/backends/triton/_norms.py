@@ -24,6 +24,7 @@ from microfloat.torch.backends.triton._fused import (
     values_of_work,
 )
 from microfloat.torch.backends.triton._launch import (
+    INTERPRETED,
     TILES,
     ClusterKernel,
     ClusterRefused,
@@ -137,8 +138,10 @@ def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces
         if not takes(row and row.constant(0), column and column.constant(0), words, True):
             return None
         names = "norm_squares", "norm_squares_long"
-    if work.producer != _produce.RMS_NORM.value:  # with two sums to exchange there is room for smaller pieces only
-        names = names[1:]
+    if work.producer != _produce.RMS_NORM.value:
+        if not INTERPRETED:  # LayerNorms by clusters compile, and have not run on a GPU yet
+            return None
+        names = names[1:]  # with two sums to exchange there is room for smaller pieces only
     return pieces_of_norm(names, matrix.rows, matrix.columns, largest_cluster(device))
 
 
