@@ -7,6 +7,7 @@ import torch
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends import reference, triton
 from microfloat.torch.backends.triton import _norms
+from microfloat.torch.backends.triton._launch import ClusterRefused
 from tests.kernels.cases import check_operand
 
 
@@ -56,6 +57,16 @@ INTERPRETED = {
 COMPILED = ((64, 1024), (64, 1280), (64, 14336))
 
 
+def refused(device):
+    """Where a GPU starts no clusters, two launches give the bytes, and nobody asks again."""
+    x = matrix_of(64, 128, device)
+    asked = mock.Mock(side_effect=ClusterRefused)
+    with mock.patch.multiple(_norms, _PIECES=dict.fromkeys(_norms._PIECES, asked), _without_clusters=set()):
+        for _ in range(2):
+            one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, 1)
+        assert asked.call_count == len(_norms._without_clusters) == 1
+
+
 def check(device, kind, name):
     """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
     clusters = _norms.largest_cluster(torch.zeros(1, device=device).get_device())
@@ -66,4 +77,6 @@ def check(device, kind, name):
     for rows, columns, at_once, cluster in cases:
         x = matrix_of(rows, columns, device)
         one(x, torch.linspace(0.5, 2, columns).to(x), name, kind, at_once, cluster)
+    if (kind, name) == ("rms", "mxfp8"):
+        refused(device)
     assert not _norms._without_clusters

@@ -74,6 +74,31 @@ def test_installed_hooks_are_called_tritons_way(compiled) -> None:
     assert compiled.run.launch.calls[-1][10:13] == (None, None, None)
 
 
+@needs_known_launcher
+def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled) -> None:
+    start = _direct.starter(compiled, 8)
+    assert start is not None
+    both_ways(start)
+    hook = lambda about: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        both_ways(start)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert [call[9] for call in compiled.run.launch.calls] == [(4, 8, 0)] * 4
+
+
+@needs_known_launcher
+def test_clusters_are_refused_where_their_size_has_no_place(compiled) -> None:
+    for metadata in ((4, 2, 0), (4, 1), (4, 1, 0, 0), [4, 1, 0]):
+        compiled.packed_metadata = metadata
+        assert _direct.starter(compiled, 8) is None
+    compiled.packed_metadata = (4, 1, 0)
+    assert _direct.starter(compiled, 8) is not None
+    compiled.run = Recorder()
+    assert _direct.starter(compiled, 8) is None
+
+
 def test_scratch_memory_and_other_launchers_go_through_their_wrapper(compiled) -> None:
     compiled.run = Recorder()  # some other version's launcher
     start = _direct.starter(compiled)
