@@ -73,6 +73,7 @@ CASES = [
     case("operands", "nvfp4_2d", (64, 64), "bfloat16", spread=125),
     *[case("operands", "nvfp4_2d", (64, 64), "bfloat16", _rule(rule), **SPECIAL) for rule in ("two_level_torchao",
     "one_level_e4m3")],
+    case("operands", "nvfp4_2d", (64, 64), "bfloat16", _rule("four_over_six_mse_256")),  # whose operands may differ
     case("saturated"),
     # Other forms.
     *[case("one_orientation", name) for name in ("mxfp8", "nvfp4")],
