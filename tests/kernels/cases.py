@@ -222,7 +222,7 @@ def amax_in_pieces(device):
 
 
 def values_in_bf16(device, name, options=()):
-    """Decoded values of both operands, without codes in between."""
+    """Decoded values of both operands, without codes in between; those of 16 x 16 tiles once for both."""
     cast = make_cast(name, options)
     for shape, kind in (((33, 47), {"special": True}), ((64, 48), {}), ((40, 24), {"transposed": True})):
         x = matrix(shape, "bfloat16", **kind)
@@ -236,6 +236,7 @@ def values_in_bf16(device, name, options=()):
             assert (got.tensor_scale is None) == (operand.tensor_scale is None)
             if operand.tensor_scale is not None:
                 check_values(got.tensor_scale, operand.tensor_scale, name)
+        assert (both[0].values.data_ptr() == both[1].values.data_ptr()) is cast.format.is_tile
 
 
 def folded(device, name, tile, options=()):

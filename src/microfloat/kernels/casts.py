@@ -15,7 +15,7 @@ from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
     "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "pieces_of_norm",
-    "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
+    "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -239,8 +239,18 @@ def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
     return True
 
 
+def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
+    """Whether the operands of a matrix stand for the same values of it: 16 x 16 tiles have one scale in either, and
+    codes rounded to the nearest do not depend on the axis. (Under four over six they may.)
+    """
+    if row is None or column is None or row.nvfp4_cast != column.nvfp4_cast:
+        return False
+    return row.family == "nvfp4" and row.block[0] == 16 and not row.stochastic and row.nvfp4_cast[0] < _FOUR_OVER_SIX
+
+
 _ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
 _BLOCKS = (16, 32, 64, 128)
+_FOUR_OVER_SIX = FOUR_OVER_SIX_MAE.value
 
 
 def _family(cast: Cast) -> tuple[str, str]:

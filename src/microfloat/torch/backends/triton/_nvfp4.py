@@ -4,7 +4,7 @@ import torch
 
 from microfloat.kernels import nvfp4 as kernels
 from microfloat.kernels import nvfp4_amax as amax_kernels
-from microfloat.kernels.casts import NO_SIGNS, tile_of_nvfp4
+from microfloat.kernels.casts import NO_SIGNS, same_values, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import (
     TILES,
@@ -162,11 +162,15 @@ def values_nvfp4(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Code x block scale of both operands in bfloat16 (exact), in the layout of the matrix, and their tensor scales.
 
-    A transformed operand stays transformed: its contraction length is rounded up to 16.
+    A transformed operand stays transformed: its contraction length is rounded up to 16. Operands that have the same
+    values are one tensor.
     """
     rows, columns, device = matrix.rows, matrix.columns, matrix.tensor.device
     if amaxes is None:
         amaxes = _amaxes(matrix, row, column)
+    if same_values(row, column):
+        values, _, scale, _ = values_nvfp4(matrix, row, None, amaxes=amaxes)
+        return values, values, scale, scale
     row_values = row_scale = column_values = column_scale = None
     if row:
         row_values = torch.empty((rows, _stored(row, columns)), dtype=torch.bfloat16, device=device)

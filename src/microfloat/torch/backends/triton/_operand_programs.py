@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from microfloat.kernels.casts import NO_SIGNS, share_a_launch
+from microfloat.kernels.casts import NO_SIGNS, same_values, share_a_launch
 from microfloat.recipes import Cast
 from microfloat.torch.backends.triton import _blocks, _nvfp4, _scaled
 from microfloat.torch.backends.triton._launch import Matrix, ceil_div
@@ -103,6 +103,7 @@ def pair_program(
     if all(part.want.form == "values" for parts in both for part in parts if part is not None):
         if not fits_values_together(_casts(matrices)):
             return None
+        matrices = [(matrix, _only_row(builder, *parts)) for matrix, parts in matrices]
         _values_together(builder, matrices, draws_seed)
         return Program(builder)
     blocks = {_wide_block(part) for parts in both for part in parts if part is not None}
@@ -226,7 +227,7 @@ def _shared_scale(builder: Builder, parts: _Parts, base: int = 0) -> int:
     """Both operands of a matrix have one scale."""
     scale = builder.put(base + 1, _SCALAR)
     if parts[1] is not None:
-        builder.same.append((base + 3, base + 1))
+        builder.share(base + 3, base + 1, _SCALAR)
     return scale
 
 
@@ -258,11 +259,9 @@ def _values_together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], dr
     """One launch that measures one or two matrices and casts them to NVFP4 values."""
     positions: list[int] = []
     for source, (_, parts) in zip((SOURCE, SECOND), matrices, strict=False):
-        positions.append(source)
-        for part in parts:
-            positions += [_values(builder, part), _tensor_scale(builder, part)]
+        positions += [source, *(at for part in parts for at in (_values(builder, part), _tensor_scale(builder, part)))]
     positions += [NOTHING] * (10 - len(positions))
-    streams = [tuple(0 if part is None else part.want.stream for part in parts) for _, parts in matrices]
+    streams = [tuple(_streams(*parts).values()) for _, parts in matrices]
     launch = values_launch(_casts(matrices), streams, draws_seed)
     seed, draw = (GIVEN, SECOND_GIVEN) if draws_seed else (_seed(*matrices[0][1]), NOTHING)
     builder.launch(launch, *positions, seed, draw, WORDS)
@@ -320,13 +319,25 @@ def _folded(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part |
     builder.launch(launch, SOURCE, *positions, TILES if tile else FOLDED, WORDS, _seed(row, column))
 
 
-def _values(builder: Builder, part: _Part | None) -> int:
+def _values_room(part: _Part) -> Room:
     """Values lie as the matrix does, whichever operand they are."""
-    if part is None:
-        return NOTHING
     right = part.want.right is not part.is_column
     rows, length = (part.length, part.rows) if part.is_column else (part.rows, part.length)
-    return builder.put(part.place, _lying(rows, length, right, torch.bfloat16))
+    return _lying(rows, length, right, torch.bfloat16)
+
+
+def _values(builder: Builder, part: _Part | None) -> int:
+    return NOTHING if part is None else builder.put(part.place, _values_room(part))
+
+
+def _only_row(builder: Builder, row: _Part | None, column: _Part | None) -> _Parts:
+    """The operands to write: where both have the same values, those of the column are a view of the row's."""
+    if row is None or column is None or not same_values(row.plan, column.plan):
+        return row, column
+    builder.share(column.place, row.place, _values_room(column))
+    if row.plan.cast.rule.two_level.tensor_scale:  # type: ignore[union-attr]
+        builder.share(column.place + 1, row.place + 1, _SCALAR)
+    return row, None
 
 
 def _block_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
@@ -336,6 +347,7 @@ def _block_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _
 
 
 def _nvfp4_values(builder: Builder, matrix: Matrix, row: _Part | None, column: _Part | None) -> None:
+    row, column = _only_row(builder, row, column)
     if fits_values_together([(matrix, _plan(row), _plan(column))]):
         _values_together(builder, [(matrix, (row, column))])
         return

@@ -50,12 +50,19 @@ class Program:
     matrix four more.
     """
 
-    __slots__ = ("_cleared", "_empty", "_parts", "_prepared", "_rooms", "_same", "_starts")
+    __slots__ = ("_cleared", "_empty", "_parts", "_prepared", "_rooms", "_same", "_starts", "layouts")
+
+    layouts: tuple[tuple | None, ...]  # size, stride and dtype of what `run` makes
 
     def __init__(self, builder: "Builder") -> None:
         self._rooms = tuple(None if room is None else room[:3] for room in builder.rooms)
         self._cleared = tuple(index for index, room in enumerate(builder.rooms) if room is not None and room.cleared)
-        self._same, self._parts = tuple(builder.same), tuple(builder.parts)
+        same = {index: room for index, _, room in builder.same}
+        self.layouts = tuple(self._rooms[index] or same.get(index) for index in range(len(self._rooms)))
+        self._same = tuple(
+            (index, original, self._rooms[original] != room) for index, original, room in builder.same
+        )  # fmt: skip
+        self._parts = tuple(builder.parts)
         self._empty = fast_empty(builder.device)
         first_part = MADE + len(self._rooms)
         self._prepared = []
@@ -64,11 +71,6 @@ class Program:
             table = tuple(at if at >= 0 else first_part + ~at for at in positions)
             self._prepared.append((launch.prepared(aligned), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
-
-    @property
-    def layouts(self) -> tuple[tuple | None, ...]:
-        """Size, stride and dtype of what `run` makes."""
-        return self._rooms
 
     def run(self, stream: int, given: tuple[torch.Tensor | None, ...]) -> list[Any]:
         """`given`: the table up to MADE. On a stream of the current device, which is the matrix's."""
@@ -86,8 +88,8 @@ class Program:
                 table.append(table[MADE + index] + offset)  # type: ignore[operator]
             for start, pick in starts:
                 start(stream, *pick(table))
-        for index, original in self._same:
-            made[index] = made[original]
+        for index, original, turned in self._same:
+            made[index] = made[original].t() if turned else made[original]
         return made
 
     def _first(self, stream: int, given: tuple[torch.Tensor | None, ...], made: list[Any]) -> None:
@@ -109,12 +111,16 @@ class Builder:
         self.rooms: list[Room | None] = [None] * operands
         self.parts: list[tuple[int, int]] = []  # room, offset in bytes
         self.steps: list[tuple[Launch, Sequence[int]]] = []
-        self.same: list[tuple[int, int]] = []  # a result that is another one
+        self.same: list[tuple[int, int, tuple]] = []  # a result that is another one, or its transpose; its layout
 
     def put(self, index: int, room: Room) -> int:
         """Make `room` the result number `index`."""
         self.rooms[index] = room
         return MADE + index
+
+    def share(self, index: int, original: int, room: Room) -> None:
+        """Let the result number `index` be the number `original`, seen as `room`: the same, or transposed."""
+        self.same.append((index, original, room[:3]))
 
     def add(self, room: Room) -> int:
         """Make `room` besides the results."""

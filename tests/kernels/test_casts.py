@@ -1,0 +1,41 @@
+"""What a cast means to the kernels: numbers, without a kernel."""
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from microfloat.kernels.casts import kernel_cast, pieces_of_norm, same_values
+from microfloat.recipes import Cast, Hadamard
+
+
+def test_both_operands_of_tiles_have_the_same_values_unless_something_depends_on_the_axis() -> None:
+    tiles = Cast("nvfp4_2d")
+    assert same_values(kernel_cast(tiles), kernel_cast(Cast("nvfp4_2d")))
+    for other in (
+        Cast("nvfp4"), Cast("nvfp4_2d", rounding="stochastic"), Cast("nvfp4_2d", scale_rule="four_over_six_mse_256"),
+        Cast("nvfp4", hadamard=Hadamard()), Cast("mxfp8"), Cast("fp8_128x128"),
+    ):  # fmt: skip
+        assert not same_values(kernel_cast(other), kernel_cast(other)), other
+    assert not same_values(kernel_cast(tiles), kernel_cast(Cast("nvfp4_2d", scale_rule="two_level_torchao")))
+    assert not same_values(None, kernel_cast(tiles))
+    assert not same_values(kernel_cast(tiles), None)
+
+
+@pytest.mark.parametrize("name", ["norm_scaled", "norm_squares"])
+def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
+    from microfloat.kernels.casts import NORM_PIECES, TILES
+
+    rows, columns, _ = TILES[name]
+    for count in range(1, 200):
+        for largest in (1, 2, 16):
+            pieces = pieces_of_norm((name,), rows, count * columns, largest)
+            if pieces is None:
+                assert count > largest * NORM_PIECES[name]
+                continue
+            assert pieces.programs <= largest
+            assert pieces.each <= NORM_PIECES[name]
+            assert pieces.programs * (pieces.each - 1) < count <= pieces.programs * pieces.each
+            assert pieces.miss is (count < pieces.programs * pieces.each)
+    assert pieces_of_norm((name,), rows, columns, 0) is None
+    assert pieces_of_norm((name,), rows + 1, columns, 16) is None
+    assert pieces_of_norm((name,), rows, columns + 2, 16) is None
