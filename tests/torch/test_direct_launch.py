@@ -46,6 +46,15 @@ def both_ways(start: _direct.Start) -> None:
     start.bind(6, REST)(1234, *ADDRESSES)
 
 
+def both_ways_under_a_hook(start: _direct.Start) -> None:
+    hook = lambda about: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        both_ways(start)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+
+
 @needs_known_launcher
 def test_the_launcher_gets_what_triton_would_give_it(compiled) -> None:
     start = _direct.starter(compiled)
@@ -61,12 +70,7 @@ def test_the_launcher_gets_what_triton_would_give_it(compiled) -> None:
 def test_installed_hooks_are_called_tritons_way(compiled) -> None:
     start = _direct.starter(compiled)
     assert start is not None
-    hook = lambda about: None  # noqa: E731
-    knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        both_ways(start)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
+    both_ways_under_a_hook(start)
     for call in compiled.run.launch.calls:
         assert call[9:13] == ((4, 1, 0), "about", knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
         assert call[13:] == (*ADDRESSES, *REST)
@@ -79,12 +83,7 @@ def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled)
     start = _direct.starter(compiled, 8)
     assert start is not None
     both_ways(start)
-    hook = lambda about: None  # noqa: E731
-    knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        both_ways(start)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
+    both_ways_under_a_hook(start)
     assert [call[9] for call in compiled.run.launch.calls] == [(4, 8, 0)] * 4
 
 

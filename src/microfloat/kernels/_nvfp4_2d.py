@@ -30,17 +30,22 @@ SIGNS = tl.constexpr(-2004318072)  # 0x88888888: the signs of an oct
 
 
 @triton.constexpr_function
+def codes_are_shared(row, column):
+    """Whether the codes of both operands are the same: one rule for 16 x 16 tiles, codes rounded to the nearest and not
+    transformed. Under four over six sums of errors run along rows first, so that the operands may differ.
+    """
+    alike = all(row[i] == column[i] for i in range(7))
+    return alike and row[5] and row[0] < FOUR_OVER_SIX_MAE and not row[3] and row[4] < 0
+
+
+@triton.constexpr_function
 def takes(row, column, kind, even, rows):
     """Whether a pass of `nvfp4` over bfloat16 words, `rows` of them to a program and no part of one (`even`), is one of
-    this module.
-
-    `row`, `column`: its casts. The same rule for 16 x 16 tiles, codes rounded to the nearest and not transformed. Under
-    four over six sums of errors run along rows first, so that the operands may differ.
+    this module. `row`, `column`: its casts.
     """
     if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
         return False
-    alike = all(row[i] == column[i] for i in range(8))
-    return alike and row[5] and row[0] < FOUR_OVER_SIX_MAE and not row[3] and row[4] < 0 and row[7] == 0
+    return row[7] == column[7] == 0 and codes_are_shared(row, column)
 
 
 # --------------------------------------------------------------------------------------------------------- bytes, bits

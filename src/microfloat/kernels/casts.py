@@ -240,17 +240,14 @@ def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
 
 
 def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
-    """Whether the operands of a matrix stand for the same values of it: 16 x 16 tiles have one scale in either, and
-    codes rounded to the nearest do not depend on the axis. (Under four over six they may.)
-    """
-    if row is None or column is None or row.nvfp4_cast != column.nvfp4_cast:
+    """Whether the operands of a matrix stand for the same values of it."""
+    if row is None or column is None or row.family != "nvfp4" or column.family != "nvfp4":
         return False
-    return row.family == "nvfp4" and row.block[0] == 16 and not row.stochastic and row.nvfp4_cast[0] < _FOUR_OVER_SIX
+    return bool(_nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
 
 
 _ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
 _BLOCKS = (16, 32, 64, 128)
-_FOUR_OVER_SIX = FOUR_OVER_SIX_MAE.value
 
 
 def _family(cast: Cast) -> tuple[str, str]:
