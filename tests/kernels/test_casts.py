@@ -39,3 +39,31 @@ def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
     assert pieces_of_norm((name,), rows, columns, 0) is None
     assert pieces_of_norm((name,), rows + 1, columns, 16) is None
     assert pieces_of_norm((name,), rows, columns + 2, 16) is None
+
+
+def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:
+    from microfloat.kernels.scaled import AMAX, AXES, GIVEN, TILE, converts_once
+
+    cast, stochastic = (3, 7, 0, False), (3, 7, 0, True)
+    for source in (GIVEN, AMAX):
+        assert converts_once(cast, cast, source, True, 256)
+    for row, column, source, even, rows in (
+        (cast, stochastic, GIVEN, True, 256), (stochastic, stochastic, GIVEN, True, 256),
+        (cast, None, GIVEN, True, 256), (None, cast, GIVEN, True, 256),
+        (cast, cast, GIVEN, False, 256), (cast, cast, GIVEN, True, 128),
+        (cast, cast, AXES, True, 256), (cast, cast, TILE, True, 256),
+    ):  # fmt: skip
+        assert not converts_once(row, column, source, even, rows)
+
+
+def test_a_shared_operand_has_a_layout_of_its_own() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from microfloat.torch.backends.triton._operand_programs import Want, cast_program
+
+    wants = [Want(Cast("nvfp4_2d"), "values", True, stream) for stream in (1, 3)]
+    program = cast_program(torch.zeros(48, 32, dtype=torch.bfloat16), *wants)
+    assert program is not None
+    row, row_scale, column, column_scale = program.layouts[:4]
+    assert row == ((32, 48), (1, 32), torch.bfloat16)
+    assert column == ((48, 32), (32, 1), torch.bfloat16)
+    assert row_scale == column_scale == ((), (), torch.float32)
