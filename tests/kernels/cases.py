@@ -204,6 +204,19 @@ def amaxes(device, shape, dtype, **kind):
         assert float(triton.amax(x.to(device)[::2, 1::3])) == float(values[~values.isnan()].max())
 
 
+def hidden_by_nan(device, name, options=()):
+    """NaN in every other element, so that one half of all words holds no magnitude: it does not hide the other."""
+    cast = make_cast(name, options)
+    for first in (0, 1):
+        x = matrix((64, 128), "bfloat16")
+        x[:, first::2] = float("nan")
+        assert float(triton.amax(x.to(device))) == float(x[:, 1 - first :: 2].float().abs().max())
+        both = triton.quantize_both(x.to(device), cast, cast, seed=seed_words(device), row_stream=2, column_stream=4)
+        for got, axis, stream in zip(both, (-1, -2), (2, 4), strict=True):
+            want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+            check_operand(got, want, f"{name} axis {axis}, NaN from {first} on")
+
+
 def amax_in_pieces(device):
     """Programs that take piece after piece of a matrix, from its end on: all of it is read, once."""
     usual = _scaled.AMAX_PIECES

@@ -83,6 +83,8 @@ CASES = [
     case("amaxes", (130, 300), "bfloat16"),
     case("amaxes", (33, 47), "float32", **SPECIAL),
     case("amax_in_pieces"),
+    *[case("hidden_by_nan", name) for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "nvfp4_row")],
+    case("hidden_by_nan", "nvfp4", RHT),
     *[case("values_in_bf16", name) for name in ("mxfp8", "mxfp4", "nvfp4_2d")],
     case("values_in_bf16", "nvfp4", RHT + STOCHASTIC),
     case("values_in_bf16", "mxfp8", RHT),

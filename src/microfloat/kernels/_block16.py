@@ -13,7 +13,9 @@ from microfloat.kernels._convert import (
     WORDS_BF16,
     bf16_word,
     bits_of,
+    drop_nan,
     high_half,
+    larger_half,
     low_half,
     magnitude_bits,
     packed_abs,
@@ -234,11 +236,7 @@ def block_amax(block, IGNORE_NAN: tl.constexpr):
 def row_block_amax(words, block, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr):
     """Bits of the amax of blocks along rows."""
     if HW and KIND != ELEMENTWISE:
-        m = words_amax(words, KIND, IGNORE_NAN)
-        m = tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND)))
-        if IGNORE_NAN:
-            m = tl.where(m > 0x7F800000, 0, m)
-        return m
+        return larger_half(words_amax(words, KIND, IGNORE_NAN), KIND, IGNORE_NAN)
     else:
         return block_amax(block, IGNORE_NAN)
 
@@ -250,7 +248,7 @@ def column_block_amax(words, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.const
         m = words_amax(words, KIND, IGNORE_NAN)
         a, b = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
         if IGNORE_NAN:
-            a, b = tl.where(a > 0x7F800000, 0, a), tl.where(b > 0x7F800000, 0, b)
+            a, b = drop_nan(a), drop_nan(b)
         return a, b
     else:
         return block_amax(low, IGNORE_NAN), block_amax(high, IGNORE_NAN)

@@ -157,6 +157,17 @@ def magnitude_bits(x, IGNORE_NAN: tl.constexpr):
     return a
 
 
+@triton.jit
+def larger_half(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Bits of the larger half of words of magnitudes. Where all that was compared is NaN, so is what a half holds: it
+    must not hide the other half.
+    """
+    low, high = bits_of(low_half(words, KIND)), bits_of(high_half(words, KIND))
+    if IGNORE_NAN:
+        low, high = drop_nan(low), drop_nan(high)
+    return tl.maximum(low, high)
+
+
 # ------------------------------------------------------------------------------------------------------------ bf16
 
 

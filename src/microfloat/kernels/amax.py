@@ -11,6 +11,7 @@ from microfloat.kernels._convert import (
     bits_of,
     drop_nan,
     high_half,
+    larger_half,
     low_half,
     magnitude_bits,
     packed_abs,
@@ -47,7 +48,7 @@ def amax_contiguous(
         piece -= tl.num_programs(0)
     if HW and KIND != ELEMENTWISE:
         m = packed_reduce(total, 0, KIND, True)
-        amax = drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+        amax = larger_half(m, KIND, True)
     else:
         amax = tl.max(total, 0)
     offer_maximum(amax, known, scratch_ptr, HW)
@@ -92,7 +93,7 @@ def tile_axes(
             column_low, column_high = drop_nan(bits_of(low_half(c, KIND))), drop_nan(bits_of(high_half(c, KIND)))
         if ROW:
             p = packed_reduce(packed_reduce(m, 2, KIND, True), 0, KIND, True)
-            rowmax = drop_nan(tl.maximum(bits_of(low_half(p, KIND)), bits_of(high_half(p, KIND))))
+            rowmax = larger_half(p, KIND, True)
     else:
         low, high = magnitude_bits(low, True), magnitude_bits(high, True)
         if COLUMN:

@@ -24,6 +24,7 @@ from microfloat.kernels._convert import (
     encode_quad,
     float_of,
     high_half,
+    larger_half,
     low_half,
     magnitude_bits,
     packed_abs,
@@ -78,10 +79,7 @@ def rows_amax(
     if HW and KIND != ELEMENTWISE:
         m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
         m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
-        amax = tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND)))
-        if IGNORE_NAN:
-            amax = drop_nan(amax)
-        return amax
+        return larger_half(m, KIND, IGNORE_NAN)
     else:
         m = tl.maximum(magnitude_bits(low, IGNORE_NAN), magnitude_bits(high, IGNORE_NAN))
         return tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, BM]), 1)

@@ -16,11 +16,9 @@ import triton.language as tl
 from microfloat.kernels._convert import (
     ELEMENTWISE,
     bits_of,
-    drop_nan,
     encode_pair,
     encode_quad,
-    high_half,
-    low_half,
+    larger_half,
     magnitude_bits,
     packed_abs,
     packed_max,
@@ -46,7 +44,7 @@ STILL_CACHED = tl.constexpr(12 << 20)
 def words_amax_bits(m, KIND: tl.constexpr):
     """Bits of the largest magnitude in a three-dimensional tensor of words of magnitudes."""
     m = packed_reduce(packed_reduce(packed_reduce(m, 2, KIND, True), 1, KIND, True), 0, KIND, True)
-    return drop_nan(tl.maximum(bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))))
+    return larger_half(m, KIND, True)
 
 
 @triton.jit
