@@ -208,7 +208,7 @@ def hidden_by_nan(device, name, options=()):
     """NaN in every other element, so that one half of all words holds no magnitude: it does not hide the other."""
     cast = make_cast(name, options)
     for first in (0, 1):
-        x = matrix((64, 128), "bfloat16")
+        x = matrix((128, 128), "bfloat16")
         x[:, first::2] = float("nan")
         assert float(triton.amax(x.to(device))) == float(x[:, 1 - first :: 2].float().abs().max())
         both = triton.quantize_both(x.to(device), cast, cast, seed=seed_words(device), row_stream=2, column_stream=4)

@@ -24,7 +24,6 @@ from microfloat.torch.backends.triton._fused import (
     values_of_work,
 )
 from microfloat.torch.backends.triton._launch import (
-    INTERPRETED,
     TILES,
     ClusterKernel,
     ClusterRefused,
@@ -139,8 +138,6 @@ def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces
             return None
         names = "norm_squares", "norm_squares_long"
     if work.producer != _produce.RMS_NORM.value:
-        if not INTERPRETED:  # LayerNorms by clusters compile, and have not run on a GPU yet
-            return None
         names = names[1:]  # with two sums to exchange there is room for smaller pieces only
     return pieces_of_norm(names, matrix.rows, matrix.columns, largest_cluster(device))
 
