@@ -87,7 +87,7 @@ def _launchers(capability):
     )  # fmt: skip
 
     driver.set_active(_NamedTarget(capability))
-    for module in (_blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
+    for module in (_launch, _blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
         module.compiled_conversions = lambda device: capability >= 89
         if hasattr(module, "largest_cluster"):
             module.largest_cluster = lambda device: 16 if capability >= 90 else 0
@@ -104,6 +104,8 @@ def compile_all(workloads, capability=HOPPER):
     """
     import torch
 
+    from microfloat.kernels._tiles import How
+
     _launch = _launchers(capability)
     launched = []
 
@@ -114,7 +116,8 @@ def compile_all(workloads, capability=HOPPER):
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
         program = instructions_of(compiled.asm["cubin"])
-        tile = constants[-2:] if type(constants[-1]) is int else (128, 128)  # folding knows no other
+        how = constants[-1]
+        tile = (how.BM, how.BN) if isinstance(how, How) else constants[-2:] if type(how) is int else (128, 128)
         elements = tile[0] * tile[1] / (32 * warps.number)
         if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
             elements *= constants[-3]

@@ -6,7 +6,17 @@ what is left over to registers. The index tensors here are shaped for that: thre
 Legend: R x C = the matrix in memory; a row *operand* has R rows and contracts C; a column operand is the transposed
 matrix, has C rows and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four
 neighbouring rows).
+
+What belongs together is handed on together, in this order:
+
+| bundle | what it holds |
+|---|---|
+| place | (R, C, row0, col0): the extents of the matrix, the first row and column of a tile of it |
+| generator | (seed_ptr, stream, batch): the call seed and what tells one stream of random words from the others |
+| HOW | the constants of a pass over a matrix, by name: `How` |
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,6 +27,26 @@ from microfloat.kernels._convert import ELEMENTWISE, high_half, low_half
 SCALE_ROW_MAJOR = tl.constexpr(0)
 SCALE_COLUMN_MAJOR = tl.constexpr(1)
 SCALE_SWIZZLED = tl.constexpr(2)
+
+
+class How(NamedTuple):
+    """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time: `HOW.EVEN` and so on in a kernel.
+
+    LOADS: how inputs are read (`_convert`); KIND: how values come, the same but for producers (`_produce`). EVEN: whole
+    tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
+    conversions. PAIRS, QUADS: rows of C codes, and of R, hold whole units of two and of four, stored at once; False
+    where a kernel does not ask.
+    """
+
+    LOADS: int
+    KIND: int
+    EVEN: bool
+    INDEX64: bool
+    HW: bool
+    BM: int
+    BN: int
+    PAIRS: bool = False
+    QUADS: bool = False
 
 
 @triton.jit

@@ -7,8 +7,8 @@ ways, in whole tiles of bfloat16, is read once (`_squares`).
 A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element,
 scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block
 length, rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales
-go, and whether blocks are BLOCK x BLOCK tiles. LOADS is how inputs are read, KIND how produced values come
-(`_produce`).
+go, and whether blocks are BLOCK x BLOCK tiles. A *source* is that of `_produce`; place, generator and HOW are those of
+`_tiles`.
 """
 
 import triton
@@ -87,10 +87,17 @@ def rows_amax(
 
 @triton.jit
 def columns_amax(
-    raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3,
-    KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+    phases, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
-    """Amax bits [NB, W] of the first and of the second column of every word; [NB * G, Q, W] tiles of four rows."""
+    """Amax bits [NB, W] of the first and of the second column of every word; `phases`: [NB * G, Q, W] tiles (raw, low,
+    high) of four neighbouring rows.
+    """
+    phase0, phase1, phase2, phase3 = phases
+    raw0, low0, high0 = phase0
+    raw1, low1, high1 = phase1
+    raw2, low2, high2 = phase2
+    raw3, low3, high3 = phase3
     if HW and KIND != ELEMENTWISE:
         m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
         m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
@@ -132,47 +139,44 @@ def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
-    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """A tile as `cast_rows` takes it: (local rows, local words, raw, low, high).
 
     A lane holds 8 neighbours of a row, so that a warp reads and writes whole sectors, or 16 (LANE).
     """
-    r = lane_rows(BM)
-    w = lane_words(BN, LANE)
-    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
+    r = lane_rows(HOW.BM)
+    w = lane_words(HOW.BN, LANE)
+    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
     return r, w, raw, low, high
 
 
 @triton.jit
-def load_row_gradients(
-    source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def load_row_gradients(source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """`load_rows` of the gradients of gate and of up."""
-    r = lane_rows(BM)
-    w = lane_words(BN, LANE)
-    gate, up = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, 0, HW)
+    r = lane_rows(HOW.BM)
+    w = lane_words(HOW.BN, LANE)
+    gate, up = produce_gradients(source, r, w, rows, cols, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
     return (r, w, gate[0], gate[1], gate[2]), (r, w, up[0], up[1], up[2])
 
 
 @triton.jit
-def cast_rows(
-    tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
     """The row operand of one tile: blocks along C."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
     IGNORE_NAN: tl.constexpr = CAST[2] == FP32
     BLOCK: tl.constexpr = CAST[4]
     STOCHASTIC: tl.constexpr = CAST[5]
+    KIND: tl.constexpr = HOW.KIND
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     LANE: tl.constexpr = 16 if STOCHASTIC else 8  # elements of a lane: a draw of random bytes serves 16
     T: tl.constexpr = BLOCK // LANE
     NB: tl.constexpr = BN // BLOCK
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
     r, w, raw, low, high = tile
@@ -183,6 +187,7 @@ def cast_rows(
     factors = spread_rows(factor_word(factor, factor), NB, T, BM)
     factor = spread_rows(factor, NB, T, BM)
     if STOCHASTIC:
+        seed_ptr, stream, batch = generator
         lanes = col0 // 16 + tl.arange(0, NB * T)[:, None]
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, NB * T, BM)
     else:
@@ -192,8 +197,8 @@ def cast_rows(
             codes = packed_pairs(scale_word(raw, factors), MB, BIAS)
         else:
             codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
-        ld = (C // 2 if PAIRS else (C + 1) // 2) if BITS == 4 else C
-        store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, PAIRS, EVEN)
+        ld = (C // 2 if HOW.PAIRS else (C + 1) // 2) if BITS == 4 else C
+        store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, HOW.PAIRS, HOW.EVEN)
         k = tl.arange(0, NB)[:, None]
         rs = tl.arange(0, BM)[None, :]
         blocks = (C + BLOCK - 1) // BLOCK
@@ -201,7 +206,7 @@ def cast_rows(
         if CAST[8]:
             at = scale_ptr + (row0 + rs) // BLOCK * blocks + col0 // BLOCK + k
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols) & (rs % BLOCK == 0))
-        elif EVEN:
+        elif HOW.EVEN:
             tl.store(at, stored)
         else:
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))
@@ -209,70 +214,72 @@ def cast_rows(
         value = spread_rows(value, NB, T, BM)
         a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, STOCHASTIC, HW)
         word = bf16_word(a * value, b * value, HW)
-        store_pairs(out_tile, word, r, w, rows, cols, C, 16, PAIRS, EVEN)
+        store_pairs(out_tile, word, r, w, rows, cols, C, 16, HOW.PAIRS, HOW.EVEN)
 
 
 @triton.jit
 def load_columns(
-    source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
-    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """A tile as `cast_columns` takes it, 16 or 32 rows of two columns to a lane: local rows and words, four phases."""
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
-    g = tl.arange(0, BM // (4 * Q))[:, None, None]
-    w = tl.arange(0, BN // 2)[None, None, :]
+    LOADS: tl.constexpr = HOW.LOADS
+    EVEN: tl.constexpr = HOW.EVEN
+    g = tl.arange(0, HOW.BM // (4 * Q))[:, None, None]
+    w = tl.arange(0, HOW.BN // 2)[None, None, :]
     r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    return r, w, phase0, phase1, phase2, phase3
+    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
+    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
+    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
+    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
+    return r, w, (phase0, phase1, phase2, phase3)
 
 
 @triton.jit
-def load_column_gradients(
-    source, rows, cols, BLOCK: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def load_column_gradients(source, rows, cols, BLOCK: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """`load_columns` of the gradients of gate and of up."""
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
-    w = tl.arange(0, BN // 2)[None, None, :]
-    r = tl.arange(0, BM // (4 * Q))[:, None, None] * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
+    LOADS: tl.constexpr = HOW.LOADS
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    w = tl.arange(0, HOW.BN // 2)[None, None, :]
+    r = tl.arange(0, HOW.BM // (4 * Q))[:, None, None] * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
     gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
     gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    return (r, w, gate0, gate1, gate2, gate3), (r, w, up0, up1, up2, up3)
+    return (r, w, (gate0, gate1, gate2, gate3)), (r, w, (up0, up1, up2, up3))
 
 
 @triton.jit
-def cast_columns(
-    tile, out_tile, scale_ptr, seed_ptr, stream, batch, epsilon, R, C, row0, col0,
-    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
     """The column operand of one tile: blocks along R."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
     IGNORE_NAN: tl.constexpr = CAST[2] == FP32
     BLOCK: tl.constexpr = CAST[4]
     STOCHASTIC: tl.constexpr = CAST[5]
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    PAIRS: tl.constexpr = HOW.PAIRS
+    QUADS: tl.constexpr = HOW.QUADS
+    HW: tl.constexpr = HOW.HW
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
-    GROUPS: tl.constexpr = BM // (4 * Q)
-    NB: tl.constexpr = BM // BLOCK
+    GROUPS: tl.constexpr = HOW.BM // (4 * Q)
+    NB: tl.constexpr = HOW.BM // BLOCK
     G: tl.constexpr = GROUPS // NB  # threads (warps) that share a block
-    W: tl.constexpr = BN // 2
+    W: tl.constexpr = HOW.BN // 2
     BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
-    r, w, phase0, phase1, phase2, phase3 = tile
+    r, w, phases = tile
+    phase0, phase1, phase2, phase3 = phases
     raw0, low0, high0 = phase0
     raw1, low1, high1 = phase1
     raw2, low2, high2 = phase2
     raw3, low3, high3 = phase3
-    amax_low, amax_high = columns_amax(
-        raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, IGNORE_NAN, HW, NB, G, W
-    )
+    amax_low, amax_high = columns_amax(phases, KIND, IGNORE_NAN, HW, NB, G, W)
     if CAST[8]:
         amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
         amax_high = amax_low
@@ -282,6 +289,7 @@ def cast_columns(
     fh = spread_columns(factor_high, NB, G, W)
     random_low, random_high = 0, 0
     if STOCHASTIC:
+        seed_ptr, stream, batch = generator
         seed = load_seed(seed_ptr)
         block16 = row0 // 16 + tl.arange(0, GROUPS)[:, None, None] * (Q // 4)
         random_low = column_quads(seed, col0 + 2 * w, block16, stream, batch, Q // 4, GROUPS, W)
@@ -334,13 +342,16 @@ def cast_columns(
 @triton.jit
 def quantize_blocks(
     x_ptr, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, batch,
-    row_epsilon, column_epsilon, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    row_epsilon, column_epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -349,6 +360,7 @@ def quantize_blocks(
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+    place = (R, C, row0, col0)
     rows = R - row0
     cols = C - col0
     if takes(ROW, COLUMN, KIND, EVEN):
@@ -356,27 +368,24 @@ def quantize_blocks(
         prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
         cast_squares(
             squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
-            column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM, BN,
+            column_scale, place, ROW, COLUMN, HW, BM, BN,
         )  # fmt: skip
     else:
         # All loads first: the second reading of the tile meets the first on its way.
         if ROW is not None:
-            row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, KIND, EVEN, HW, BM, BN)
+            row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, HOW)
         if COLUMN is not None:
-            column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, KIND, EVEN, HW, BM, BN)
+            column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, HOW)
         if COLUMN is not None and COLUMN[6] == CODES:
             prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
         if ROW is not None:
-            cast_rows(
-                row_words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, batch, row_epsilon,
-                R, C, row0, col0, ROW, KIND, EVEN, PAIRS, HW, BM, BN,
-            )  # fmt: skip
+            row_tile = codes_at(row_out, row0, col0, C, ROW)
+            generator = (seed_ptr, row_stream, batch)
+            cast_rows(row_words, row_tile, row_scale, generator, row_epsilon, place, ROW, HOW)
         if COLUMN is not None:
             if COLUMN[6] == VALUES:
                 column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
             else:
                 column_tile = codes_at(column_out, col0, row0, R, COLUMN)
-            cast_columns(
-                column_words, column_tile, column_scale, seed_ptr, column_stream, batch, column_epsilon, R, C,
-                row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
-            )  # fmt: skip
+            generator = (seed_ptr, column_stream, batch)
+            cast_columns(column_words, column_tile, column_scale, generator, column_epsilon, place, COLUMN, HOW)

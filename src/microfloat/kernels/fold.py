@@ -173,13 +173,15 @@ def fold_columns(
     g = tl.arange(0, 4)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
-    raw0, low0, high0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    raw1, low1, high1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    raw2, low2, high2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    raw3, low3, high3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    amax_low, amax_high = columns_amax(
-        raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, False, HW, 4, 1, W
-    )
+    phase0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    phase1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    phase2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    phase3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
+    raw0, low0, high0 = phase0
+    raw1, low1, high1 = phase1
+    raw2, low2, high2 = phase2
+    raw3, low3, high3 = phase3
+    amax_low, amax_high = columns_amax((phase0, phase1, phase2, phase3), KIND, False, HW, 4, 1, W)
     EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
     byte_low, fl = e8m0_scale(amax_low, EMAX, CAST[2])
     byte_high, fh = e8m0_scale(amax_high, EMAX, CAST[2])

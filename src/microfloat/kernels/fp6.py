@@ -32,11 +32,10 @@ def code_pairs(
 
 @triton.jit
 def quantize_packed(
-    x_ptr, out_ptr, scale_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c,
-    CAST: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c, CAST: tl.constexpr,
+    WORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Packed codes and E8M0 scales of the rows of a matrix: one program per BM x BN tile, CAST as in `blocks`.
+    """Packed codes and E8M0 scales of the rows of a matrix, one program per tile. CAST: `blocks`, HOW: `_tiles`.
 
     WORDS: rows are whole groups of 16 codes, so that their bytes are whole words.
     """
@@ -44,10 +43,14 @@ def quantize_packed(
     BIAS: tl.constexpr = CAST[1]
     BLOCK: tl.constexpr = CAST[4]
     STOCHASTIC: tl.constexpr = CAST[5]
+    KIND: tl.constexpr = HOW.KIND
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     T: tl.constexpr = BLOCK // 16
     NB: tl.constexpr = BN // BLOCK
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -58,7 +61,7 @@ def quantize_packed(
     source = (x_tile, x_tile, x_tile, stride_r, stride_c)
     rows = R - row0
     cols = C - col0
-    _r, w, raw, low, high = load_rows(source, rows, cols, 16, LOAD, 0, KIND, EVEN, HW, BM, BN)
+    _r, w, raw, low, high = load_rows(source, rows, cols, 16, LOAD, 0, HOW)
     amax = rows_amax(raw, low, high, KIND, False, HW, NB, T, BM)
     stored, factor, _value = block_scale(amax, 0.0, CAST)
     random = 0
@@ -86,7 +89,7 @@ def quantize_packed(
         row = tl.arange(0, BM)[None, :, None]
         place = tl.arange(0, 4)[None, None, :]
         at = out_tile.to(tl.pointer_type(tl.int32)) + (row * (ld // 4) + lane * 3 + place)
-        if EVEN:
+        if HOW.EVEN:
             tl.store(at, words, mask=place < 3)
         else:
             tl.store(at, words, mask=(row < rows) & (16 * lane < cols) & (place < 3))
@@ -101,7 +104,7 @@ def quantize_packed(
     rs = tl.arange(0, BM)[None, :]
     blocks = (C + BLOCK - 1) // BLOCK
     at = scale_ptr + (row0 + rs).to(tl.int64) * blocks + col0 // BLOCK + k
-    if EVEN:
+    if HOW.EVEN:
         tl.store(at, stored)
     else:
         tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))

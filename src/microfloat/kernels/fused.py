@@ -75,14 +75,20 @@ def source_at(
 def produce_scaled(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, column_out, scale, source, record, row_out2, column_out2,
     scale2, source2, record2, scratch_ptr, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
-    stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
-    F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr,
+    PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes per tensor of produced values; of both GATE_GRADIENTS, each under its own scale and seed."""
+    LOADS: tl.constexpr = HOW.LOADS
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    PAIRS: tl.constexpr = HOW.PAIRS
+    QUADS: tl.constexpr = HOW.QUADS
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -122,66 +128,64 @@ def produce_scaled(
 def produce_blocks(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, row_out, row_scale, column_out, column_scale, row_out2,
     row_scale2, column_out2, column_scale2, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
-    stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr,
-    KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """MX and FP8 1x128 codes of produced values; of both GATE_GRADIENTS, each under its own seed."""
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     row0, col0 = tile_of(pid, C, BM, BN)
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
     TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
+    place = (R, C, row0, col0)
     rows = R - row0
     cols = C - col0
-    if not TWO and LOADS == KIND and takes(ROW, COLUMN, KIND, EVEN):
+    if not TWO and HOW.LOADS == HOW.KIND and takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
         cast_squares(
             load_squares(at, rows, cols, PRODUCER, F, HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
-            codes_at(column_out, col0, row0, R, COLUMN), column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM, BN,
+            codes_at(column_out, col0, row0, R, COLUMN), column_scale, place, ROW, COLUMN, HW, BM, BN,
         )  # fmt: skip
         return
     if ROW is not None:
         if TWO:
-            words, words2 = load_row_gradients(at, rows, cols, 16 if ROW[5] else 8, F, LOADS, EVEN, HW, BM, BN)
-            cast_rows(
-                words2, codes_at(row_out2, row0, col0, C, ROW), row_scale2, seed2_ptr, row_stream, 0, epsilon, R, C,
-                row0, col0, ROW, KIND, EVEN, PAIRS, HW, BM, BN,
-            )  # fmt: skip
+            words, words2 = load_row_gradients(at, rows, cols, 16 if ROW[5] else 8, F, HOW)
+            tile, generator = codes_at(row_out2, row0, col0, C, ROW), (seed2_ptr, row_stream, 0)
+            cast_rows(words2, tile, row_scale2, generator, epsilon, place, ROW, HOW)
         else:
-            words = load_rows(at, rows, cols, 16 if ROW[5] else 8, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
-        cast_rows(
-            words, codes_at(row_out, row0, col0, C, ROW), row_scale, seed_ptr, row_stream, 0, epsilon, R, C, row0, col0,
-            ROW, KIND, EVEN, PAIRS, HW, BM, BN,
-        )  # fmt: skip
+            words = load_rows(at, rows, cols, 16 if ROW[5] else 8, PRODUCER, F, HOW)
+        tile, generator = codes_at(row_out, row0, col0, C, ROW), (seed_ptr, row_stream, 0)
+        cast_rows(words, tile, row_scale, generator, epsilon, place, ROW, HOW)
     if COLUMN is not None:
         if TWO:
-            words, words2 = load_column_gradients(at, rows, cols, COLUMN[4], F, LOADS, EVEN, HW, BM, BN)
-            cast_columns(
-                words2, codes_at(column_out2, col0, row0, R, COLUMN), column_scale2, seed2_ptr, column_stream, 0,
-                epsilon, R, C, row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
-            )  # fmt: skip
+            words, words2 = load_column_gradients(at, rows, cols, COLUMN[4], F, HOW)
+            tile, generator = codes_at(column_out2, col0, row0, R, COLUMN), (seed2_ptr, column_stream, 0)
+            cast_columns(words2, tile, column_scale2, generator, epsilon, place, COLUMN, HOW)
         else:
-            words = load_columns(at, rows, cols, COLUMN[4], PRODUCER, F, LOADS, EVEN, HW, BM, BN)
-        cast_columns(
-            words, codes_at(column_out, col0, row0, R, COLUMN), column_scale, seed_ptr, column_stream, 0, epsilon, R, C,
-            row0, col0, COLUMN, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
-        )  # fmt: skip
+            words = load_columns(at, rows, cols, COLUMN[4], PRODUCER, F, HOW)
+        tile, generator = codes_at(column_out, col0, row0, R, COLUMN), (seed_ptr, column_stream, 0)
+        cast_columns(words, tile, column_scale, generator, epsilon, place, COLUMN, HOW)
 
 
 @triton.jit
 def produce_values(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, out_ptr, amax_ptr, out2_ptr, amax2_ptr, scratch_ptr, R, C,
-    stride_r, stride_c,
-    PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    PAIRS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    stride_r, stride_c, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The produced values in the inputs' dtype, and their amax: what current scaling needs before its cast."""
+    LOADS: tl.constexpr = HOW.LOADS
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    PAIRS: tl.constexpr = HOW.PAIRS
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one

@@ -323,7 +323,7 @@ def norm_pieces(
                 square_rows, square_words = square_places(BM, BN)
                 cast_squares(
                     (square_rows, square_words, made), codes_at(row_out, row0, col0, C, ROW), row_scale,
-                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, row0, col0, R, C, ROW, COLUMN, HW, BM,
+                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, (R, C, row0, col0), ROW, COLUMN, HW, BM,
                     BN,
                 )  # fmt: skip
     if RECORDS:

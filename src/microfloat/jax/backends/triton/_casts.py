@@ -25,7 +25,7 @@ from microfloat.kernels import nvfp4 as nvfp4_kernels
 from microfloat.kernels import nvfp4_amax as nvfp4_amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
-from microfloat.kernels._tiles import SCALE_ROW_MAJOR
+from microfloat.kernels._tiles import SCALE_ROW_MAJOR, How
 from microfloat.kernels.casts import (
     NO_SIGNS,
     TILES,
@@ -104,14 +104,20 @@ class _Source(NamedTuple):
 
     def common(self, tile: tuple[int, int]) -> dict[str, Any]:
         """The arguments that all kernels name alike."""
-        rows, columns = self.rows, self.columns
+        rows, columns, how = self.rows, self.columns, self.how(tile)
         return {
-            "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "KIND": self.kind,
-            "EVEN": self.fills(*tile),
-            # Offsets inside a tile, and the numbers of block scales, of which there is one for 16 elements at most.
-            "INDEX64": max(128 * rows, 128 * columns, rows * columns >> 4) > _INT32_MAX,
-            "HW": self.capability >= (8, 9), "BM": tile[0], "BN": tile[1],
+            "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "HOW": how,
+            "KIND": how.KIND, "EVEN": how.EVEN, "INDEX64": how.INDEX64, "HW": how.HW, "BM": how.BM, "BN": how.BN,
         }  # fmt: skip
+
+    def how(self, tile: tuple[int, int], *, units: bool = False) -> How:
+        """The constants of a pass over tiles of this size; `units`: codes are stored two and four at a time."""
+        rows, columns = self.rows, self.columns
+        # Offsets inside a tile, and the numbers of block scales, of which there is one for 16 elements at most.
+        index64 = max(128 * rows, 128 * columns, rows * columns >> 4) > _INT32_MAX
+        pairs, quads = units and columns % 2 == 0, units and rows % 4 == 0
+        hardware = self.capability >= (8, 9)
+        return How(self.kind, self.kind, self.fills(*tile), index64, hardware, *tile, pairs, quads)
 
     def start(
         self, kernel: Any, tile: tuple[int, int, Warps], arguments: Mapping[str, Any], steps: int = 1
@@ -178,8 +184,8 @@ def _blocks(source: _Source, row: Wanted | None, column: Wanted | None, argument
                 out, scale = _codes(wanted, *extents), Output(grid, jnp.float32 if cast.float_scale else jnp.uint8)
         given |= {f"{side}_out": out, f"{side}_scale": scale, side.upper(): constant}
         given[f"{side}_epsilon"] = wanted.cast.epsilon if wanted else 0.0
-    given |= {"PAIRS": source.columns % 2 == 0, "QUADS": source.rows % 4 == 0}
     tile = tile_of_blocks(given["ROW"], given["COLUMN"], source.kind, source.fills)
+    given["HOW"] = source.how(tile[:2], units=True)
     done = source.start(block_kernels.quantize_blocks, tile, given | _streams(row, column, arguments))
     operands = []
     for side, wanted in (("row", row), ("column", column)):

@@ -42,10 +42,7 @@ def blocks_launch(
     """
     casts = row.constant(output) if row else None, column.constant(output) if column else None
     tile_rows, tile_columns, warps = tile_of_blocks(*casts, matrix.kind, matrix.fills)
-    constants = (
-        *casts, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
-        matrix.index64, compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
-    )  # fmt: skip
+    constants = (*casts, matrix.how(tile_rows, tile_columns, units=True))
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
     scalars = (
         row_stream, column_stream, batch, row.epsilon if row else 0.0, column.epsilon if column else 0.0, *matrix.sizes

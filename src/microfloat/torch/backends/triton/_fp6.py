@@ -41,10 +41,7 @@ def quantize_packed(
         return packed, scale
     matrix, device = Matrix(x), x.get_device()
     tile_rows, tile_columns, warps = TILES["block_rows"]
-    constants = (
-        plan.constant(_CODES), matrix.kind, matrix.fills(tile_rows, tile_columns), columns % 16 == 0, matrix.index64,
-        compiled_conversions(device), tile_rows, tile_columns,
-    )  # fmt: skip
+    constants = (plan.constant(_CODES), columns % 16 == 0, matrix.how(tile_rows, tile_columns))
     programs = ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns)
     key = (matrix.key, constants, warps, stream, batch)
     tensors = (x, packed, scale, seed)

@@ -15,18 +15,12 @@ from microfloat.errors import NotSupportedError, unknown_name
 from microfloat.kernels import _convert, _produce
 from microfloat.kernels import fused as kernels
 from microfloat.kernels import scaled as scaled_kernels
+from microfloat.kernels._tiles import How
 from microfloat.kernels.casts import tile_of_produced_blocks
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale
-from microfloat.torch.backends.triton._launch import (
-    TILES,
-    Kernel,
-    Matrix,
-    ceil_div,
-    compiled_conversions,
-    scratch,
-)
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, operand, paired, plan_of
 
 __all__ = [
@@ -151,13 +145,10 @@ def operands(row: CastPlan | None, column: CastPlan | None, matrix: Matrix, code
     return operand(row, codes[0], scales[0], rows, columns), operand(column, codes[1], scales[1], columns, rows)
 
 
-def _layout(inputs: Inputs, tile_rows: int, tile_columns: int) -> tuple:
-    """LOADS, KIND, EVEN, PAIRS, QUADS, INDEX64, HW of a launch."""
-    matrix = inputs.matrix
-    return (
-        inputs.kind, inputs.produced_kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
-        matrix.index64, compiled_conversions(matrix.tensor.get_device()),
-    )  # fmt: skip
+def _how(inputs: Inputs, tile_rows: int, tile_columns: int) -> How:
+    """The constants of a pass that reads such inputs."""
+    how = inputs.matrix.how(tile_rows, tile_columns, units=True)
+    return how._replace(LOADS=inputs.kind, KIND=inputs.produced_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +183,7 @@ def quantize_work(
         casts = row.scaled_cast if row else None, column.scaled_cast if column else None
         tile_rows, tile_columns, warps = TILES["fused_gradients" if work.two else "fused_scaled"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    shape = _layout(work.inputs, tile_rows, tile_columns)
+    how = _how(work.inputs, tile_rows, tile_columns)
     count = 2 if work.two else 1
     codes = [codes_of(row, column, matrix) for _ in range(count)]
     scales = [scales_of(row, column, matrix) for _ in range(count)]
@@ -202,16 +193,14 @@ def quantize_work(
         outputs: list = []
         for i in range(2):
             outputs += [*codes[i], scales[i][0], sources[i][1], record[i]] if i < count else [None] * 5
-        constants = (
-            *casts, sources[0][0], record[0] is not None, work.producer, work.function, *shape, tile_rows, tile_columns,
-        )  # fmt: skip
+        constants = (*casts, sources[0][0], record[0] is not None, work.producer, work.function, how)
         meeting = scratch(device) if record[0] is not None else None
         tensors, kernel = (*pointers, *outputs, meeting, *seed), _SCALED
     else:
         outputs = []
         for i in range(2):
             outputs += [codes[i][0], scales[i][0], codes[i][1], scales[i][1]] if i < count else [None] * 4
-        constants = (*casts, work.producer, work.function, *shape, tile_rows, tile_columns)
+        constants = (*casts, work.producer, work.function, how)
         tensors, kernel = (*pointers, *outputs, *seed), _BLOCKS
     key = (matrix.key, constants, warps, row_stream, column_stream, work.parameter_dtype)
     kernel(key, programs, device, tensors, (row_stream, column_stream, plan.epsilon, *matrix.sizes), constants, warps)
@@ -225,13 +214,13 @@ def values_of_work(work: Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple
     device, x = matrix.tensor.get_device(), matrix.tensor
     tile_rows, tile_columns, warps = TILES["fused_values"]
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    loads, kind, even, pairs, _, index64, hardware = _layout(work.inputs, tile_rows, tile_columns)
+    how = _how(work.inputs, tile_rows, tile_columns)._replace(QUADS=False)  # columns are not written
     results = [
         (torch.empty((matrix.rows, matrix.columns), dtype=x.dtype, device=x.device), torch.empty((), device=x.device))
         for _ in range(2 if work.two else 1)
     ]
     second = results[1] if work.two else (None, None)
-    constants = (work.producer, work.function, loads, kind, even, pairs, index64, hardware, tile_rows, tile_columns)
+    constants = (work.producer, work.function, how)
     tensors = (x, *work.inputs.others, *work.parameters, *results[0], *second, scratch(device))
     key = (matrix.key, constants, warps, work.parameter_dtype)
     _VALUES(key, programs, device, tensors, matrix.sizes, constants, warps)

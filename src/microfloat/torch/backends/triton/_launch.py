@@ -15,6 +15,7 @@ import torch
 import triton
 
 from microfloat.kernels import _convert
+from microfloat.kernels._tiles import How
 from microfloat.kernels.casts import TILES, Warps, ceil_div
 from microfloat.torch.backends.triton._direct import Start, starter
 
@@ -83,6 +84,12 @@ class Matrix:
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """Whether whole tiles cover the matrix, so that no load or store needs a mask."""
         return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
+
+    def how(self, tile_rows: int, tile_columns: int, *, units: bool = False) -> How:
+        """The constants of a pass over tiles of this size; `units`: codes are stored two and four at a time."""
+        even, hardware = self.fills(tile_rows, tile_columns), compiled_conversions(self.tensor.get_device())
+        pairs, quads = units and self.even_pairs, units and self.even_quads
+        return How(self.kind, self.kind, even, self.index64, hardware, tile_rows, tile_columns, pairs, quads)
 
 
 class Kernel:
