@@ -11,8 +11,9 @@ What belongs together is handed on together, in this order:
 
 | bundle | what it holds |
 |---|---|
+| matrix | (x_ptr, R, C, stride_r, stride_c) |
 | place | (R, C, row0, col0): the extents of the matrix, the first row and column of a tile of it |
-| generator | (seed_ptr, stream, batch): the call seed and what tells one stream of random words from the others |
+| generator | (seed, stream, batch): the call seed, its address or (`nvfp4`) its words, and what selects random words |
 | HOW | the constants of a pass over a matrix, by name: `How` |
 """
 
@@ -47,6 +48,14 @@ class How(NamedTuple):
     BN: int
     PAIRS: bool = False
     QUADS: bool = False
+
+
+class Pass(NamedTuple):
+    """One matrix of a launch that casts two: the casts of its row and its column operand, or None, and how."""
+
+    ROW: tuple | None
+    COLUMN: tuple | None
+    HOW: How
 
 
 @triton.jit

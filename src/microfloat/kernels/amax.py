@@ -77,16 +77,20 @@ def amax_strided(
 
 @triton.jit
 def tile_axes(
-    x_tile, row_amax, column_amax, row0, col0, rows, cols, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    x_tile, row_amax, column_amax, place, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """Merge the amaxes of one tile's rows and columns into those of the matrix."""
+    """Merge the amaxes of one tile's rows and columns into those of the matrix; place and HOW as in `_tiles`."""
+    KIND: tl.constexpr = HOW.KIND
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    R, C, row0, col0 = place
+    rows = R - row0
+    cols = C - col0
     t = tl.arange(0, BN // 8)[:, None, None]
     r = tl.arange(0, BM)[None, :, None]
     w = t * 4 + tl.arange(0, 4)[None, None, :]
-    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
-    if HW and KIND != ELEMENTWISE:
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
+    if HOW.HW and KIND != ELEMENTWISE:
         m = packed_abs(raw, KIND)
         if COLUMN:
             c = packed_reduce(m, 1, KIND, True)
@@ -111,19 +115,16 @@ def tile_axes(
 
 @triton.jit
 def amax_rows_columns(
-    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     across, tiles = tiles_of(R, C, BM, BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
-    tile_axes(
-        x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN, HW,
-        BM, BN,
-    )  # fmt: skip
+    tile_axes(x_tile, row_amax, column_amax, (R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)

@@ -6,6 +6,10 @@ constants of the scale rule (`_scales`), stochastic rounding, the Hadamard trans
 16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
 (exact; the tensor scale stays outside) in the layout of the input, and whether stored units are aligned. A transformed
 column operand has R rounded up to 16 rows.
+
+An *operand* is the tuple of pointers ``(out, scale, tensor_scale, amax)``: what is written, and the amaxes that its
+first level comes from. `streams` is (row_stream, column_stream, batch); matrix, generator and HOW are those of
+`_tiles`. LOWERED: the amaxes of stochastic casts are at most 2^110, so that their elements can come times 2^-14.
 """
 
 import triton
@@ -144,12 +148,18 @@ def is_modest(amax_ptr, CAST: tl.constexpr):
 
 @triton.jit
 def nvfp4_rows(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, level, seed, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The row operand of one tile."""
-    NB: tl.constexpr = BN // 16
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    NB: tl.constexpr = HOW.BN // 16
+    x_ptr, R, C, stride_r, stride_c = matrix
+    out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr = operand
+    seed, stream, batch = generator
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
     words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, NB, BM)
@@ -212,13 +222,18 @@ def nvfp4_rows(
 
 @triton.jit
 def nvfp4_columns(
-    x_tile, out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr, level, seed, stream, batch, R, C, stride_r, stride_c,
-    row0, col0, CAST: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The column operand of one tile."""
-    G: tl.constexpr = BM // 16
-    W: tl.constexpr = BN // 2
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    G: tl.constexpr = HOW.BM // 16
+    W: tl.constexpr = HOW.BN // 2
+    x_ptr, R, C, stride_r, stride_c = matrix
+    out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr = operand
+    seed, stream, batch = generator
+    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
     words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, G, W)
@@ -314,23 +329,18 @@ def nvfp4_columns(
 
 @triton.jit
 def nvfp4_tile(
-    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
-    row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride_r, stride_c, row0, col0,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row0, col0, row, column, levels, seed, streams, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    LOWERED: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Both operands of one tile."""
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    """Both operands of one tile; `levels`, `seed`: `shared_levels` and `shared_seed`."""
+    row_level, column_level = levels
+    row_stream, column_stream, batch = streams
     if ROW is not None:
-        nvfp4_rows(
-            x_tile, row_out, row_scale, row_tensor_scale, row_amax, row_level, seed, row_stream, batch, R, C,
-            stride_r, stride_c, row0, col0, ROW, LOWERED and can_lower(ROW), KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        generator = (seed, row_stream, batch)
+        nvfp4_rows(matrix, row0, col0, row, row_level, generator, ROW, LOWERED and can_lower(ROW), HOW)
     if COLUMN is not None:
-        nvfp4_columns(
-            x_tile, column_out, column_scale, column_tensor_scale, column_amax, column_level, seed, column_stream,
-            batch, R, C, stride_r, stride_c, row0, col0, COLUMN, LOWERED and can_lower(COLUMN), KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        generator = (seed, column_stream, batch)
+        nvfp4_columns(matrix, row0, col0, column, column_level, generator, COLUMN, LOWERED and can_lower(COLUMN), HOW)
 
 
 @triton.jit
@@ -343,6 +353,12 @@ def shared_level(amax_ptr, CAST: tl.constexpr):
 
 
 @triton.jit
+def shared_levels(row, column, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """Those of both operands."""
+    return shared_level(row[3], ROW), shared_level(column[3], COLUMN)
+
+
+@triton.jit
 def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """The call seed, or nothing where no cast is stochastic."""
     if (ROW is not None and ROW[3]) or (COLUMN is not None and COLUMN[3]):
@@ -352,17 +368,20 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_2d(
-    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, amax_ptr, R, C,
-    stride_r, stride_c, row0, col0, CAST: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.constexpr):
     """Both operands of 16 x 16 tiles (`_nvfp4_2d.takes`)."""
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
+    row_out, row_scale, row_tensor_scale, amax_ptr = row
+    column_out, column_scale, column_tensor_scale, _amax = column
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     halves = load_halves(x_tile, R - row0, C - col0, stride_r, stride_c, BM, BN)
     level = load_level(amax_ptr, 0, True, CAST)
     row_tile = row_out + row0.to(tl.int64) * (C // 2) + col0 // 2
     column_tile = column_out + col0.to(tl.int64) * (R // 2) + row0 // 2
-    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, row0, col0, R, C, CAST, HW, BM, BN)
+    place = (R, C, row0, col0)
+    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, place, CAST, HOW.HW, BM, BN)
     if (row0 == 0) & (col0 == 0):
         tl.store(row_tensor_scale, level[3])
         tl.store(column_tensor_scale, level[3])
@@ -370,88 +389,72 @@ def nvfp4_2d(
 
 @triton.jit
 def nvfp4_tiles(
-    x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
-    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row, column, seed_ptr, streams, pid, ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr,
+    STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles, one below the other.
-
-    LOWERED: the amaxes of stochastic casts are at most 2^110, so that their elements can come times 2^-14.
-    """
-    row_level, column_level = shared_level(row_amax, ROW), shared_level(column_amax, COLUMN)
+    """STEPS tiles, one below the other."""
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
+    levels = shared_levels(row, column, ROW, COLUMN)
     seed = shared_seed(seed_ptr, ROW, COLUMN)
     across = (C + BN - 1) // BN
     row0 = (pid // across) * (BM * STEPS)
     col0 = (pid % across) * BN
     if STEPS == 1:
-        nvfp4_tile(
-            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
-            column_amax, row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride_r, stride_c,
-            row0, col0, ROW, COLUMN, LOWERED, KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
     else:
         end = tl.minimum(row0 + BM * STEPS, R)
         while row0 < end:
             # Offsets of a tile's rows would be worked out before the loop, and take all registers.
-            stride = stride_r + 16 * zero_again(row0, HW)
-            nvfp4_tile(
-                x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
-                column_amax, row_level, column_level, seed, row_stream, column_stream, batch, R, C, stride, stride_c,
-                row0, col0, ROW, COLUMN, LOWERED, KIND, EVEN, HW, BM, BN,
-            )  # fmt: skip
+            again = (x_ptr, R, C, stride_r + 16 * zero_again(row0, HOW.HW), stride_c)
+            nvfp4_tile(again, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
             row0 += BM
 
 
 @triton.jit
 def quantize_nvfp4(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
-    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per STEPS tiles of BM x BN, one below the other. ROW and COLUMN are casts, or None; amaxes are
     float32 in device memory, the same one for equal casts.
     """
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    matrix = (x_ptr, R, C, stride_r, stride_c)
+    row = (row_out, row_scale, row_tensor_scale, row_amax)
+    column = (column_out, column_scale, column_tensor_scale, column_amax)
+    streams = (row_stream, column_stream, batch)
     lowered = False
-    if HW and (can_lower(ROW) or can_lower(COLUMN)):
+    if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
-    if takes(ROW, COLUMN, KIND, EVEN, BM):
+    if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN, BM):
         # Backwards: what the amax pass has read last still lies in the L2 cache.
         tile = tl.num_programs(0) - 1 - pid
-        nvfp4_2d(
-            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, R, C,
-            stride_r, stride_c, (tile // (C // BN)) * BM, (tile % (C // BN)) * BN, ROW, HW, BM, BN,
-        )  # fmt: skip
+        nvfp4_2d(matrix, (tile // (C // BN)) * BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
     elif lowered:
-        nvfp4_tiles(
-            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
-            column_amax, seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
-            ROW, COLUMN, True, KIND, EVEN, HW, STEPS, BM, BN,
-        )  # fmt: skip
+        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, ROW, COLUMN, True, STEPS, HOW)
     else:
-        nvfp4_tiles(
-            x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax,
-            column_amax, seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, pid,
-            ROW, COLUMN, False, KIND, EVEN, HW, STEPS, BM, BN,
-        )  # fmt: skip
+        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, ROW, COLUMN, False, STEPS, HOW)
 
 
 @triton.jit
-def transform(
-    x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, KIND: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def transform(x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, HOW: tl.constexpr):
     """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their
     own.
     """
+    KIND: tl.constexpr = HOW.KIND
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -460,7 +463,7 @@ def transform(
     col0 = (pid % tiles) * BN
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, False, BN // 16, BM)
-    words, block = hadamard_row_blocks(block, MASK, KIND, HW)
+    words, block = hadamard_row_blocks(block, MASK, KIND, HOW.HW)
     length = (C + 15) // 16 * 16
     out_tile = out_ptr + row0.to(tl.int64) * length + col0
     b = tl.arange(0, BN // 16)[:, None]

@@ -1,4 +1,7 @@
-"""Amaxes of a matrix and of its Hadamard transform, which NVFP4's first levels need, from one reading."""
+"""Amaxes of a matrix and of its Hadamard transform, which NVFP4's first levels need, from one reading.
+
+matrix and HOW are those of `_tiles`.
+"""
 
 import triton
 import triton.language as tl
@@ -20,12 +23,16 @@ from microfloat.kernels._tiles import tile_at, tiles_of
 
 @triton.jit
 def tile_amaxes(
-    x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Bits of the largest magnitudes that each lane finds in a tile, and in its Hadamard transform along its columns
     (or rows); for HW the latter four times too large and not yet rounded.
     """
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     if ALONG_ROWS:
         words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
         plain = row_block_amax(words, block, KIND, True, HW)
@@ -48,14 +55,14 @@ def tile_amaxes(
 
 
 @triton.jit
-def amaxes(
-    x_ptr, R, C, stride_r, stride_c, first, programs,
-    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def amaxes(matrix, first, programs, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr):
     """Bits of the amax of the tiles `first`, `first` + `programs`, ... of a matrix, counted from its end (see
     `amax.amax_contiguous`), and of that of their transform.
     """
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
     if ALONG_ROWS:
         plain = tl.zeros([BN // 16, BM], tl.int32)
     else:
@@ -66,9 +73,7 @@ def amaxes(
     while tile >= 0:
         stride = stride_r + 16 * zero_again(tile, HW)  # as in `nvfp4.nvfp4_tiles`
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride, stride_c, BM, BN)
-        a, b = tile_amaxes(
-            x_tile, R - row0, C - col0, stride, stride_c, MASK, ALONG_ROWS, KIND, EVEN, HW, BM, BN
-        )  # fmt: skip
+        a, b = tile_amaxes(x_tile, R - row0, C - col0, stride, stride_c, MASK, ALONG_ROWS, HOW)
         plain, transformed = tl.maximum(plain, a), tl.maximum(transformed, b)
         tile -= programs
     largest = tl.max(tl.max(transformed, 1), 0)
@@ -79,23 +84,22 @@ def amaxes(
 
 @triton.jit
 def amax_transformed(
-    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c,
-    MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored.
 
     Any number of programs.
     """
+    HW: tl.constexpr = HOW.HW
     known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    plain, transformed = amaxes(
-        x_ptr, R, C, stride_r, stride_c, pid, tl.num_programs(0), MASK, ALONG_ROWS, KIND, EVEN, HW, BM, BN
-    )  # fmt: skip
+    matrix = (x_ptr, R, C, stride_r, stride_c)
+    plain, transformed = amaxes(matrix, pid, tl.num_programs(0), MASK, ALONG_ROWS, HOW)
     offer_maximum(plain, known, scratch_ptr, HW)
     offer_maximum(transformed, known_transformed, scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, HW)

@@ -2,77 +2,63 @@
 
 The casts are those of `nvfp4`, tile by tile, so the bytes are too. All programs of the launch first measure their
 tiles, wait for each other, and then cast (`pair`), so they must all run at once: the launch is a cooperative one.
+
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix and HOW are those of `_tiles`, operands
+and streams those of `nvfp4`.
 """
 
 import triton
 import triton.language as tl
 
 from microfloat.kernels._random import split_words
-from microfloat.kernels.nvfp4 import can_lower, is_modest, nvfp4_tile, shared_level, shared_seed
+from microfloat.kernels._tiles import tiles_of
+from microfloat.kernels.nvfp4 import can_lower, is_modest, nvfp4_tile, shared_levels, shared_seed
 from microfloat.kernels.nvfp4_amax import amaxes
 from microfloat.kernels.pair import leave, measure_tiles, wait_for_all
 
 
 @triton.jit
 def measure_values(
-    x_ptr, scratch_ptr, transformed_ptr, R, C, stride_r, stride_c, first, programs,
-    COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    matrix, scratch_ptr, transformed_ptr, first, programs, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """Merge the amax of the tiles `first`, `first` + `programs`, ... of a matrix, and that of their transform."""
+    """Merge the amax of a program's tiles of a matrix, and that of their transform."""
     if COLUMN is not None and COLUMN[4] >= 0:
-        plain, transformed = amaxes(
-            x_ptr, R, C, stride_r, stride_c, first, programs, COLUMN[4], False, KIND, EVEN, HW, BM, BN
-        )  # fmt: skip
+        plain, transformed = amaxes(matrix, first, programs, COLUMN[4], False, HOW)
         tl.atomic_max(transformed_ptr, transformed.to(tl.int64), sem="relaxed")
     else:
-        plain = measure_tiles(x_ptr, R, C, stride_r, stride_c, first, programs, KIND, EVEN, HW, BM, BN)
+        plain = measure_tiles(matrix, first, programs, HOW)
     tl.atomic_max(scratch_ptr, plain.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def cast_values(
-    x_ptr, row_out, row_scale, column_out, column_scale, row_amax, column_amax, seed_ptr, row_stream, column_stream,
-    R, C, stride_r, stride_c, first, programs,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row, column, seed_ptr, streams, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    LOWERED: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Both operands of the same tiles."""
-    row_level, column_level = shared_level(row_amax, ROW), shared_level(column_amax, COLUMN)
+    _x, R, C, _r, _c = matrix
+    levels = shared_levels(row, column, ROW, COLUMN)
     seed = shared_seed(seed_ptr, ROW, COLUMN)
-    across = (C + BN - 1) // BN
-    tiles = ((R + BM - 1) // BM) * across
+    across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     tile = first
     while tile < tiles:
-        nvfp4_tile(
-            x_ptr, row_out, None, row_scale, column_out, None, column_scale, row_amax, column_amax, row_level,
-            column_level, seed, row_stream, column_stream, 0, R, C, stride_r, stride_c, (tile // across) * BM,
-            (tile % across) * BN, ROW, COLUMN, LOWERED, KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        row0, col0 = (tile // across) * HOW.BM, (tile % across) * HOW.BN
+        nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
         tile += programs
 
 
 @triton.jit
 def cast_values_by_size(
-    x_ptr, row_out, row_scale, column_out, column_scale, row_amax, column_amax, seed_ptr, row_stream, column_stream,
-    R, C, stride_r, stride_c, first, programs,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row, column, seed_ptr, streams, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The same, by the form that the tensor amaxes allow."""
     lowered = False
-    if HW and (can_lower(ROW) or can_lower(COLUMN)):
-        lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
+    if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
+        lowered = is_modest(row[3], ROW) & is_modest(column[3], COLUMN)
     if lowered:
-        cast_values(
-            x_ptr, row_out, row_scale, column_out, column_scale, row_amax, column_amax, seed_ptr, row_stream,
-            column_stream, R, C, stride_r, stride_c, first, programs, ROW, COLUMN, True, KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        cast_values(matrix, row, column, seed_ptr, streams, first, programs, ROW, COLUMN, True, HOW)
     else:
-        cast_values(
-            x_ptr, row_out, row_scale, column_out, column_scale, row_amax, column_amax, seed_ptr, row_stream,
-            column_stream, R, C, stride_r, stride_c, first, programs, ROW, COLUMN, False, KIND, EVEN, HW, BM, BN,
-        )  # fmt: skip
+        cast_values(matrix, row, column, seed_ptr, streams, first, programs, ROW, COLUMN, False, HOW)
 
 
 @triton.jit
@@ -81,48 +67,43 @@ def values_pair(
     seed_ptr, draw_ptr, scratch_ptr,
     x_row_stream, x_column_stream, XR, XC, x_stride_r, x_stride_c,
     w_row_stream, w_column_stream, WR, WC, w_stride_r, w_stride_c,
-    PAIR: tl.constexpr, DRAWS_SEED: tl.constexpr,
-    X_ROW: tl.constexpr, X_COLUMN: tl.constexpr, X_READS: tl.constexpr,
-    W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, W_READS: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DRAWS_SEED: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. ROW and COLUMN as in `quantize_nvfp4`, with one first level for a matrix; READS: (KIND,
-    EVEN) of a matrix; PAIR: whether there is a second one, which is not transformed. Scales: float32 tensor scales.
-    DRAWS_SEED: a call seed is made here for later casts. No matrix needs 64-bit offsets inside a tile.
+    """Any number of programs. X and W: `_tiles.Pass`, casts as in `quantize_nvfp4` with one first level for a matrix; W
+    is None where there is no second one, and that is not transformed. Scales: float32 tensor scales. DRAWS_SEED: a call
+    seed is made here for later casts. No matrix needs 64-bit offsets inside a tile.
     """
+    X_ROW: tl.constexpr = X.ROW
+    X_COLUMN: tl.constexpr = X.COLUMN
+    X_HOW: tl.constexpr = X.HOW
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = 0
     if DRAWS_SEED and pid == 0:
         split_words(draw_ptr, seed_ptr)
     plain_word, transformed_word, second_word = scratch_ptr, scratch_ptr + 2, scratch_ptr + 3
-    measure_values(
-        x_ptr, plain_word, transformed_word, XR, XC, x_stride_r, x_stride_c, pid, programs,
-        X_COLUMN, X_READS[0], X_READS[1], HW, BM, BN,
-    )  # fmt: skip
-    if PAIR:  # programs that have one tile of x less begin with w
-        tiles = ((XR + BM - 1) // BM) * ((XC + BN - 1) // BN)
+    x = (x_ptr, XR, XC, x_stride_r, x_stride_c)
+    measure_values(x, plain_word, transformed_word, pid, programs, X_COLUMN, X_HOW)
+    if W is not None:  # programs that have one tile of x less begin with w
+        W_HOW: tl.constexpr = W.HOW
+        _across, tiles = tiles_of(XR, XC, X_HOW.BM, X_HOW.BN)
         begin = (pid + programs - tiles % programs) % programs
-        measure_values(
-            w_ptr, second_word, second_word, WR, WC, w_stride_r, w_stride_c, begin, programs,
-            None, W_READS[0], W_READS[1], HW, BM, BN,
-        )  # fmt: skip
+        w = (w_ptr, WR, WC, w_stride_r, w_stride_c)
+        measure_values(w, second_word, second_word, begin, programs, None, W_HOW)
     wait_for_all(scratch_ptr, 1)
     # The low half of a word: bits of a float.
     row_amax = plain_word.to(tl.pointer_type(tl.float32))
     column_amax = row_amax
     if X_COLUMN is not None and X_COLUMN[4] >= 0:
         column_amax = transformed_word.to(tl.pointer_type(tl.float32))
-    cast_values_by_size(
-        x_ptr, x_row, x_row_scale, x_column, x_column_scale, row_amax, column_amax, seed_ptr, x_row_stream,
-        x_column_stream, XR, XC, x_stride_r, x_stride_c, pid, programs, X_ROW, X_COLUMN, X_READS[0], X_READS[1], HW,
-        BM, BN,
-    )  # fmt: skip
-    if PAIR:
+    row, column = (x_row, None, x_row_scale, row_amax), (x_column, None, x_column_scale, column_amax)
+    streams = (x_row_stream, x_column_stream, 0)
+    cast_values_by_size(x, row, column, seed_ptr, streams, pid, programs, X_ROW, X_COLUMN, X_HOW)
+    if W is not None:
+        W_ROW: tl.constexpr = W.ROW
+        W_COLUMN: tl.constexpr = W.COLUMN
         amax = second_word.to(tl.pointer_type(tl.float32))
-        cast_values_by_size(
-            w_ptr, w_row, w_row_scale, w_column, w_column_scale, amax, amax, seed_ptr, w_row_stream,
-            w_column_stream, WR, WC, w_stride_r, w_stride_c, begin, programs, W_ROW, W_COLUMN, W_READS[0], W_READS[1],
-            HW, BM, BN,
-        )  # fmt: skip
+        row, column = (w_row, None, w_row_scale, amax), (w_column, None, w_column_scale, amax)
+        streams = (w_row_stream, w_column_stream, 0)
+        cast_values_by_size(w, row, column, seed_ptr, streams, begin, programs, W_ROW, W_COLUMN, W_HOW)
     leave(scratch_ptr)

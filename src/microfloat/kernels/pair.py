@@ -4,6 +4,8 @@ The casts are those of `scaled`, tile by tile, so the bytes are too; what differ
 programs than there are tiles, and each takes several. Where scales span more than a tile (AMAX, AXES) all programs
 first measure their tiles, wait for each other, and then cast: they must all run at once, so the launch is a cooperative
 one. Host time is what it saves, and the second reading of the tiles, which finds them in the L2 cache.
+
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, place and HOW are those of `_tiles`.
 """
 
 import triton
@@ -17,11 +19,13 @@ from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_b
 
 
 @triton.jit
-def measure_tiles(
-    x_ptr, R, C, stride_r, stride_c, first, programs,
-    KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Bits of the largest magnitude in the tiles `first`, `first` + `programs`, ... of a matrix."""
+def measure_tiles(matrix, first, programs, HOW: tl.constexpr):
+    """Bits of the largest magnitude in a program's tiles of a matrix."""
+    KIND: tl.constexpr = HOW.KIND
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
     across, tiles = tiles_of(R, C, BM, BN)
     r = tl.arange(0, BM)[None, :, None]
     w = tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
@@ -29,7 +33,7 @@ def measure_tiles(
     tile = first
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
-        raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, KIND, EVEN, 0)
+        raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, KIND, HOW.EVEN, 0)
         if HW and KIND != ELEMENTWISE:
             total = packed_max(total, packed_abs(raw, KIND), KIND, True)
         else:
@@ -43,19 +47,17 @@ def measure_tiles(
 
 @triton.jit
 def measure_axes(
-    x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, first, programs,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row_amax, column_amax, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Bits of the amaxes of rows and columns, int32 and cleared before, from the same tiles."""
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
     across, tiles = tiles_of(R, C, BM, BN)
     tile = first
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
-        tile_axes(
-            x_tile, row_amax, column_amax, row0, col0, R - row0, C - col0, stride_r, stride_c, ROW, COLUMN, KIND, EVEN,
-            HW, BM, BN,
-        )  # fmt: skip
+        tile_axes(x_tile, row_amax, column_amax, (R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
         tile += programs
 
 
@@ -71,12 +73,14 @@ def clear(amax_ptr, count, first, programs, BLOCK: tl.constexpr):
 
 @triton.jit
 def cast_tiles(
-    x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, epsilon, R, C, stride_r, stride_c,
-    first, programs,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    matrix, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, epsilon, first, programs,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Both operands of the same tiles; returns the bits of their amax (0 unless recorded)."""
+    KIND: tl.constexpr = HOW.KIND
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    x_ptr, R, C, stride_r, stride_c = matrix
     across, tiles = tiles_of(R, C, BM, BN)
     amax = tl.zeros([], tl.int32)
     tile = first
@@ -86,7 +90,7 @@ def cast_tiles(
         found = cast_tile(
             source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, None, 0, 0, epsilon, R, C,
             row0, col0,
-            ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, EVEN, PAIRS, QUADS, HW, BM, BN,
+            ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, HOW.EVEN, HOW.PAIRS, HOW.QUADS, HOW.HW, BM, BN,
         )  # fmt: skip
         amax = tl.maximum(amax, found)
         tile += programs
@@ -140,32 +144,34 @@ def cast_pair(
     x_ptr, x_row, x_column, x_row_scale, x_column_scale, x_source, x_record,
     w_ptr, w_row, w_column, w_row_scale, w_column_scale, w_source, w_record, scratch_ptr,
     x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
-    SOURCE: tl.constexpr, RECORDS: tl.constexpr, PAIR: tl.constexpr,
-    X_ROW: tl.constexpr, X_COLUMN: tl.constexpr, X_READS: tl.constexpr,
-    W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, W_READS: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. ROW and COLUMN as in `cast_scaled`; READS: (KIND, EVEN, PAIRS, QUADS) of a matrix. PAIR:
-    whether there is a second matrix. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES
-    (the same; `source` is room for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets
-    inside a tile.
+    """Any number of programs. X and W: `_tiles.Pass`, casts as in `cast_scaled`; W is None where there
+    is no second one. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source`
+    is room for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets inside a tile.
     """
+    X_ROW: tl.constexpr = X.ROW
+    X_COLUMN: tl.constexpr = X.COLUMN
+    X_HOW: tl.constexpr = X.HOW
+    PAIR: tl.constexpr = W is not None
+    x = (x_ptr, XR, XC, x_stride_r, x_stride_c)
+    if PAIR:
+        W_ROW: tl.constexpr = W.ROW
+        W_COLUMN: tl.constexpr = W.COLUMN
+        W_HOW: tl.constexpr = W.HOW
+        w = (w_ptr, WR, WC, w_stride_r, w_stride_c)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = 0
     if PAIR:  # programs that have one tile of x less begin with w
-        tiles = ((XR + BM - 1) // BM) * ((XC + BN - 1) // BN)
+        tiles = ((XR + X_HOW.BM - 1) // X_HOW.BM) * ((XC + X_HOW.BN - 1) // X_HOW.BN)
         begin = (pid + programs - tiles % programs) % programs
     x_columns, w_columns = None, None  # amaxes of columns
     if SOURCE == AMAX:
-        x_amax = measure_tiles(
-            x_ptr, XR, XC, x_stride_r, x_stride_c, pid, programs, X_READS[0], X_READS[1], HW, BM, BN
-        )  # fmt: skip
+        x_amax = measure_tiles(x, pid, programs, X_HOW)
         tl.atomic_max(scratch_ptr, x_amax.to(tl.int64), sem="relaxed")
         if PAIR:
-            w_amax = measure_tiles(
-                w_ptr, WR, WC, w_stride_r, w_stride_c, begin, programs, W_READS[0], W_READS[1], HW, BM, BN
-            )  # fmt: skip
+            w_amax = measure_tiles(w, begin, programs, W_HOW)
             tl.atomic_max(scratch_ptr + 2, w_amax.to(tl.int64), sem="relaxed")
         wait_for_all(scratch_ptr, 1)
         # The low half of a word: bits of a float.
@@ -176,15 +182,9 @@ def cast_pair(
         if PAIR:
             clear(w_source, WR + WC, begin, programs, 1024)
         wait_for_all(scratch_ptr, 1)
-        measure_axes(
-            x_ptr, x_source, x_source + XR, XR, XC, x_stride_r, x_stride_c, pid, programs,
-            X_ROW is not None, X_COLUMN is not None, X_READS[0], X_READS[1], HW, BM, BN,
-        )  # fmt: skip
+        measure_axes(x, x_source, x_source + XR, pid, programs, X_ROW is not None, X_COLUMN is not None, X_HOW)
         if PAIR:
-            measure_axes(
-                w_ptr, w_source, w_source + WR, WR, WC, w_stride_r, w_stride_c, begin, programs,
-                W_ROW is not None, W_COLUMN is not None, W_READS[0], W_READS[1], HW, BM, BN,
-            )  # fmt: skip
+            measure_axes(w, w_source, w_source + WR, begin, programs, W_ROW is not None, W_COLUMN is not None, W_HOW)
         wait_for_all(scratch_ptr, 2)
         x_source = x_source.to(tl.pointer_type(tl.float32))
         x_columns = x_source + XR
@@ -192,16 +192,14 @@ def cast_pair(
             w_source = w_source.to(tl.pointer_type(tl.float32))
             w_columns = w_source + WR
     x_amax = cast_tiles(
-        x_ptr, x_row, x_column, x_row_scale, x_column_scale, x_source, x_columns, x_epsilon, XR, XC, x_stride_r,
-        x_stride_c, pid, programs, X_ROW, X_COLUMN, SOURCE, RECORDS, X_READS[0], X_READS[1], X_READS[2], X_READS[3], HW,
-        BM, BN,
+        x, x_row, x_column, x_row_scale, x_column_scale, x_source, x_columns, x_epsilon, pid, programs, X_ROW,
+        X_COLUMN, SOURCE, RECORDS, X_HOW,
     )  # fmt: skip
     w_amax = tl.zeros([], tl.int32)
     if PAIR:
         w_amax = cast_tiles(
-            w_ptr, w_row, w_column, w_row_scale, w_column_scale, w_source, w_columns, w_epsilon, WR, WC, w_stride_r,
-            w_stride_c, begin, programs, W_ROW, W_COLUMN, SOURCE, RECORDS, W_READS[0], W_READS[1], W_READS[2],
-            W_READS[3], HW, BM, BN,
+            w, w_row, w_column, w_row_scale, w_column_scale, w_source, w_columns, w_epsilon, begin, programs, W_ROW,
+            W_COLUMN, SOURCE, RECORDS, W_HOW,
         )  # fmt: skip
     if SOURCE != GIVEN:
         leave(scratch_ptr)

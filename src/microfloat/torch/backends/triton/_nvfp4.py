@@ -6,15 +6,7 @@ from microfloat.kernels import nvfp4 as kernels
 from microfloat.kernels import nvfp4_amax as amax_kernels
 from microfloat.kernels.casts import NO_SIGNS, same_values, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.triton._launch import (
-    TILES,
-    Kernel,
-    Matrix,
-    ceil_div,
-    compiled_conversions,
-    multiprocessors,
-    scratch,
-)
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, multiprocessors, scratch
 from microfloat.torch.backends.triton._plans import CastPlan
 from microfloat.torch.backends.triton._scaled import Launch, measure_amax, measure_axes
 
@@ -41,10 +33,7 @@ def _transformed_amax(matrix: Matrix, signs: int, along_rows: bool) -> torch.Ten
 def transformed_amax_launch(matrix: Matrix, signs: int, along_rows: bool) -> Launch:
     """The launch of `_transformed_amax`; its tensors: the matrix, float32 [2] for the result, scratch words."""
     tile_rows, tile_columns, warps = TILES["nvfp4_amax"]
-    constants = (
-        signs, along_rows, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
-    )  # fmt: skip
+    constants = (signs, along_rows, matrix.how(tile_rows, tile_columns))
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
     programs = min(programs, multiprocessors(matrix.tensor.get_device()) * _AMAX_PROGRAMS_PER_MULTIPROCESSOR)
     return Launch(_AMAX, (matrix.key, constants, warps), programs, matrix.sizes, constants, warps)
@@ -90,10 +79,7 @@ def nvfp4_launch(
         (*column.nvfp4_cast, output, column_aligned) if column else None,
     )
     tile_rows, tile_columns, warps, steps = tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
-    constants = (
-        *casts, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()), steps, tile_rows, tile_columns,
-    )  # fmt: skip
+    constants = (*casts, steps, matrix.how(tile_rows, tile_columns))
     key = (matrix.key, constants, warps, row_stream, column_stream, batch)
     programs = ceil_div(matrix.rows, tile_rows * steps) * ceil_div(matrix.columns, tile_columns)
     scalars = (row_stream, column_stream, batch, *matrix.sizes)
@@ -186,10 +172,9 @@ def values_nvfp4(
 def hadamard_transform(x: torch.Tensor, signs: int) -> torch.Tensor:
     """The transform of a matrix along its rows in bfloat16, C rounded up to 16 (docs/numerics.md 5.2)."""
     matrix = Matrix(x)
-    device = x.get_device()
     tile_rows, tile_columns, warps = TILES["nvfp4"]
     out = torch.empty((matrix.rows, ceil_div(matrix.columns, 16) * 16), dtype=torch.bfloat16, device=x.device)
-    constants = (signs, matrix.kind, matrix.index64, compiled_conversions(device), tile_rows, tile_columns)
+    constants = (signs, matrix.how(tile_rows, tile_columns)._replace(EVEN=False))  # its output has columns to fill
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    _TRANSFORM((matrix.key, constants, warps), programs, device, (x, out), matrix.sizes, constants, warps)
+    _TRANSFORM((matrix.key, constants, warps), programs, x.get_device(), (x, out), matrix.sizes, constants, warps)
     return out

@@ -166,7 +166,6 @@ def measure_axes(matrix: Matrix, row: bool, column: bool) -> tuple[torch.Tensor 
 def axes_launch(matrix: Matrix, row: bool, column: bool) -> Launch:
     """The launch that measures rows and columns; its tensors: the matrix, int32 [R] and [C], cleared, for the bits."""
     tile_rows, tile_columns, warps = TILES["axes"]
-    even, compiled = matrix.fills(tile_rows, tile_columns), compiled_conversions(matrix.tensor.get_device())
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
-    constants = (row, column, matrix.kind, even, matrix.index64, compiled, tile_rows, tile_columns)
+    constants = (row, column, matrix.how(tile_rows, tile_columns))
     return Launch(_AMAX_AXES, (matrix.key, constants, warps), programs, matrix.sizes, constants, warps)

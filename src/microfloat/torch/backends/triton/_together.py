@@ -4,15 +4,9 @@ from collections.abc import Sequence
 
 from microfloat.kernels import nvfp4_pair
 from microfloat.kernels import pair as kernels
+from microfloat.kernels._tiles import Pass
 from microfloat.kernels.casts import NO_SIGNS
-from microfloat.torch.backends.triton._launch import (
-    TILES,
-    Kernel,
-    Matrix,
-    ceil_div,
-    compiled_conversions,
-    multiprocessors,
-)
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, multiprocessors
 from microfloat.torch.backends.triton._nvfp4 import VALUES
 from microfloat.torch.backends.triton._plans import CastPlan
 from microfloat.torch.backends.triton._scaled import GIVEN, Launch
@@ -50,18 +44,18 @@ def together_launch(
     [R + C] (AXES); the history to record into; and after both scratch words. None what is not there.
     """
     rows, columns, warps = TILES["together"]
-    tiles, scalars, casts, keys = 0, [], [], []
+    tiles, scalars, passes, keys = 0, [], [], []
     for matrix, row, column in matrices:
         tiles += ceil_div(matrix.rows, rows) * ceil_div(matrix.columns, columns)
         scalars += [(row or column).epsilon, *matrix.sizes]  # type: ignore[union-attr]
-        reads = (matrix.kind, matrix.fills(rows, columns), matrix.even_pairs, matrix.even_quads)
-        casts += [row.scaled_cast if row else None, column.scaled_cast if column else None, reads]
+        casts = row.scaled_cast if row else None, column.scaled_cast if column else None
+        passes.append(Pass(*casts, matrix.how(rows, columns, units=True)))
         keys.append(matrix.key)
     if len(matrices) == 1:
         scalars += [0.0, 0, 0, 0, 0]
-        casts += [None, None, (0, False, False, False)]
+        passes.append(None)
     device = matrices[0][0].tensor.get_device()
-    constants = (mode, records, len(matrices) == 2, *casts, compiled_conversions(device), rows, columns)
+    constants = (mode, records, *passes)
     programs = min(tiles, _most_programs(device))
     kernel = _CAST if mode == GIVEN else _MEASURE_AND_CAST
     return Launch(kernel, (*keys, constants, warps), programs, tuple(scalars), constants, warps)
@@ -91,18 +85,18 @@ def values_launch(
     there.
     """
     rows, columns, warps = TILES["nvfp4_together"]
-    tiles, scalars, casts, keys = 0, [], [], []
+    tiles, scalars, passes, keys = 0, [], [], []
     for (matrix, row, column), counters in zip(matrices, streams, strict=True):
         tiles += ceil_div(matrix.rows, rows) * ceil_div(matrix.columns, columns)
         scalars += [*counters, *matrix.sizes]
         aligned = matrix.columns % 2 == 0
-        casts += [None if plan is None else (*plan.nvfp4_cast, VALUES, aligned) for plan in (row, column)]
-        casts.append((matrix.kind, matrix.fills(rows, columns)))
+        first, second = (None if plan is None else (*plan.nvfp4_cast, VALUES, aligned) for plan in (row, column))
+        passes.append(Pass(first, second, matrix.how(rows, columns)))
         keys.append(matrix.key)
     if len(matrices) == 1:
         scalars += [0, 0, 0, 0, 0, 0]
-        casts += [None, None, (0, False)]
+        passes.append(None)
     device = matrices[0][0].tensor.get_device()
-    constants = (len(matrices) == 2, draws_seed, *casts, compiled_conversions(device), rows, columns)
+    constants = (draws_seed, *passes)
     programs, key = min(tiles, _most_programs(device)), (*keys, *streams, constants, warps)
     return Launch(_MEASURE_AND_CAST_VALUES, key, programs, tuple(scalars), constants, warps)
