@@ -6,7 +6,8 @@ The elements are quantized by the MX rule first, block by block, and then shifte
 counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in
 `blocks`.
 
-A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TILE` folds over 128 x 128.
+A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TILE` folds over 128 x 128. A *source* is
+that of `_produce`; place, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -80,19 +81,22 @@ def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.conste
 
 @triton.jit
 def fold_rows(
-    x_tile, out_tile, scale_ptr, seed_ptr, stream, R, C, stride_r, stride_c, row0, col0,
-    CAST: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr,
+    source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
+    KIND: tl.constexpr = HOW.KIND
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    x_tile, _y, _z, stride_r, stride_c = source
+    R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
     T: tl.constexpr = 32 // (16 if CAST[3] else 8)  # lanes that share a block
     r = lane_rows(BM)
     w = lane_words(128, 32 // T)
-    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 0)
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
     amax = rows_amax(raw, low, high, KIND, False, HW, 4, T, BM)
     byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST[2])
     largest = tl.max(byte, 0)  # [BM]
@@ -118,15 +122,12 @@ def fold_rows(
             factor = spread_rows(factor, 4, T, BM)
             low, high = low * factor, high * factor
         codes, lossy = fold_pair(low, high, spread_rows(words, 4, T, BM))
-        store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, PAIRS, EVEN)
+        store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, HOW.PAIRS, HOW.EVEN)
         return count_halves(tl.reduce(tl.reduce(lossy, 3, add_f16x2), 2, add_f16x2))
     else:
         factor = spread_rows(factor, 4, T, BM)
         shift = spread_rows(shift, 4, T, BM)
-        return fold_rows_by_steps(
-            out_tile, low * factor, high * factor, shift, seed_ptr, stream, r, w, row0, col0, rows, cols, C,
-            CAST, EVEN, PAIRS, HW, BM,
-        )  # fmt: skip
+        return fold_rows_by_steps(out_tile, low * factor, high * factor, shift, generator, r, w, place, CAST, HOW)
 
 
 @triton.jit
@@ -138,36 +139,44 @@ def count_halves(words):
 
 @triton.jit
 def fold_rows_by_steps(
-    out_tile, low, high, shift, seed_ptr, stream, r, w, row0, col0, rows, cols, C,
-    CAST: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
+    out_tile, low, high, shift, generator, r, w, place, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """`fold_rows` for any element, in float32."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
     TMB: tl.constexpr = MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    BM: tl.constexpr = HOW.BM
+    HW: tl.constexpr = HOW.HW
+    R, C, row0, col0 = place
     random = 0
     if CAST[3]:
+        seed_ptr, stream, batch = generator
         lanes = col0 // 16 + tl.arange(0, 8)[:, None]
-        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, 0, 8, BM)
+        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, 8, BM)
     a, b = quantized_pair(low, high, random, random >> 8, MB, BIAS, CAST[3], HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
-    store_pairs(out_tile, codes, r, w, rows, cols, C, 8, PAIRS, EVEN)
+    store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
     lossy = is_lossy(a, TBIAS) + is_lossy(b, TBIAS)
     return tl.sum(tl.sum(tl.sum(tl.sum(lossy, 3), 2), 1), 0)
 
 
 @triton.jit
 def fold_columns(
-    x_tile, out_tile, scale_ptr, seed_ptr, stream, R, C, stride_r, stride_c, row0, col0,
-    CAST: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr,
-    HW: tl.constexpr, BN: tl.constexpr,
+    source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The column operand of a 128 x BN tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    QUADS: tl.constexpr = HOW.QUADS
+    HW: tl.constexpr = HOW.HW
+    BN: tl.constexpr = HOW.BN
     W: tl.constexpr = BN // 2
+    x_tile, _y, _z, stride_r, stride_c = source
+    R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
     g = tl.arange(0, 4)[:, None, None]
@@ -237,36 +246,43 @@ def fold_columns(
         return count_halves(tl.reduce(lossy, 1, add_f16x2))
     else:
         return fold_columns_by_steps(
-            out_tile, low0, low1, low2, low3, high0, high1, high2, high3, fl, fh, shift_low, shift_high,
-            seed_ptr, stream, row0, col0, rows, cols, R, CAST, EVEN, QUADS, HW, BN,
+            out_tile, (low0, low1, low2, low3), (high0, high1, high2, high3), (fl, fh), (shift_low, shift_high),
+            generator, place, CAST, HOW,
         )  # fmt: skip
 
 
 @triton.jit
 def fold_columns_by_steps(
-    out_tile, low0, low1, low2, low3, high0, high1, high2, high3, fl, fh, shift_low, shift_high, seed_ptr, stream,
-    row0, col0, rows, cols, R,
-    CAST: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr, HW: tl.constexpr, BN: tl.constexpr,
+    out_tile, low, high, factors, shifts, generator, place, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """`fold_columns` for any element, in float32."""
+    """`fold_columns` for any element, in float32. `low`, `high`: the first and the second columns of words of four
+    rows; `factors`, `shifts`: of both.
+    """
     MB: tl.constexpr = CAST[0]
     BIAS: tl.constexpr = CAST[1]
     TMB: tl.constexpr = MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
-    W: tl.constexpr = BN // 2
+    EVEN: tl.constexpr = HOW.EVEN
+    QUADS: tl.constexpr = HOW.QUADS
+    HW: tl.constexpr = HOW.HW
+    W: tl.constexpr = HOW.BN // 2
+    R, C, row0, col0 = place
+    rows = R - row0
+    cols = C - col0
     g = tl.arange(0, 4)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
-    fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
-    sl, sh = spread_columns(shift_low, 4, 1, W), spread_columns(shift_high, 4, 1, W)
+    fl, fh = spread_columns(factors[0], 4, 1, W), spread_columns(factors[1], 4, 1, W)
+    sl, sh = spread_columns(shifts[0], 4, 1, W), spread_columns(shifts[1], 4, 1, W)
     rl, rh = 0, 0
     if CAST[3]:
+        seed_ptr, stream, batch = generator
         seed = load_seed(seed_ptr)
-        rl = column_quads(seed, col0 + 2 * w, row0 // 16 + g * 2, stream, 0, 2, 4, W)
-        rh = column_quads(seed, col0 + 2 * w + 1, row0 // 16 + g * 2, stream, 0, 2, 4, W)
-    a0, b0 = quantized_pair(low0 * fl, high0 * fh, rl, rh, MB, BIAS, CAST[3], HW)
-    a1, b1 = quantized_pair(low1 * fl, high1 * fh, rl >> 8, rh >> 8, MB, BIAS, CAST[3], HW)
-    a2, b2 = quantized_pair(low2 * fl, high2 * fh, rl >> 16, rh >> 16, MB, BIAS, CAST[3], HW)
-    a3, b3 = quantized_pair(low3 * fl, high3 * fh, rl >> 24, rh >> 24, MB, BIAS, CAST[3], HW)
+        rl = column_quads(seed, col0 + 2 * w, row0 // 16 + g * 2, stream, batch, 2, 4, W)
+        rh = column_quads(seed, col0 + 2 * w + 1, row0 // 16 + g * 2, stream, batch, 2, 4, W)
+    a0, b0 = quantized_pair(low[0] * fl, high[0] * fh, rl, rh, MB, BIAS, CAST[3], HW)
+    a1, b1 = quantized_pair(low[1] * fl, high[1] * fh, rl >> 8, rh >> 8, MB, BIAS, CAST[3], HW)
+    a2, b2 = quantized_pair(low[2] * fl, high[2] * fh, rl >> 16, rh >> 16, MB, BIAS, CAST[3], HW)
+    a3, b3 = quantized_pair(low[3] * fl, high[3] * fh, rl >> 24, rh >> 24, MB, BIAS, CAST[3], HW)
     a0, a1, a2, a3 = a0 * sl, a1 * sl, a2 * sl, a3 * sl
     b0, b1, b2, b3 = b0 * sh, b1 * sh, b2 * sh, b3 * sh
     quads = tl.arange(0, 32)[None, :]
@@ -283,15 +299,16 @@ def fold_columns_by_steps(
 @triton.jit
 def fold_blocks(
     x_ptr, row_out, row_scale, column_out, column_scale, lossy_ptr, scratch_ptr, seed_ptr, row_stream, column_stream,
-    R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
-    PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
+    R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of tiles (TILE > 0) row by row,
     in rows of a multiple of TILE; lossy counts go to int64[2].
     """
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -299,9 +316,10 @@ def fold_blocks(
     row0 = (pid // tiles) * 128
     col0 = (pid % tiles) * 128
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
+    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+    place = (R, C, row0, col0)
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, TILE, KIND, EVEN):
-        source = (x_tile, x_tile, x_tile, stride_r, stride_c)
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
         prefetch_later(x_tile, R - row0, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, 128, 128)
         lossy_rows, lossy_columns = fold_squares(
@@ -311,15 +329,11 @@ def fold_blocks(
         )  # fmt: skip
     else:
         if ROW is not None:
-            lossy_rows = fold_rows(
-                x_tile, row_out + row0.to(tl.int64) * C + col0, row_scale, seed_ptr, row_stream, R, C, stride_r,
-                stride_c, row0, col0, ROW, TILE, KIND, EVEN, PAIRS, HW, 128,
-            )  # fmt: skip
+            row_tile, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
+            lossy_rows = fold_rows(source, row_tile, row_scale, generator, place, ROW, TILE, HOW)
         if COLUMN is not None:
-            lossy_columns = fold_columns(
-                x_tile, column_out + col0.to(tl.int64) * R + row0, column_scale, seed_ptr, column_stream, R, C,
-                stride_r, stride_c, row0, col0, COLUMN, TILE, KIND, EVEN, QUADS, HW, 128,
-            )  # fmt: skip
+            column_tile, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
+            lossy_columns = fold_columns(source, column_tile, column_scale, generator, place, COLUMN, TILE, HOW)
     offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
     offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)

@@ -9,7 +9,7 @@ from microfloat.kernels._folded_squares import folds
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
 from microfloat.kernels.casts import tile_of_blocks
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions, scratch
+from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, scratch
 from microfloat.torch.backends.triton._plans import CastPlan, codes_dtype, operand, paired
 from microfloat.torch.backends.triton._scaled import Launch
 
@@ -141,12 +141,10 @@ def fold_launch(
     Its tensors: the matrix; codes and scales of the row operand, those of the column operand; int64[2] for the lossy
     elements of each; scratch words; the call seed. None what is not there.
     """
-    casts, even = (row.scaled_cast if row else None, column.scaled_cast if column else None), matrix.fills(128, 128)
-    constants = (
-        *casts, tile, matrix.kind, even, matrix.even_pairs, matrix.even_quads, matrix.index64,
-        compiled_conversions(matrix.tensor.get_device()),
-    )  # fmt: skip
-    warps = TILES["fold_squares" if folds(*casts, tile, matrix.kind, even) else "fold"][2]
+    casts = row.scaled_cast if row else None, column.scaled_cast if column else None
+    how = matrix.how(128, 128, units=True)
+    constants = (*casts, tile, how)
+    warps = TILES["fold_squares" if folds(*casts, tile, how.KIND, how.EVEN) else "fold"][2]
     key = (matrix.key, constants, warps, row_stream, column_stream)
     programs = ceil_div(matrix.rows, 128) * ceil_div(matrix.columns, 128)
     return Launch(_FOLD, key, programs, (row_stream, column_stream, *matrix.sizes), constants, warps)
