@@ -120,7 +120,7 @@ def compile_all(workloads, capability=HOPPER):
         tile = (how.BM, how.BN) if isinstance(how, How) else constants[-2:] if type(how) is int else (128, 128)
         elements = tile[0] * tile[1] / (32 * warps.number)
         if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
-            elements *= constants[-3]
+            elements *= constants[-2].PIECES
             assert scattered_units(compiled.asm["ttgir"]) == set()
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(program), elements, unwritten_reads(program), conversions))

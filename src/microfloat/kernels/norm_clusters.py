@@ -5,10 +5,13 @@ in registers, the others in shared memory, so that as much as possible is on its
 of its pieces row by row, gets the sums of the others (`_clusters`), and casts what it still holds: two bytes in and two
 out. Piece j of program `rank` is piece ``rank + j * CTAS`` of the band; the last may be missing.
 
-A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`).
+A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`). BAND holds the
+constants of all that by name, HOW those of `_tiles`.
 
 For bfloat16 in whole pieces; `norms` and `fused` serve what is not.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,6 +39,16 @@ VALUES = tl.constexpr(0)
 SQUARES = tl.constexpr(1)
 DEVIATIONS = tl.constexpr(2)
 CAST = tl.constexpr(3)
+
+
+class Band(NamedTuple):
+    """How a cluster of CTAS programs holds a band: MISSING says that some of them do not have the last of PIECES."""
+
+    ROWS: int
+    CTAS: int
+    PIECES: int
+    HELD: int
+    MISSING: bool
 
 
 @triton.constexpr_function
@@ -102,13 +115,17 @@ def lane_places(ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def load_band(
-    x_band, weight, area, r, w, rank, there, stride_r, ROWS: tl.constexpr, CTAS: tl.constexpr, PIECES: tl.constexpr,
-    HELD: tl.constexpr, MISSING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_band, weight, area, r, w, rank, there, stride_r, BAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Words of the pieces held in registers; the others and all weights but those of the first on their way.
 
     `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of rows.
     """
+    ROWS: tl.constexpr = BAND.ROWS
+    CTAS: tl.constexpr = BAND.CTAS
+    PIECES: tl.constexpr = BAND.PIECES
+    HELD: tl.constexpr = BAND.HELD
+    MISSING: tl.constexpr = BAND.MISSING
     PIECE: tl.constexpr = BM * BN * 2
     words = ()
     row, column = unit_places(ROWS, BM, BN)
@@ -133,14 +150,14 @@ def load_band(
 
 @triton.jit
 def word_of(
-    words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Words of rows r + p of piece j. `units`: the addresses of the first units of pieces in shared memory."""
-    if j < HELD:
-        return afresh(words[ROWS * j + p], USE, HW)
+    ROWS: tl.constexpr = BAND.ROWS
+    if j < BAND.HELD:
+        return afresh(words[ROWS * j + p], USE, HOW.HW)
     else:
-        return take_words(units + ((j - HELD) * ROWS + p) * (BM * BN * 2 // ROWS))
+        return take_words(units + ((j - BAND.HELD) * ROWS + p) * (HOW.BM * HOW.BN * 2 // ROWS))
 
 
 @triton.jit
@@ -158,19 +175,19 @@ def term(word, shift, there, USE: tl.constexpr, MAY_MISS: tl.constexpr):
 
 
 @triton.jit
-def row_sums(
-    words, units, zeros, shifts, there, USE: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
-    HELD: tl.constexpr, MISSING: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def row_sums(words, units, zeros, shifts, there, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr):
     """[BM] sums over this program's pieces."""
+    ROWS: tl.constexpr = BAND.ROWS
+    PIECES: tl.constexpr = BAND.PIECES
+    BM: tl.constexpr = HOW.BM
     LAST: tl.constexpr = len(zeros.shape) - 1
     sums = ()
     for p in tl.static_range(ROWS):
         shift = shifts[p] if USE == DEVIATIONS else 0.0
         total = float_of(zeros)
         for j in tl.static_range(PIECES):
-            word = word_of(words, units, j, p, USE, ROWS, HELD, HW, BM, BN)
-            total += term(word, shift, there, USE, MISSING and j == PIECES - 1)
+            word = word_of(words, units, j, p, USE, BAND, HOW)
+            total += term(word, shift, there, USE, BAND.MISSING and j == PIECES - 1)
         sums = sums + (tl.sum(total, LAST),)
     if ROWS == 4:
         both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
@@ -179,27 +196,32 @@ def row_sums(
         even = tl.join(tl.join(sums[0], sums[4]), tl.join(sums[2], sums[6]))
         odd = tl.join(tl.join(sums[1], sums[5]), tl.join(sums[3], sums[7]))
         both = tl.sum(tl.join(even, odd), 0)  # [8 lanes, 4, squares, 2, 2, 2]
-        both = tl.sum(tl.reshape(both, [4, BM // 32, BN // 64, 8]), 2)
+        both = tl.sum(tl.reshape(both, [4, BM // 32, HOW.BN // 64, 8]), 2)
         return tl.reshape(tl.permute(both, [1, 0, 2]), [BM])
 
 
 @triton.jit
 def band_statistics(
-    words, units, zeros, mean_band, inverse_band, area, rank, there, r, eps, C,
-    LAYER: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, PIECES: tl.constexpr, HELD: tl.constexpr,
-    MISSING: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    words, units, zeros, outputs, area, rank, there, r, eps, C, LAYER: tl.constexpr, BAND: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
-    """(shift, scale) of rows r, r + 1, ..., as tuples of ROWS tensors; written by the first program of the cluster."""
-    row = tl.arange(0, BM)
+    """(shift, scale) of rows r, r + 1, ..., as tuples of ROWS tensors; written to `outputs`, means and inverses of the
+    band, by the first program of the cluster.
+    """
+    ROWS: tl.constexpr = BAND.ROWS
+    CTAS: tl.constexpr = BAND.CTAS
+    HW: tl.constexpr = HOW.HW
+    mean_band, inverse_band = outputs
+    row = tl.arange(0, HOW.BM)
     shifts = ()
     if LAYER:
-        sums = row_sums(words, units, zeros, shifts, there, VALUES, ROWS, PIECES, HELD, MISSING, HW, BM, BN)
+        sums = row_sums(words, units, zeros, shifts, there, VALUES, BAND, HOW)
         mean = cluster_sum(sums, area, rank, 0, CTAS) / C
         tl.store(mean_band + row, mean, mask=(row >= 0) & (rank == 0))
         shifts = for_all_threads(mean, mean_band, area, r, ROWS, 0, CTAS, HW)
     USE: tl.constexpr = DEVIATIONS if LAYER else SQUARES
     ROUND: tl.constexpr = 1 if LAYER else 0
-    sums = row_sums(words, units, zeros, shifts, there, USE, ROWS, PIECES, HELD, MISSING, HW, BM, BN)
+    sums = row_sums(words, units, zeros, shifts, there, USE, BAND, HOW)
     inverse = 1.0 / tl.sqrt_rn(cluster_sum(sums, area, rank, ROUND, CTAS) / C + eps)
     tl.store(inverse_band + row, inverse, mask=(row >= 0) & (rank == 0))
     scales = for_all_threads(inverse, inverse_band, area, r, ROWS, ROUND, CTAS, HW)
@@ -212,14 +234,14 @@ def band_statistics(
 @triton.jit
 def piece_parameters(
     first_weights, weight_units, weight_words, bias_words, j: tl.constexpr, there, LAYER: tl.constexpr,
-    PIECES: tl.constexpr, HELD: tl.constexpr, MISSING: tl.constexpr, HW: tl.constexpr, BN: tl.constexpr,
+    BAND: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Weights and biases of piece j as `normalized` takes them. `..._words`: pointers to those of the piece."""
-    MAY_MISS: tl.constexpr = MISSING and j == PIECES - 1
+    MAY_MISS: tl.constexpr = BAND.MISSING and j == BAND.PIECES - 1
     if j == 0:
-        weights = afresh(first_weights, CAST, HW)
-    elif HELD < PIECES:
-        weights = take_words(weight_units + j * (BN * 2))
+        weights = afresh(first_weights, CAST, HOW.HW)
+    elif BAND.HELD < BAND.PIECES:
+        weights = take_words(weight_units + j * (HOW.BN * 2))
     else:
         weights = load_words(weight_words, there, MAY_MISS)
     w_low, w_high = low_half(weights, WORDS_BF16), high_half(weights, WORDS_BF16)
@@ -244,12 +266,18 @@ def largest_words(top, a, b, c, d):
 @triton.jit
 def norm_pieces(
     x_ptr, mean, inverse, weight, bias, row_out, row_scale, column_out, column_scale, source, record, scratch_ptr,
-    seed_ptr, row_stream, column_stream, eps, R, C, stride_r,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
-    HW: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, MISSING: tl.constexpr, HELD: tl.constexpr,
-    PIECES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    seed_ptr, row_stream, column_stream, eps, R, C, stride_r, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """A norm to FP8 codes per tensor (ROWS = 4), or to MX codes of both operands by squares (8: `_squares.takes`)."""
+    ROWS: tl.constexpr = BAND.ROWS
+    CTAS: tl.constexpr = BAND.CTAS
+    PIECES: tl.constexpr = BAND.PIECES
+    HELD: tl.constexpr = BAND.HELD
+    MISSING: tl.constexpr = BAND.MISSING
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     LAYER: tl.constexpr = PRODUCER == LAYER_NORM
     DATA: tl.constexpr = (PIECES - HELD) * BM * BN * 2
     WEIGHTS: tl.constexpr = PIECES * BN * 2 if HELD < PIECES else 0
@@ -265,9 +293,7 @@ def norm_pieces(
         given = given_scale(source, 0.0, ROW, COLUMN, SOURCE)
     r, w, unit, weight_unit = lane_places(ROWS, BM, BN)
     x_band = x_ptr + row0.to(tl.int64) * stride_r
-    words = load_band(
-        x_band, weight, area + EXCHANGE, r, w, rank, there, stride_r, ROWS, CTAS, PIECES, HELD, MISSING, BM, BN
-    )  # fmt: skip
+    words = load_band(x_band, weight, area + EXCHANGE, r, w, rank, there, stride_r, BAND, BM, BN)
     # In the shape of a piece's words, so that a lane has the weights of its own columns.
     places = rank * (BN // 2) + (r * 0 + w)
     weight_words = weight.to(tl.pointer_type(tl.int32)) + places
@@ -281,21 +307,20 @@ def norm_pieces(
     others_have_started(pid, CTAS)
     if HELD < PIECES:
         wait_for_copies(pid)
-    mean_band = mean + row0 if LAYER else inverse
+    statistics = (mean + row0 if LAYER else inverse, inverse + row0)
     shifts, scales = band_statistics(
-        words, units, zeros, mean_band, inverse + row0, area, rank, there, r, eps, C, LAYER, ROWS, CTAS, PIECES, HELD,
-        MISSING, HW, BM, BN,
+        words, units, zeros, statistics, area, rank, there, r, eps, C, LAYER, BAND, HOW
     )  # fmt: skip
     top, amax, arrived = zeros, tl.zeros([], tl.int32), 0
     for j in tl.static_range(PIECES):
         col0 = (rank + j * CTAS) * BN
         parameters = piece_parameters(
             first_weights, weight_units, weight_words + j * CTAS * (BN // 2), bias_words + j * CTAS * (BN // 2), j,
-            there, LAYER, PIECES, HELD, MISSING, HW, BN,
+            there, LAYER, BAND, HOW,
         )  # fmt: skip
         made = ()
         for p in tl.static_range(ROWS):
-            values = pair_of(word_of(words, units, j, p, CAST, ROWS, HELD, HW, BM, BN))
+            values = pair_of(word_of(words, units, j, p, CAST, BAND, HOW))
             word, _low, _high = normalized(
                 values, (shifts[p], scales[p]), parameters, r >= 0, tl.bfloat16, PRODUCER, HW
             )  # fmt: skip

@@ -30,7 +30,6 @@ from microfloat.torch.backends.triton._launch import (
     Kernel,
     Warps,
     ceil_div,
-    compiled_conversions,
     largest_cluster,
     scratch,
 )
@@ -105,12 +104,10 @@ def _by_clusters(
     else:
         lane_rows, casts = 8, (row.constant(0) if row else None, column.constant(0) if column else None)
         mode, source, record = 0, None, None
-    hardware = compiled_conversions(device)
-    held = max(1, pieces.each // 2) if hardware else pieces.each
-    constants = (
-        *casts, mode, record is not None, work.producer, hardware, lane_rows, pieces.programs, pieces.miss, held,
-        pieces.each, tile_rows, tile_columns,
-    )  # fmt: skip
+    how = matrix.how(tile_rows, tile_columns, units=True)
+    held = max(1, pieces.each // 2) if how.HW else pieces.each
+    band = norm_clusters.Band(lane_rows, pieces.programs, pieces.each, held, pieces.miss)
+    constants = (*casts, mode, record is not None, work.producer, band, how)
     meeting = None if record is None else scratch(device)
     tensors = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], source, record, meeting, seed)
     scalars = (row_stream, column_stream, eps, *matrix.sizes[:3])
