@@ -104,7 +104,7 @@ def compile_all(workloads, capability=HOPPER):
     """
     import torch
 
-    from microfloat.kernels._tiles import How, Pass
+    from microfloat.kernels._tiles import How
 
     _launch = _launchers(capability)
     launched = []
@@ -116,9 +116,10 @@ def compile_all(workloads, capability=HOPPER):
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
         program = instructions_of(compiled.asm["cubin"])
-        how = constants[-2].HOW if isinstance(constants[-2], Pass) else constants[-1]
-        tile = (how.BM, how.BN) if isinstance(how, How) else constants[-2:] if type(how) is int else (128, 128)
-        elements = tile[0] * tile[1] / (32 * warps.number)
+        # Other kernels (of amaxes, swizzles) are not the last of a workload.
+        hows = [getattr(constant, "HOW", constant) for constant in constants]
+        how = next((how for how in hows if isinstance(how, How)), How(0, 0, False, False, False, 128, 128))
+        elements = how.BM * how.BN / (32 * warps.number)
         if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
             elements *= constants[-2].PIECES
             assert scattered_units(compiled.asm["ttgir"]) == set()

@@ -1,7 +1,7 @@
 """Norms, activations and their gradients that write codes: the casts of `scaled` and `blocks` with a producer.
 
 Every value is computed where it is cast, rounded as the unfused graph would (`_produce`). A norm's rows have been
-measured before (`norms`).
+measured before (`norms`). Bundles of arguments are those of `_tiles`, `_produce` and `scaled`.
 """
 
 import triton
@@ -79,20 +79,14 @@ def produce_scaled(
     PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes per tensor of produced values; of both GATE_GRADIENTS, each under its own scale and seed."""
-    LOADS: tl.constexpr = HOW.LOADS
     KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    PAIRS: tl.constexpr = HOW.PAIRS
-    QUADS: tl.constexpr = HOW.QUADS
     HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
     if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    row0, col0 = tile_of(pid, C, BM, BN)
+    row0, col0 = tile_of(pid, C, HOW.BM, HOW.BN)
     at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
     known, known2 = 0, 0
     if RECORDS:
@@ -102,22 +96,21 @@ def produce_scaled(
     given = given_scale(source, epsilon, ROW, COLUMN, SOURCE)
     if PRODUCER == GATE_GRADIENTS:
         given2 = given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
-        tile, tile2 = load_gradients(at, R - row0, C - col0, F, LOADS, EVEN, HW, BM, BN)
+        tile, tile2 = load_gradients(at, R - row0, C - col0, F, HOW)
         _amax, arrived2 = measure_tile(
             tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, KIND, HW
         )
     else:
-        tile = load_tile(at, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+        tile = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
-    write_tile(
-        tile, given, amax, row_out, column_out, scale, scale, source, source, seed_ptr, row_stream, column_stream,
-        epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
-    )  # fmt: skip
+    place = (R, C, row0, col0)
+    outputs, sources = (row_out, column_out, scale, scale), (source, source)
+    generators = (seed_ptr, row_stream, column_stream)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     if PRODUCER == GATE_GRADIENTS:
-        write_tile(
-            tile2, given2, amax, row_out2, column_out2, scale2, scale2, source2, source2, seed2_ptr, row_stream,
-            column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
-        )  # fmt: skip
+        outputs, sources = (row_out2, column_out2, scale2, scale2), (source2, source2)
+        generators = (seed2_ptr, row_stream, column_stream)
+        write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
         publish_maximum(arrived, tl.num_programs(0), record, scratch_ptr, RECORD, HW)
         if PRODUCER == GATE_GRADIENTS:

@@ -339,10 +339,10 @@ def norm_pieces(
                     arrived = arrive(scratch_ptr + 1, HW)
         if not MISSING or j < PIECES - 1 or there:
             if ROWS == 4:
+                outputs = (row_out, column_out, row_scale, column_scale)
+                generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
                 write_tile(
-                    tile, given, amax, row_out, column_out, row_scale, column_scale, source, source, seed_ptr,
-                    row_stream, column_stream, 0.0, R, C, row0, col0, ROW, COLUMN, SOURCE, True, True, True, HW, BM,
-                    BN,
+                    tile, given, amax, outputs, (source, source), generators, 0.0, place, ROW, COLUMN, SOURCE, HOW
                 )  # fmt: skip
             else:
                 square_rows, square_words = square_places(BM, BN)

@@ -5,14 +5,14 @@ programs than there are tiles, and each takes several. Where scales span more th
 first measure their tiles, wait for each other, and then cast: they must all run at once, so the launch is a cooperative
 one. Host time is what it saves, and the second reading of the tiles, which finds them in the L2 cache.
 
-A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, place and HOW are those of `_tiles`.
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, place and HOW are those of `_tiles`,
+outputs and sources those of `scaled`.
 """
 
 import triton
 import triton.language as tl
 
 from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs, packed_max
-from microfloat.kernels._produce import LOAD
 from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
 from microfloat.kernels.amax import tile_axes
 from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
@@ -73,11 +73,10 @@ def clear(amax_ptr, count, first, programs, BLOCK: tl.constexpr):
 
 @triton.jit
 def cast_tiles(
-    matrix, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, epsilon, first, programs,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
+    matrix, outputs, sources, epsilon, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr,
+    RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Both operands of the same tiles; returns the bits of their amax (0 unless recorded)."""
-    KIND: tl.constexpr = HOW.KIND
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
@@ -87,10 +86,10 @@ def cast_tiles(
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
         source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+        place = (R, C, row0, col0)
+        no_generators = (None, 0, 0)  # casts together round to the nearest
         found = cast_tile(
-            source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, None, 0, 0, epsilon, R, C,
-            row0, col0,
-            ROW, COLUMN, SOURCE, RECORDS, LOAD, 0, KIND, KIND, HOW.EVEN, HOW.PAIRS, HOW.QUADS, HOW.HW, BM, BN,
+            source, outputs, sources, no_generators, epsilon, place, ROW, COLUMN, SOURCE, RECORDS, HOW
         )  # fmt: skip
         amax = tl.maximum(amax, found)
         tile += programs
@@ -146,9 +145,9 @@ def cast_pair(
     x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. X and W: `_tiles.Pass`, casts as in `cast_scaled`; W is None where there
-    is no second one. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source`
-    is room for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets inside a tile.
+    """Any number of programs. X and W: `_tiles.Pass`, casts as in `cast_scaled`; W is None where there is only one
+    matrix. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source` is room
+    for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets inside a tile.
     """
     X_ROW: tl.constexpr = X.ROW
     X_COLUMN: tl.constexpr = X.COLUMN
@@ -191,16 +190,12 @@ def cast_pair(
         if PAIR:
             w_source = w_source.to(tl.pointer_type(tl.float32))
             w_columns = w_source + WR
-    x_amax = cast_tiles(
-        x, x_row, x_column, x_row_scale, x_column_scale, x_source, x_columns, x_epsilon, pid, programs, X_ROW,
-        X_COLUMN, SOURCE, RECORDS, X_HOW,
-    )  # fmt: skip
+    outputs, sources = (x_row, x_column, x_row_scale, x_column_scale), (x_source, x_columns)
+    x_amax = cast_tiles(x, outputs, sources, x_epsilon, pid, programs, X_ROW, X_COLUMN, SOURCE, RECORDS, X_HOW)
     w_amax = tl.zeros([], tl.int32)
     if PAIR:
-        w_amax = cast_tiles(
-            w, w_row, w_column, w_row_scale, w_column_scale, w_source, w_columns, w_epsilon, begin, programs, W_ROW,
-            W_COLUMN, SOURCE, RECORDS, W_HOW,
-        )  # fmt: skip
+        outputs, sources = (w_row, w_column, w_row_scale, w_column_scale), (w_source, w_columns)
+        w_amax = cast_tiles(w, outputs, sources, w_epsilon, begin, programs, W_ROW, W_COLUMN, SOURCE, RECORDS, W_HOW)
     if SOURCE != GIVEN:
         leave(scratch_ptr)
     elif RECORDS:

@@ -8,6 +8,10 @@ Where the factor comes from (`SOURCE`):
 * GIVEN: an encode factor in device memory (delayed scaling), with the live amax recorded in passing if asked;
 * AMAX: the tensor amax in device memory (current scaling); AXES: the amaxes of rows and of columns;
 * TILE: the amax of the tile itself (BM = BN = the tile of the format).
+
+What belongs together is handed on together, in this order: outputs = (row_out, column_out, row_scale, column_scale),
+which begin at the matrix; sources = (source_ptr, source2_ptr), the second for the columns of AXES; generators =
+(seed_ptr, row_stream, column_stream). A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -48,10 +52,13 @@ def words_amax_bits(m, KIND: tl.constexpr):
 
 
 @triton.jit
-def tile_amax(
-    raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND: tl.constexpr, HW: tl.constexpr
-):
+def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
     """Bits of the largest magnitude of a tile of four row phases, NaN ignored."""
+    phase0, phase1, phase2, phase3 = tile
+    raw0, low0, high0 = phase0
+    raw1, low1, high1 = phase1
+    raw2, low2, high2 = phase2
+    raw3, low3, high3 = phase3
     if HW and KIND != ELEMENTWISE:
         m = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, True)
         n = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, True)
@@ -72,32 +79,40 @@ def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, POW2: tl.constexpr)
 
 @triton.jit
 def cast_tile_rows(
-    out_tile, low, high, factor, r, w, row, word, rows, cols, C, seed_ptr, stream, batch,
-    MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr,
+    out_tile, low, high, factor, place, generator, PHASE: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """Codes of one row phase, as they lie."""
+    """Codes of one of every four rows (PHASE), as they lie."""
+    R, C, row0, col0 = place
+    r = local_rows(HOW.BM)
+    w = local_words(HOW.BN)
     random = 0
-    if STOCHASTIC:
+    if CAST[3]:
+        seed_ptr, stream, batch = generator
+        word, row = col0 // 2 + w, row0 + r + PHASE
         random = pair_bytes(load_seed(seed_ptr), row, word, stream, batch)
-    codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
-    store_pairs(out_tile, codes, r, w, rows, cols, C, 8, PAIRS, EVEN)
+    codes = encode_pair(low * factor, high * factor, random, CAST[0], CAST[1], CAST[3], HOW.HW)
+    store_pairs(out_tile, codes, r + PHASE, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
 
 
 @triton.jit
 def cast_tile_columns(
-    out_tile, a, b, c, d, factor, column, quad, local_column, rows, cols, R, seed_ptr, stream, batch,
-    MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    out_tile, a, b, c, d, factor, place, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
-    """Codes of one column of every word, transposed."""
+    """Codes of the first or of the second (SECOND = 0 or 1) column of every word, transposed."""
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    R, C, row0, col0 = place
+    local = tl.arange(0, BN // 2)[:, None] * 2
+    column, quad = col0 + 2 * local_words(BN) + SECOND, row0 // 4 + tl.arange(0, BM // 4)[None, :, None]
+    local = local + SECOND
     random = 0
-    if STOCHASTIC:
+    if CAST[3]:
+        seed_ptr, stream, batch = generator
         random = column_bytes(load_seed(seed_ptr), column, quad, stream, batch)
-    codes = encode_quad(a * factor, b * factor, c * factor, d * factor, random, MB, BIAS, STOCHASTIC, HW)
+    codes = encode_quad(a * factor, b * factor, c * factor, d * factor, random, CAST[0], CAST[1], CAST[3], HOW.HW)
     codes = tl.reshape(tl.permute(codes, [0, 2, 1]), [BN // 2, BM // 4])
     quads = tl.arange(0, BM // 4)[None, :]
-    store_quads(out_tile, codes, local_column, quads, rows, cols, R, 8, QUADS, EVEN)
+    store_quads(out_tile, codes, local, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
 
 
 @triton.constexpr_function
@@ -175,13 +190,13 @@ def local_words(BN: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def load_tile(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """A tile as `write_tile` takes it: what `produce_pair` gives for each of four neighbouring rows."""
-    r = local_rows(BM)
-    w = local_words(BN)
+    LOADS: tl.constexpr = HOW.LOADS
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    r = local_rows(HOW.BM)
+    w = local_words(HOW.BN)
     phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
     phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
     phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
@@ -190,13 +205,13 @@ def load_tile(
 
 
 @triton.jit
-def load_gradients(
-    source, rows, cols, F: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
+def load_gradients(source, rows, cols, F: tl.constexpr, HOW: tl.constexpr):
     """Two tiles from one reading: the gradients of gate and of up."""
-    r = local_rows(BM)
-    w = local_words(BN)
+    LOADS: tl.constexpr = HOW.LOADS
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    r = local_rows(HOW.BM)
+    w = local_words(HOW.BN)
     gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, 0, HW)
     gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, 0, HW)
     gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, 0, HW)
@@ -219,17 +234,6 @@ def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SO
 
 
 @triton.jit
-def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
-    """Bits of the amax of a tile."""
-    phase0, phase1, phase2, phase3 = tile
-    raw0, low0, high0 = phase0
-    raw1, low1, high1 = phase1
-    raw2, low2, high2 = phase2
-    raw3, low3, high3 = phase3
-    return tile_amax(raw0, raw1, raw2, raw3, low0, low1, low2, low3, high0, high1, high2, high3, KIND, HW)
-
-
-@triton.jit
 def measure_tile(
     tile, scratch_ptr, known, RECORDS: tl.constexpr, SOURCE: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr
 ):
@@ -246,15 +250,20 @@ def measure_tile(
 
 @triton.jit
 def write_tile(
-    tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
-    column_stream, epsilon, R, C, row0, col0,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tile, given, amax, outputs, sources, generators, epsilon, place, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    SOURCE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`. The outputs begin at the matrix."""
+    """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`."""
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    row_out, column_out, row_scale, column_scale = outputs
+    source_ptr, source2_ptr = sources
+    seed_ptr, row_stream, column_stream = generators
+    R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
-    i = tl.arange(0, BM // 4)[None, :, None]
     w = local_words(BN)
     r = local_rows(BM)
     phase0, phase1, phase2, phase3 = tile
@@ -303,69 +312,47 @@ def write_tile(
         write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], SOURCE, HW, BM, BN)
     else:
         if ROW is not None:
-            out = row_out + row0.to(tl.int64) * C + col0
-            word = col0 // 2 + w
-            cast_tile_rows(
-                out, low0, high0, f0, r, w, row0 + r, word, rows, cols, C, seed_ptr, row_stream, 0,
-                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-            )  # fmt: skip
-            cast_tile_rows(
-                out, low1, high1, f1, r + 1, w, row0 + r + 1, word, rows, cols, C, seed_ptr, row_stream, 0,
-                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-            )  # fmt: skip
-            cast_tile_rows(
-                out, low2, high2, f2, r + 2, w, row0 + r + 2, word, rows, cols, C, seed_ptr, row_stream, 0,
-                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-            )  # fmt: skip
-            cast_tile_rows(
-                out, low3, high3, f3, r + 3, w, row0 + r + 3, word, rows, cols, C, seed_ptr, row_stream, 0,
-                ROW[0], ROW[1], ROW[3], PAIRS, EVEN, HW,
-            )  # fmt: skip
+            out, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
+            cast_tile_rows(out, low0, high0, f0, place, generator, 0, ROW, HOW)
+            cast_tile_rows(out, low1, high1, f1, place, generator, 1, ROW, HOW)
+            cast_tile_rows(out, low2, high2, f2, place, generator, 2, ROW, HOW)
+            cast_tile_rows(out, low3, high3, f3, place, generator, 3, ROW, HOW)
         if COLUMN is not None:
-            out = column_out + col0.to(tl.int64) * R + row0
-            local = tl.arange(0, BN // 2)[:, None] * 2
-            cast_tile_columns(
-                out, low0, low1, low2, low3, f_low, col0 + 2 * w, row0 // 4 + i, local, rows, cols, R,
-                seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
-            )  # fmt: skip
-            cast_tile_columns(
-                out, high0, high1, high2, high3, f_high, col0 + 2 * w + 1, row0 // 4 + i, local + 1, rows, cols, R,
-                seed_ptr, column_stream, 0, COLUMN[0], COLUMN[1], COLUMN[3], QUADS, EVEN, HW, BM, BN,
-            )  # fmt: skip
+            out, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
+            cast_tile_columns(out, low0, low1, low2, low3, f_low, place, generator, 0, COLUMN, HOW)
+            cast_tile_columns(out, high0, high1, high2, high3, f_high, place, generator, 1, COLUMN, HOW)
 
 
 @triton.jit
 def cast_tile(
-    source, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream, column_stream,
-    epsilon, R, C, row0, col0,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr,
-    F: tl.constexpr, LOADS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
-    QUADS: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    source, outputs, sources, generators, epsilon, place, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr,
+    RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of both operands, from memory; returns the bits of its amax (0 unless recorded)."""
-    given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
-    tile = load_tile(source, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, HW, BM, BN)
+    R, C, row0, col0 = place
+    given = given_scale(sources[0], epsilon, ROW, COLUMN, SOURCE)
+    tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     amax = tl.zeros([], tl.int32)
     if RECORDS or SOURCE == TILE:
-        amax = amax_of_tile(tile, KIND, HW)
-    write_tile(
-        tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
-        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
-    )  # fmt: skip
+        amax = amax_of_tile(tile, HOW.KIND, HOW.HW)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     return amax
 
 
 @triton.jit
 def cast_scaled(
     x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
-    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, QUADS: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
+    KIND: tl.constexpr = HOW.KIND
+    EVEN: tl.constexpr = HOW.EVEN
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
     pid = tl.program_id(0)
-    if INDEX64:
+    if HOW.INDEX64:
         pid = pid.to(tl.int64)
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
@@ -377,7 +364,7 @@ def cast_scaled(
     else:
         known = 0
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
-    tile = load_tile(source, R - row0, C - col0, LOAD, 0, KIND, EVEN, HW, BM, BN)
+    tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     AHEAD: tl.constexpr = PREFETCH_AHEAD * 128 // BM
     if SOURCE == AMAX:
         if row0.to(tl.int64) * C >= STILL_CACHED:
@@ -385,9 +372,8 @@ def cast_scaled(
     else:
         prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
-    write_tile(
-        tile, given, amax, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, seed_ptr, row_stream,
-        column_stream, epsilon, R, C, row0, col0, ROW, COLUMN, SOURCE, EVEN, PAIRS, QUADS, HW, BM, BN,
-    )  # fmt: skip
+    outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
+    generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
         publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, RECORD, HW)

@@ -104,10 +104,9 @@ class _Source(NamedTuple):
 
     def common(self, tile: tuple[int, int]) -> dict[str, Any]:
         """The arguments that all kernels name alike."""
-        rows, columns, how = self.rows, self.columns, self.how(tile)
+        rows, columns = self.rows, self.columns
         return {
-            "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "HOW": how,
-            "KIND": how.KIND, "EVEN": how.EVEN, "INDEX64": how.INDEX64, "HW": how.HW, "BM": how.BM, "BN": how.BN,
+            "x_ptr": self.x, "R": rows, "C": columns, "stride_r": columns, "stride_c": 1, "HOW": self.how(tile)
         }  # fmt: skip
 
     def how(self, tile: tuple[int, int], *, units: bool = False) -> How:
@@ -228,9 +227,9 @@ def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, argument
     given |= {
         "RECORDS": records, "record_ptr": Output((), jnp.float32, zeroed=True) if records else None,
         "scratch_ptr": _scratch() if records else None, "epsilon": cast.epsilon,
-        "PAIRS": columns % 2 == 0, "QUADS": rows % 4 == 0,
     }  # fmt: skip
     tile = tile_of_scaled(given["ROW"], given["COLUMN"], given["SOURCE"], (rows, columns), source.fills)
+    given["HOW"] = source.how(tile[:2], units=True)
     done = source.start(scaled_kernels.cast_scaled, tile, given | _streams(row, column, arguments))
     made = [
         Matrix(done[f"{side}_out"], done[f"{side}_scale"], None) if wanted else None

@@ -97,10 +97,7 @@ def cast_launch(
     assert plan is not None
     casts = row.scaled_cast if row else None, column.scaled_cast if column else None
     tile_rows, tile_columns, warps = tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
-    constants = (
-        *casts, mode, records, matrix.kind, matrix.fills(tile_rows, tile_columns), matrix.even_pairs, matrix.even_quads,
-        matrix.index64, compiled_conversions(matrix.tensor.get_device()), tile_rows, tile_columns,
-    )  # fmt: skip
+    constants = (*casts, mode, records, matrix.how(tile_rows, tile_columns, units=True))
     key = (matrix.key, constants, warps, row_stream, column_stream)
     scalars = (row_stream, column_stream, plan.epsilon, *matrix.sizes)
     programs = ceil_div(matrix.rows, tile_rows) * ceil_div(matrix.columns, tile_columns)
