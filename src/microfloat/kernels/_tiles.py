@@ -74,23 +74,19 @@ def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.co
 
 
 @triton.jit
-def prefetch_later(
-    x_tile, rows, tiles, stride_r, AHEAD: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 cache for the tile of the same columns that a program about AHEAD programs later will read.
+def prefetch_later(x_ptr, later, across, R, stride_r, HOW: tl.constexpr):
+    """Ask the L2 cache for tile number `later`, which a program that starts later will read, and to keep it until then
+    (`evict_last`): what all programs write would drive it out again. Nothing where there is no such tile.
 
-    `tiles`: to a row of tiles. AHEAD is as many programs as run at once, or fewer: the L2 cache holds less than its
-    size, since what is written goes through it too.
+    The tile should be as many ahead as programs run at once, or a little more: the L2 cache holds less than its size.
     """
-    if HW and EVEN and KIND != ELEMENTWISE:
-        ahead = (AHEAD // tiles) * BM
-        if (ahead > 0) & (ahead < rows):
-            at = x_tile + ahead.to(tl.int64) * stride_r
-            at = at + (tl.arange(0, BM)[:, None] * stride_r + tl.arange(0, BN // 64)[None, :] * 64)
+    if HOW.HW and HOW.EVEN and HOW.LOADS != ELEMENTWISE:
+        row0, _col0, x_tile = tile_at(x_ptr, later, across, stride_r, 1, HOW.BM, HOW.BN)
+        if row0 < R:
+            at = x_tile + (tl.arange(0, HOW.BM)[:, None] * stride_r + tl.arange(0, HOW.BN // 64)[None, :] * 64)
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False,
-                pack=1,
+                "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+                is_pure=False, pack=1,
             )  # fmt: skip
 
 

@@ -365,7 +365,7 @@ def quantize_blocks(
     cols = C - col0
     if takes(ROW, COLUMN, KIND, EVEN):
         squares = load_squares(source, rows, cols, LOAD, 0, HW, BM, BN)
-        prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+        prefetch_later(x_ptr, pid + PREFETCH_AHEAD, tiles, R, stride_r, HOW)
         cast_squares(
             squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
             column_scale, place, ROW, COLUMN, HW, BM, BN,
@@ -377,7 +377,7 @@ def quantize_blocks(
         if COLUMN is not None:
             column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, HOW)
         if COLUMN is not None and COLUMN[6] == CODES:
-            prefetch_later(x_tile, rows, tiles, stride_r, PREFETCH_AHEAD, KIND, EVEN, HW, BM, BN)
+            prefetch_later(x_ptr, pid + PREFETCH_AHEAD, tiles, R, stride_r, HOW)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)

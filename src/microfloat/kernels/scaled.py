@@ -347,7 +347,6 @@ def cast_scaled(
 ):  # fmt: skip
     """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
     KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -368,9 +367,9 @@ def cast_scaled(
     AHEAD: tl.constexpr = PREFETCH_AHEAD * 128 // BM
     if SOURCE == AMAX:
         if row0.to(tl.int64) * C >= STILL_CACHED:
-            prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
+            prefetch_later(x_ptr, pid + AHEAD, across, R, stride_r, HOW)
     else:
-        prefetch_later(x_tile, R - row0, across, stride_r, AHEAD, KIND, EVEN, HW, BM, BN)
+        prefetch_later(x_ptr, pid + AHEAD, across, R, stride_r, HOW)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
     generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
