@@ -19,12 +19,12 @@ from dataclasses import replace
 def interpreting(run):
     """``call(case)`` does ``run(case)`` in a new process that interprets kernels; its exceptions are raised here."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=begin) as pool:
         yield lambda case: pool.submit(run, case).result()
 
 
-def _begin():
-    """First thing in the new process, before anything imports triton: whether it interprets is decided there."""
+def begin():
+    """First thing in a process, before anything imports triton: whether it interprets is decided there."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
 
