@@ -12,12 +12,23 @@ pytest.importorskip("torch", reason="torch is not installed")
 RESULT = {"id", "mode", "backend", "dtype", "device", "driver", "versions", "date", "command"}
 
 
+# `python -m benchmarks`, with Triton's interpreter as the tests of kernels have it.
+INTERPRETED = """
+import runpy
+from tests.interpreter import begin
+
+begin()
+runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+"""
+
+
 def run(repository, tmp_path, command, *arguments, python=()):
     """The rows that a command wrote, and what it printed."""
     path = tmp_path / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    line = [sys.executable, *python, "-m", "benchmarks", command, "--quick", "--json", str(path), *arguments]
+    start = ["-c", INTERPRETED] if command == "quantize" else ["-m", "benchmarks"]
+    line = [sys.executable, *python, *start, command, "--quick", "--json", str(path), *arguments]
     done = subprocess.run(line, cwd=repository, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(path.read_text()), done.stdout

@@ -11,6 +11,14 @@ import train_gpt_jax
 
 from tests.examples import small_run
 from tests.examples.small_run import losses, results
+from tests.jax.effort import cheaper_passes
+
+
+@pytest.fixture(autouse=True)
+def compile_effort():
+    """Runs are compared with runs that were compiled alike."""
+    with cheaper_passes():
+        yield
 
 
 def train(out, more):

@@ -1,12 +1,14 @@
 """Eight host devices for the sharding tests; without jax nothing here is collected, and the run says so.
 
-Modules that compare bytes of casts compile as users do. The others compile with XLA's cheaper passes, a fifth faster.
+Modules that compare bytes of casts compile as users do. The others compile with XLA's cheaper passes.
 """
 
 import importlib.util
 import os
 
 import pytest
+
+from tests.jax.effort import cheaper_passes
 
 HAVE_JAX = importlib.util.find_spec("jax") is not None
 HAVE_FLAX = importlib.util.find_spec("flax") is not None
@@ -29,22 +31,20 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
+# Its steps are those of Flax bit for bit, which depends on how XLA fuses the floats of both.
+_FUSED_AS_USERS_DO = ("test_linen",)
 _AS_USERS_DO = ("test_bits", "test_every_cast", "test_excess", "test_fp8_ops", "test_guide", "test_quantize")
 
 
 @pytest.fixture(autouse=True)
 def compile_effort(request):
-    """How hard XLA tries in this test; integer arithmetic and the order of float operations do not depend on it."""
-    if not HAVE_JAX:
+    """How hard XLA tries in this test."""
+    module = request.module.__name__.rpartition(".")[2]
+    if not HAVE_JAX or module.startswith(_AS_USERS_DO) or os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
         yield
         return
-    import jax
-
-    cheaper = not request.module.__name__.rpartition(".")[2].startswith(_AS_USERS_DO)
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", cheaper and os.environ.get("HYPOTHESIS_PROFILE") != "thorough")
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with cheaper_passes(fusion_emitters=module in _FUSED_AS_USERS_DO):
+        yield
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_quantize_shapes_and_special_values():
 def test_quantize_divides(q_dtype):
     """A true division, where a product with the reciprocal of the scale gives other codes; subnormal numbers count."""
     rng, largest = np.random.default_rng(22), float(jnp.finfo(q_dtype).max)
-    different = 0
+    different, quantized = 0, jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, F32))
     for scale in rng.uniform(0.01, 3, 20).astype(np.float32):
         values = np.arange(256, dtype=np.uint8).view(q_dtype).astype(np.float32)
         values = np.unique(np.abs(values[np.isfinite(values)]))
@@ -133,7 +133,7 @@ def test_quantize_divides(q_dtype):
         expected = np.clip(x / scale, 0, largest).astype(q_dtype)
         different += int((np.clip(x * (1 / scale), 0, largest).astype(q_dtype) != expected).sum())
         for dividend, sign in ((x, 1), (-x, -1)):
-            actual = jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, F32))(dividend, scale)
+            actual = quantized(dividend, scale)
             np.testing.assert_array_equal(np.asarray(actual, np.float32), sign * expected.astype(np.float32))
     assert different > 10
     tiny = fp8_ops.quantize(np.float32(3e-39), q_dtype, np.float32(1e-38), F32)

@@ -286,8 +286,8 @@ def _fused(name):
             if cast.is_delayed:
                 known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
             triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5, **known)
-        elif name == "fold":
-            triton.fold_both(x, cast, cast)
+        elif name.startswith("fold"):
+            triton.fold_both(x, cast if name != "fold columns" else None, cast if name != "fold rows" else None)
         else:
             triton.quantize_to_bf16(x, cast, cast)
 
@@ -316,33 +316,40 @@ def _together(delayed):
     return workload
 
 
-def _values_together(x):
+def _values_together(transposed):
     """Two matrices measured and cast to NVFP4 values in one launch, which makes a call seed as well."""
-    import torch
 
-    from microfloat.recipes import Cast, Hadamard
-    from microfloat.torch.backends.triton._launch import Matrix
-    from microfloat.torch.backends.triton._plans import plan_of
-    from microfloat.torch.backends.triton._together import values_launch
+    def workload(x):
+        import torch
 
-    matrix, rows = Matrix(x), plan_of(Cast("nvfp4"))
-    columns, tiles = plan_of(Cast("nvfp4", hadamard=Hadamard())), plan_of(Cast("nvfp4_2d"))
-    launch = values_launch([(matrix, rows, columns), (matrix, tiles, tiles)], [(0, 5), (1, 3)], True)
-    scale, words = torch.ones(16), torch.zeros(8, dtype=torch.int64)
-    launch(-1, *(x, x, scale, x, scale) * 2, words, words, words)
+        from microfloat.recipes import Cast, Hadamard
+        from microfloat.torch.backends.triton._launch import Matrix
+        from microfloat.torch.backends.triton._plans import plan_of
+        from microfloat.torch.backends.triton._together import values_launch
+
+        matrix, rows, tiles = Matrix(x), plan_of(Cast("nvfp4")), plan_of(Cast("nvfp4_2d"))
+        columns = plan_of(Cast("nvfp4", hadamard=Hadamard()))
+        casts = [(matrix, rows, columns), (matrix, tiles, tiles)] if transposed else [(matrix, rows, None)] * 2
+        launch = values_launch(casts, [(0, 5), (1, 3)], True)
+        scale, words = torch.ones(16), torch.zeros(8, dtype=torch.int64)
+        launch(-1, *(x, x, scale, x, scale) * 2, words, words, words)
+
+    return workload
 
 
 WORKLOADS = {
     "fp8 delayed, both": _quantize("delayed", "delayed"), "fp8 128x128, both": _quantize("tiles", "tiles"),
     "fp8 1x128, both": _quantize("blocks", "blocks"), "mxfp8, both": _quantize("mxfp8", "mxfp8"),
     "mxfp8, rows": _quantize("mxfp8", None), "mxfp4, rows": _quantize("mxfp4", None),
-    "nvfp4 tiles, both": _quantize("nvfp4 2d", "nvfp4 2d"),
+    "nvfp4 tiles, both": _quantize("nvfp4 2d", "nvfp4 2d"), "nvfp4 tiles, rows": _quantize("nvfp4 2d", None),
     "nvfp4 stochastic, rows": _quantize("nvfp4 sr", None), "nvfp4 transformed stochastic, columns": _quantize(None,
     "nvfp4 rht sr"),
     "mxfp8 to bfloat16, both": _fused("values"), "swiglu to mxfp8, both": _fused("swiglu"),
     "swiglu to mxfp8, rows": _fused("swiglu rows"), "gradients of swiglu to fp8, both": _fused("gradients"),
     "norm to fp8, both": _fused("norm delayed"), "norm to mxfp8, both": _fused("norm mxfp8"),
-    "mxfp8 folded, both": _fused("fold"),
+    "mxfp8 folded, both": _fused("fold"), "mxfp8 folded, rows": _fused("fold rows"),
+    "mxfp8 folded, columns": _fused("fold columns"),
     "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
-    "nvfp4 to bfloat16, two matrices": _values_together,
+    "nvfp4 to bfloat16, two matrices": _values_together(True),
+    "nvfp4 to bfloat16, rows of two matrices": _values_together(False),
 }  # fmt: skip

@@ -1,10 +1,8 @@
 """Plans of eager Linear steps give the bytes of the general path: in Triton's interpreter here, compiled on a GPU."""
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
+
+from tests.interpreter import interpreting
 
 # Neither torch nor triton is imported here: a process of its own must first say that kernels are to be interpreted.
 OTHER_INPUTS = (
@@ -37,11 +35,6 @@ CASES = [
 ]
 
 
-def _begin() -> None:
-    """First thing in the new process, before anything imports triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
 def _run(case: tuple) -> None:
     from tests.torch import planned
 
@@ -52,8 +45,8 @@ def _run(case: tuple) -> None:
 def interpreted():
     for name in ("torch", "triton"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
-        yield lambda case: pool.submit(_run, case).result()
+    with interpreting(_run) as call:
+        yield call
 
 
 def _name(case: tuple) -> str:
