@@ -24,6 +24,7 @@ from microfloat.torch.backends.triton._fused import (
     values_of_work,
 )
 from microfloat.torch.backends.triton._launch import (
+    INTERPRETED,
     TILES,
     ClusterKernel,
     ClusterRefused,
@@ -129,12 +130,14 @@ def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces
         return None
     if matrix.index64 or matrix.stride_r & 7 or any(address & 15 for address in addresses):
         return None
-    names = "norm_scaled", "norm_scaled_long"
+    names, layer = ("norm_scaled", "norm_scaled_long"), work.producer != _produce.RMS_NORM.value
     if plan is None or plan.family != "scaled":
         if not takes(row and row.constant(0), column and column.constant(0), words, True):
             return None
         names = "norm_squares", "norm_squares_long"
-    if work.producer != _produce.RMS_NORM.value:
+    elif layer and not INTERPRETED:  # compiles, and has not run on a GPU yet
+        return None
+    if layer:
         names = names[1:]  # with two sums to exchange there is room for smaller pieces only
     return pieces_of_norm(names, matrix.rows, matrix.columns, largest_cluster(device))
 
