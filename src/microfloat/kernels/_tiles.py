@@ -29,6 +29,10 @@ SCALE_ROW_MAJOR = tl.constexpr(0)
 SCALE_COLUMN_MAJOR = tl.constexpr(1)
 SCALE_SWIZZLED = tl.constexpr(2)
 
+# How far ahead tiles are prefetched, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at
+# once. More would not stay in the L2 cache.
+PREFETCH_AHEAD = tl.constexpr(264)
+
 
 class How(NamedTuple):
     """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time: `HOW.EVEN` and so on in a kernel.
@@ -74,14 +78,13 @@ def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.co
 
 
 @triton.jit
-def prefetch_later(x_ptr, later, across, R, stride_r, HOW: tl.constexpr):
-    """Ask the L2 cache for tile number `later`, which a program that starts later will read, and to keep it until then
-    (`evict_last`): what all programs write would drive it out again. Nothing where there is no such tile.
-
-    The tile should be as many ahead as programs run at once, or a little more: the L2 cache holds less than its size.
+def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr):
+    """Ask the L2 cache for a tile that a program which starts later will read, PREFETCH_AHEAD behind `tile`, and to
+    keep it until then (`evict_last`): what all programs write would drive it out again. Nothing where there is none.
     """
+    LATER: tl.constexpr = PREFETCH_AHEAD * (128 * 128) // (HOW.BM * HOW.BN)
     if HOW.HW and HOW.EVEN and HOW.LOADS != ELEMENTWISE:
-        row0, _col0, x_tile = tile_at(x_ptr, later, across, stride_r, 1, HOW.BM, HOW.BN)
+        row0, _col0, x_tile = tile_at(x_ptr, tile + LATER, across, stride_r, 1, HOW.BM, HOW.BN)
         if row0 < R:
             at = x_tile + (tl.arange(0, HOW.BM)[:, None] * stride_r + tl.arange(0, HOW.BN // 64)[None, :] * 64)
             tl.inline_asm_elementwise(

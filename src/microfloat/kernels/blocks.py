@@ -52,7 +52,6 @@ from microfloat.kernels._tiles import (
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand reads at once
-PREFETCH_AHEAD = tl.constexpr(264)
 
 
 @triton.jit
@@ -365,7 +364,7 @@ def quantize_blocks(
     cols = C - col0
     if takes(ROW, COLUMN, KIND, EVEN):
         squares = load_squares(source, rows, cols, LOAD, 0, HW, BM, BN)
-        prefetch_later(x_ptr, pid + PREFETCH_AHEAD, tiles, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
         cast_squares(
             squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
             column_scale, place, ROW, COLUMN, HW, BM, BN,
@@ -377,7 +376,7 @@ def quantize_blocks(
         if COLUMN is not None:
             column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, HOW)
         if COLUMN is not None and COLUMN[6] == CODES:
-            prefetch_later(x_ptr, pid + PREFETCH_AHEAD, tiles, R, stride_r, HOW)
+            prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)

@@ -14,8 +14,9 @@ from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
-    "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast", "pieces_of_norm",
-    "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
+    "AMAX_PIECES", "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast",
+    "pieces_of_norm", "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks",
+    "tile_of_scaled",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -70,6 +71,9 @@ TILES = {
 # it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 _ENOUGH_PROGRAMS = 1024
+# Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
+# all there is room for; its warps.
+AMAX_PIECES = (4096, 4, 4, Warps(16))
 # How many pieces a program of `kernels.norm_clusters` holds at most.
 NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
 

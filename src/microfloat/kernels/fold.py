@@ -39,7 +39,7 @@ from microfloat.kernels._tiles import (
     store_quads,
     transpose_quads,
 )
-from microfloat.kernels.blocks import PREFETCH_AHEAD, columns_amax, rows_amax, spread_columns, spread_rows
+from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def fold_blocks(
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, TILE, KIND, EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
-        prefetch_later(x_ptr, pid + PREFETCH_AHEAD, tiles, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
         lossy_rows, lossy_columns = fold_squares(
             squares, row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0,
             column_out + col0.to(tl.int64) * R + row0, column_scale + (row0 // 128).to(tl.int64) * C + col0, R, C,

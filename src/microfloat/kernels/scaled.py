@@ -39,7 +39,6 @@ AMAX = tl.constexpr(1)
 AXES = tl.constexpr(2)
 TILE = tl.constexpr(3)
 
-PREFETCH_AHEAD = tl.constexpr(264)  # tiles of 128 x 128
 # Elements at the beginning of a matrix that the L2 cache holds after its amax was read from its end.
 STILL_CACHED = tl.constexpr(12 << 20)
 
@@ -364,12 +363,11 @@ def cast_scaled(
         known = 0
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
-    AHEAD: tl.constexpr = PREFETCH_AHEAD * 128 // BM
     if SOURCE == AMAX:
         if row0.to(tl.int64) * C >= STILL_CACHED:
-            prefetch_later(x_ptr, pid + AHEAD, across, R, stride_r, HOW)
+            prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
     else:
-        prefetch_later(x_ptr, pid + AHEAD, across, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
     generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)

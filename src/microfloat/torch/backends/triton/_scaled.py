@@ -6,7 +6,7 @@ import torch
 
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
-from microfloat.kernels.casts import tile_of_scaled
+from microfloat.kernels.casts import AMAX_PIECES, tile_of_scaled
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import (
     TILES,
@@ -35,8 +35,6 @@ GIVEN, AMAX, AXES, TILE = (
 )
 _SIDE = 128  # of the tiles of FP8_128x128
 _AMAX_WARPS = Warps(4)
-# Elements that a program reads at once, how often in a piece; programs to a multiprocessor, all there is room for.
-AMAX_PIECES = (4096, 4, 4, Warps(16))
 
 
 @dataclass(frozen=True, slots=True)
