@@ -123,8 +123,8 @@ def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
 def dtypes_in_turn(cast: Cast) -> tuple[str, ...]:
     """Input dtypes in which a Cast meets all edge inputs: all of them for one that rounds to nearest as x lies.
 
-    What random bytes and the transform are applied to is float32 whatever x was, so the others of a format take the
-    dtypes in turn: those with random bytes, those with a transform and those with both meet every one.
+    How x is read does not depend on the scale rule. So casts of a format that differ in the rule alone take the dtypes
+    in turn where they have random bytes, a transform or both; between them each of these meets every dtype.
     """
     dtypes = tuple(DTYPES)
     if not cast.is_stochastic and cast.hadamard is None:
