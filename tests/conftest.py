@@ -1,7 +1,9 @@
 """What every test runs under. torch and jax are imported by the tests that need them, never here."""
 
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,26 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(variable, "1")
 
 
+def _compile_equal_programs_once(config):
+    """XLA programs that several tests compile are kept for the rest of the run; on CPUs, where most of them run.
+
+    In a folder for this process and those that it starts: JAX writes files in place, where another process might read
+    half of one. A limit of the folder's size would have JAX look through all of them for each new one.
+    """
+    starts_workers = getattr(config.option, "numprocesses", None)
+    if starts_workers or "JAX_COMPILATION_CACHE_DIR" in os.environ or shutil.which("nvidia-smi"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="microfloat-xla-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ.update(
+        JAX_COMPILATION_CACHE_DIR=folder.name,
+        JAX_COMPILATION_CACHE_MAX_SIZE="-1",
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
+
+
 def pytest_configure(config):
+    _compile_equal_programs_once(config)
     try:
         from hypothesis import HealthCheck, settings
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it

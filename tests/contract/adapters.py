@@ -208,6 +208,12 @@ class JaxAdapter(Adapter):
     def unavailable(self) -> str | None:
         return None if importlib.util.find_spec("jax") else "jax is not installed"
 
+    def is_on_cpu(self) -> bool:
+        """Whether JAX chooses the CPU."""
+        import jax
+
+        return jax.default_backend() == "cpu"
+
     def supports(self, cast: Cast, dtype: str = "any") -> bool:
         return not self.compiles_every_shape or any(
             cast == one and (dtype == "any" or dtype in dtypes) for one, dtypes in self.SAMPLE

@@ -119,6 +119,25 @@ def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
             yield name, x, axis
 
 
+@functools.cache
+def dtypes_in_turn(cast: Cast) -> tuple[str, ...]:
+    """Input dtypes in which a Cast meets all edge inputs: all of them for one that rounds to nearest as x lies.
+
+    How x is read does not depend on the scale rule. So casts of a format that differ in the rule alone take the dtypes
+    in turn where they have random bytes, a transform or both; between them each of these meets every dtype.
+    """
+    dtypes = tuple(DTYPES)
+    if not cast.is_stochastic and cast.hadamard is None:
+        return dtypes
+    same = [
+        other
+        for other in EVERY_CAST
+        if (other.format, other.rounding, other.hadamard is None) == (cast.format, cast.rounding, cast.hadamard is None)
+    ]
+    step = min(len(same), len(dtypes))
+    return dtypes[same.index(cast) % step :: step]
+
+
 # ---- where a kernel is compiled for every Cast, dtype, axis and kind of shape: edge inputs that share kernels
 
 # Odd sizes, no multiples of anything: arrays of any other such sizes run the same kernels.

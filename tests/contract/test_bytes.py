@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from microfloat.formats import ELEMENTS, FORMATS, SCALE_FP32, ScaledFormat, encode
 from microfloat.recipes import Cast, Current, Delayed
-from tests.contract.adapters import COMPARED
+from tests.contract.adapters import COMPARED, THOROUGH
 from tests.contract.cases import (
     COMMON_SHAPE,
     DTYPES,
@@ -17,6 +17,7 @@ from tests.contract.cases import (
     SEED,
     SHAPES,
     cast_id,
+    dtypes_in_turn,
     edge_cases,
     edge_inputs,
     in_common_shape,
@@ -47,10 +48,13 @@ def test_every_format_rule_rounding_and_transform_is_there():
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_inputs(adapter, cast, dtype):
-    """Every one of them, on both axes; where kernels are compiled, in turns (`sampled_edge_cases`), or, with JAX, those
-    of other shapes than 33 x 77 on one axis.
+    """Every one of them, on both axes, in the dtypes of the Cast's turn; where kernels are compiled, a sample
+    (`sampled_edge_cases`), or, with JAX, those of other shapes than 33 x 77 on one axis.
     """
     supported(adapter, cast, dtype)
+    compiles = adapter.compiles_kinds_of_shapes or adapter.compiles_every_shape
+    if not compiles and not THOROUGH and dtype not in dtypes_in_turn(cast):
+        pytest.skip(f"{cast_id(cast)} takes its turn in other dtypes")
     if adapter.compiles_kinds_of_shapes and not sampled_edge_cases(cast, dtype):
         pytest.skip(f"{adapter.name} compiles kernels: a Cast takes its turn in some dtypes")
     taken = sampled_edge_cases if adapter.compiles_kinds_of_shapes else edge_cases
@@ -59,6 +63,21 @@ def test_edge_inputs(adapter, cast, dtype):
             continue
         found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
         check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+
+
+def test_every_dtype_has_its_turn():
+    def kinds(dtypes):
+        return {
+            (cast.format, cast.rounding, cast.hadamard is None, dtype) for cast in EVERY_CAST for dtype in dtypes(cast)
+        }
+
+    assert kinds(dtypes_in_turn) == kinds(lambda cast: DTYPES)
+    assert all(dtypes_in_turn(cast) for cast in EVERY_CAST)
+    assert all(
+        dtypes_in_turn(cast) == tuple(DTYPES)
+        for cast in EVERY_CAST
+        if cast == Cast(cast.format, cast.scale_rule)  # no random bytes, no transform
+    )
 
 
 def test_samples_span_what_they_stand_for():
