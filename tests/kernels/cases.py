@@ -35,8 +35,8 @@ CUSTOM = {
 
 def form(device):
     """Which form of the conversions a device runs."""
-    index = torch.device(device).index or 0
-    hardware = device != "cpu" and _launch.compiled_conversions(index)
+    index = -1 if device == "cpu" else torch.device(device).index or 0
+    hardware = _launch.compiled_conversions(index)
     how = "interpreted" if _launch.INTERPRETED else "compiled"
     return f"{how}, {'hardware' if hardware else 'integer'} conversions"
 
