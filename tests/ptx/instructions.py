@@ -17,7 +17,8 @@ SIGNED = {32: np.int32, 64: np.int64}
 NAN_16, NAN_32 = np.uint16(0x7FFF), np.uint32(0x7FFFFFFF)
 INFINITY = {"f16": 0x7C00, "bf16": 0x7F80}
 
-# Units in the last place between `rcp.approx` and the correctly rounded reciprocal. The manual allows an error of one.
+# Units in the last place between `rcp.approx` and the correctly rounded reciprocal, where the manual allows it: results
+# may be off by one unit, so that either neighbour of the exact reciprocal may be the result.
 RECIPROCAL_ERROR = 0
 
 
@@ -273,11 +274,15 @@ def multiply_toward_zero(a, b):
 
 
 def reciprocal_nearly(a):
-    """`rcp.approx.ftz.f32`, `RECIPROCAL_ERROR` units off; 0, Inf and NaN are exact."""
-    exact = bits_of(np.float32(1) / floats(flushed(a)))
-    usual = ((exact & NAN_32) >= 0x00800000) & ((exact & NAN_32) < 0x7F800000)
-    moved = (exact.view(np.int32) + np.int32(RECIPROCAL_ERROR)).view(np.uint32)
-    return flushed(np.where(usual, moved, exact))
+    """`rcp.approx.ftz.f32`, `RECIPROCAL_ERROR` units off where it may; 0, Inf and NaN are exact."""
+    x = floats(flushed(a))
+    nearest = np.float32(1) / x
+    bits = bits_of(nearest)
+    if RECIPROCAL_ERROR:
+        moved = (bits.view(np.int32) + np.int32(RECIPROCAL_ERROR)).view(np.float32)
+        error = np.abs(moved.astype(np.float64) - 1.0 / x.astype(np.float64))
+        bits = np.where(error <= np.spacing(np.abs(nearest)), moved.view(np.uint32), bits)  # not where that is NaN
+    return flushed(bits)
 
 
 def power_of_two_nearly(a):

@@ -34,7 +34,12 @@ def begin():
 
 
 def choose_hardware():
-    """Launchers choose the hardware forms; clusters, of which the model knows nothing, are never taken."""
+    """Launchers choose the hardware forms; clusters, of which the model knows nothing, are never taken.
+
+    Kernels prefetch the next tile instead of one so far ahead that small matrices have none.
+    """
+    import triton.language as tl
+
     from microfloat.torch.backends.triton import (  # noqa: F401
         _blocks,
         _dequantize,
@@ -53,6 +58,8 @@ def choose_hardware():
                 module.compiled_conversions = lambda device: True
             if hasattr(module, "largest_cluster"):
                 module.largest_cluster = lambda device: 0
+            if hasattr(module, "PREFETCH_AHEAD"):
+                module.PREFETCH_AHEAD = tl.constexpr(1)
 
 
 # ----------------------------------------------------------------------------------------------------- inline assembly
