@@ -16,10 +16,13 @@ from dataclasses import replace
 
 
 @contextlib.contextmanager
-def interpreting(run):
-    """``call(case)`` does ``run(case)`` in a new process that interprets kernels; its exceptions are raised here."""
+def interpreting(run, first=None):
+    """``call(case)`` does ``run(case)`` in a new process that interprets kernels; its exceptions are raised here.
+
+    `first`: what the process does first, if not `begin`.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=begin) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=first or begin) as pool:
         yield lambda case: pool.submit(run, case).result()
 
 

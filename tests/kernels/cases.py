@@ -35,8 +35,8 @@ CUSTOM = {
 
 def form(device):
     """Which form of the conversions a device runs."""
-    index = torch.device(device).index or 0
-    hardware = device != "cpu" and _launch.compiled_conversions(index)
+    index = -1 if device == "cpu" else torch.device(device).index or 0
+    hardware = _launch.compiled_conversions(index)
     how = "interpreted" if _launch.INTERPRETED else "compiled"
     return f"{how}, {'hardware' if hardware else 'integer'} conversions"
 
@@ -215,6 +215,77 @@ def hidden_by_nan(device, name, options=()):
         for got, axis, stream in zip(both, (-1, -2), (2, 4), strict=True):
             want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
             check_operand(got, want, f"{name} axis {axis}, NaN from {first} on")
+
+
+def beside_nan(device, name, row=(), column=(), dtype="bfloat16"):
+    """The amax of all, of a row and of a column, next to NaN in the same blocks and in the same halves of words."""
+    casts_, x = (make_cast(name, row), make_cast(name, column)), matrix((128, 128), dtype)
+    x[5, 18], x[5, 16], x[9, 18] = 6e4, float("nan"), float("nan")
+    both = triton.quantize_both(x.to(device), *casts_, seed=seed_words(device), row_stream=2, column_stream=4)
+    for got, cast, axis, stream in zip(both, casts_, (-1, -2), (2, 4), strict=True):
+        want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+        check_operand(got, want, f"{name} axis {axis}")
+
+
+# Bits of halves of words, without their sign: zero, the smallest and largest subnormal, the smallest normal number,
+# one, what lies between codes, the largest finite one; Inf; NaN, quiet and signalling.
+_FINITE = {
+    "bfloat16": (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FC8, 0x7F7F),
+    "float16": (0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3E40, 0x7BFF),
+}
+_NOT_FINITE = {
+    "bfloat16": {"Inf": (0x7F80,), "NaN": (0x7FC0, 0x7F81)},
+    "float16": {"Inf": (0x7C00,), "NaN": (0x7E00, 0x7C01)},
+}
+
+
+def matrix_of_words(dtype, which):
+    """(256, 128): every pair of such halves, of both signs, in one word, scattered; and blocks that hold nothing else.
+
+    `which`: the finite ones alone, or "Inf" or "NaN" with them.
+    """
+    halves = _FINITE[dtype] + _NOT_FINITE[dtype].get(which, ())
+    halves = torch.tensor([*halves, *(half | 0x8000 for half in halves)]).to(torch.int16)
+    x = matrix((256, 128), dtype)
+    bits = x.view(torch.int16)
+    for i, half in enumerate(halves):  # 16 x 16 tiles of one pattern, and with one element of another size in each
+        row, column = 16 * (i % 8), 16 * (i // 8)
+        bits[row : row + 16, column : column + 16] = half
+        bits[128 + row : 144 + row, column : column + 16] = half
+        x[128 + row + i % 16, column + (5 * i) % 16] = 1.5
+    if which != "finite":  # blocks of 32 rows, and of 128 columns, of nothing else
+        bits[128:160, 64:96] = halves[-1]
+        bits[200:202] = halves[-1]
+    pairs = torch.cartesian_prod(halves, halves)
+    at = (torch.arange(len(pairs)) * 61) % (256 * 64)  # words in the order of rows, an odd distance apart
+    bits.view(-1, 2)[at] = pairs
+    return x
+
+
+def special_words(device, name, options=(), dtype="bfloat16"):
+    """Words of two special halves, in whole tiles."""
+    cast = make_cast(name, options)
+    for which in ("finite", "Inf", "NaN"):
+        x = matrix_of_words(dtype, which)
+        both = triton.quantize_both(x.to(device), cast, cast, seed=seed_words(device), row_stream=2, column_stream=4)
+        for got, axis, stream in zip(both, (-1, -2), (2, 4), strict=True):
+            want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
+            check_operand(got, want, f"{name} axis {axis}, words of {which}")
+        if cast.format.is_per_tensor:
+            assert float(triton.amax(x.to(device))) == float(x[~x.isnan()].float().abs().max())
+
+
+def special_words_folded(device, name, tile):
+    """The same words folded to 1 x 128 or 128 x 128 blocks."""
+    cast = make_cast(name, ())
+    for which in ("finite", "Inf", "NaN"):
+        x = matrix_of_words("bfloat16", which)
+        *both, lossy = triton.fold_both(x.to(device), cast, cast, tile=tile)
+        for got, axis, count in zip(both, (-1, -2), lossy.tolist(), strict=True):
+            quantized = oracle.quantize(x.float().numpy(), cast, axis=axis)
+            want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
+            check_operand(got, want, f"folded {name} axis {axis}, words of {which}")
+            assert count == number, f"folded {name} axis {axis}: {count} lossy elements, oracle {number}"
 
 
 def amax_in_pieces(device):

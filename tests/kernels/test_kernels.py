@@ -124,6 +124,20 @@ CASES = [
     ],
 ]  # fmt: skip
 
+# What only hardware forms read in words: left out where the integer ones are interpreted.
+WORDS = [
+    *[case("beside_nan", name) for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "nvfp4", "nvfp4_row", "nvfp4_2d")],
+    *[case("beside_nan", "nvfp4", (), RHT, dtype=dtype) for dtype in ("bfloat16", "float16")],
+    case("beside_nan", "nvfp4", RHT, ()),
+    # Words of special halves, in all combinations.
+    *[case("special_words", name) for name in (*FAST, *BLOCKS, "nvfp4", "nvfp4_row", "nvfp4_2d")],
+    *[case("special_words", name, STOCHASTIC) for name in ("fp8_tensor", "mxfp8", "mxfp4", "nvfp4_row")],
+    *[case("special_words", "nvfp4", options) for options in (RHT, RHT + STOCHASTIC, _rule("four_over_six"))],
+    *[case("special_words", name, dtype="float16") for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4",
+    "nvfp4_row")],
+    *[case("special_words_folded", "mxfp8", tile) for tile in (False, True)],
+]  # fmt: skip
+
 
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("what", CASES)
@@ -132,7 +146,7 @@ def test_interpreted(interpreted, what, record_property):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", CASES + WORDS)
 def test_compiled(what, record_property):
     from tests.kernels import cases
 

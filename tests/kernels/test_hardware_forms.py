@@ -1,0 +1,56 @@
+"""The hardware forms of all kernels against the oracle without a GPU: in the interpreter, their PTX by a model of it.
+
+`tests/ptx` says what the model is. Compiled kernels stay the judge of it, where there is a GPU (`test_kernels.py`): the
+same cases run there. Not here: clusters (`norm_clusters`), layouts of Triton's compiler, and whatever happens between
+threads that run at once.
+"""
+
+import pytest
+
+from microfloat.formats import ELEMENTS
+from tests.interpreter import interpreting
+from tests.kernels.test_kernels import CASES, WORDS
+from tests.ptx import interpreting as hardware
+
+ONE_FORM = ("traced", "swizzled", "empty", "refusals")  # launch nothing that has two forms, or nothing of its own
+HARDWARE = [what for what in CASES + WORDS if what.values[0][0] not in ONE_FORM]
+
+
+def _run(case):
+    from tests.kernels import cases, hardware_cases
+
+    if case[0] in ("conversions", "narrower", "packed", "reciprocals"):
+        return hardware_cases.run(case)
+    hardware.choose_hardware()
+    return cases.run(case, "cpu")
+
+
+@pytest.fixture(scope="module")
+def interpreted_hardware():
+    """``interpreted_hardware(case)`` runs a case of `cases.py`, with hardware forms, in a process of its own."""
+    reason = hardware.why_not()
+    if reason:
+        pytest.skip(reason)
+    with interpreting(_run, hardware.begin) as call:
+        yield call
+
+
+@pytest.mark.xdist_group("triton-interpreter-hardware")
+@pytest.mark.parametrize("what", HARDWARE)
+def test_hardware_forms(interpreted_hardware, what):
+    assert interpreted_hardware(what) == "interpreted, hardware conversions"
+
+
+@pytest.mark.xdist_group("triton-interpreter-hardware")
+@pytest.mark.parametrize(
+    "what",
+    [
+        *[("conversions", element, stochastic) for element in ELEMENTS for stochastic in (False, True)],
+        *[("packed", element) for element in ELEMENTS],
+        ("narrower",),
+        ("reciprocals",),
+    ],
+    ids=lambda what: "-".join(map(str, what)),
+)
+def test_both_forms_agree(interpreted_hardware, what):
+    interpreted_hardware(what)

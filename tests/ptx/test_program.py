@@ -1,0 +1,95 @@
+"""The evaluation of inline assembly: operands, predicates, branches, memory, and what it refuses."""
+
+import ast
+
+import numpy as np
+import pytest
+
+from tests.ptx.program import PtxError, assemble
+
+
+def run(text, constraints, *inputs):
+    """Outputs as lists, for one thread per entry of the inputs."""
+    letters = [letter for letter in constraints.split(",") if "=" not in letter]
+    given = [
+        np.asarray(v, dtype=np.uint64 if letter == "l" else np.uint32)
+        for v, letter in zip(inputs, letters, strict=True)
+    ]
+    return [output.tolist() for output in assemble(text, constraints)(given)]
+
+
+def test_registers_and_constants():
+    text = "{ .reg .b16 p, q; .reg .b32 t; mov.b32 {p, q}, $2; mov.b32 t, {q, p}; mov.b32 $0, t; mov.b32 $1, -1; }"
+    assert run(text, "=r,=r,r", [0x11112222, 0xABCD0000]) == [[0x22221111, 0x0000ABCD], [0xFFFFFFFF] * 2]
+    text = "{ .reg .b64 p; .reg .b32 a; mul.wide.u32 p, $2, 0x10000; mov.b64 {$0, a}, p; mov.b32 $1, a; }"
+    assert run(text, "=&r,=&r,r", [0x12345678]) == [[0x56780000], [0x1234]]
+    assert run("{ .reg .b16 p; mov.b16 p, 7; mov.b32 $0, {p, 0}; }", "=r,r", [0]) == [[7]]
+    assert run("{ add.f32 $0, $1, 0f3F800000; }", "=r,r", [0x3F800000]) == [[0x40000000]]
+
+
+def test_predicates_and_branches():
+    text = "{ .reg .pred p; mov.b32 $0, 1; setp.eq.u32 p, $1, 5; @p mov.b32 $0, 2; @!p add.u32 $0, $0, 9; }"
+    assert run(text, "=&r,r", [5, 6]) == [[2, 10]]
+    text = (
+        "{ .reg .pred p; mov.b32 $0, 0; setp.lt.s32 p, $1, 0; @!p bra ABOVE; mov.b32 $0, 1; @p bra END; "
+        "ABOVE: add.u32 $0, $0, 4; END: add.u32 $0, $0, 16; }"
+    )
+    assert run(text, "=&r,r", [3, 0xFFFFFFFF]) == [[20, 17]]
+
+
+def test_memory():
+    words = np.array([5, 0xFFFFFFF0, 7, 8], dtype=np.uint32)
+    at = words.ctypes.data
+    assert run("ld.global.b32 $0, [$1 + 8];", "=r,l", [at]) == [[7]]
+    assert run("st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, at + 12], [70, 80]) == [[0, 0]]
+    assert words.tolist() == [70, 0xFFFFFFF0, 7, 80]
+    assert run("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", [at, at]) == [[70, 71]]  # one after another
+    assert run("atom.relaxed.gpu.global.exch.b32 $0, [$1], 0;", "=r,l", [at]) == [[72]]
+    run("red.relaxed.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at + 4], [3])  # signed
+    run("red.relaxed.gpu.global.max.u32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at + 8], [0xFFFFFFFF])
+    assert words.tolist() == [0, 3, 0xFFFFFFFF, 80]
+    text = "{ .reg .pred p; setp.eq.u32 p, $2, 1; @p st.global.b64 [$1], $3; mov.b32 $0, 0; }"
+    run(text, "=r,l,r,l", [at, 0], [1, 0], [(3 << 32) | 2, 9])  # the second thread stores nothing, nowhere
+    assert words.tolist() == [2, 3, 0xFFFFFFFF, 80]
+    assert run("{ .reg .b32 t; mov.u32 t, %tid.x; fence.acq_rel.gpu; mov.b32 $0, t; }", "=r,r", [1]) == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "constraints", "says"),
+    [
+        ("cvt.rn.e4m3x2.f32 $0, $1, $1;", "=h,r", "unknown instruction: cvt.rn.e4m3x2.f32"),
+        ("max.nan.bf16x2 $0, $1, $1;", "=r,r", "unknown instruction: max.nan.bf16x2"),
+        ("mov.b32 $0, there;", "=r,r", "unknown register: there"),
+        ("mov.b32 $0, $1;", "=r,l", r"\$1 has 64 bits, needed 32"),
+        ("xor.b32 $0, $1;", "=r,r", "takes 2 operands"),
+        ("mov.b32 $0, $1; add.u32 $0, $0, $1;", "=r,r", "=r without &"),
+        ("mov.b32 $1, 0; mov.b32 $0, 0;", "=r,r", r"\$1 is an input"),
+        ("mov.b32 $0, 0x100000000;", "=r,r", "does not fit"),
+        ("{ .reg .b32 t; add.u32 $0, t, 1; }", "=r,r", "t is read and was never written"),
+        ("ld.global.add.b32 $0, [$1];", "=r,l", "unknown instruction"),
+        ("bar.sync 0; mov.b32 $0, 0;", "=r,r", "unknown instruction: bar.sync"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(text, constraints, says):
+    with pytest.raises(PtxError, match=says):
+        run(text, constraints, [0])
+
+
+def texts_of(module):
+    """(line, text, constraints) of the assembly in a module of kernels."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "inline_asm_elementwise":
+            text, constraints = node.args[:2]
+            yield node.lineno, text, constraints
+
+
+def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters(repository):
+    known = set()
+    for module in sorted((repository / "src/microfloat/kernels").glob("*.py")):
+        for line, text, constraints in texts_of(module):
+            if "clusters" in module.name:
+                continue
+            assert isinstance(text, ast.Constant), f"{module.name}:{line} is no text"
+            assemble(text.value, constraints.value)
+            known.add((module.name, line))
+    assert len(known) >= 50
