@@ -4,9 +4,10 @@ from unittest import mock
 
 import torch
 
+from microfloat.kernels import _produce
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends import reference, triton
-from microfloat.torch.backends.triton import _norms
+from microfloat.torch.backends.triton import _launch, _norms
 from microfloat.torch.backends.triton._launch import ClusterRefused
 from tests.kernels.cases import check_operand
 
@@ -32,7 +33,11 @@ def one(x, weight, name, kind, at_once, cluster):
     if delayed:
         known = {"scale_enc": torch.tensor(3.0, device=x.device)}
     recorded = {"record": live} if delayed else {}
-    with mock.patch.multiple(_norms, _MOST_COLUMNS=at_once, largest_cluster=lambda device: cluster):
+    by_clusters = _norms._TILES_BY_CLUSTERS
+    if _launch.INTERPRETED:
+        by_clusters = by_clusters | {("scaled", _produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
+    patch = {"_MOST_COLUMNS": at_once, "largest_cluster": lambda device: cluster, "_TILES_BY_CLUSTERS": by_clusters}
+    with mock.patch.multiple(_norms, **patch):
         normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)
     values = values_of(x, weight, normed)
     wanted = reference.quantize_both(values, cast, cast, **known)

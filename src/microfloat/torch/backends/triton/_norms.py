@@ -24,7 +24,6 @@ from microfloat.torch.backends.triton._fused import (
     values_of_work,
 )
 from microfloat.torch.backends.triton._launch import (
-    INTERPRETED,
     TILES,
     ClusterKernel,
     ClusterRefused,
@@ -44,6 +43,13 @@ _ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
 _WARPS = Warps(4)
 _PIECES = {size: ClusterKernel(norm_clusters.norm_pieces, size) for size in (1, 2, 4, 8, 16)}  # by size of clusters
 _without_clusters: set[int] = set()  # devices that refused one
+# Tiles under which clusters hold rows, by what is cast to and the norm. With two sums to exchange there is room for the
+# smaller ones only. LayerNorms to FP8 per tensor compile with "norm_scaled_long", and have not run on a GPU yet.
+_TILES_BY_CLUSTERS = {
+    ("scaled", _produce.RMS_NORM.value): ("norm_scaled", "norm_scaled_long"),
+    ("squares", _produce.RMS_NORM.value): ("norm_squares", "norm_squares_long"),
+    ("squares", _produce.LAYER_NORM.value): ("norm_squares_long",),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,15 +136,12 @@ def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces
         return None
     if matrix.index64 or matrix.stride_r & 7 or any(address & 15 for address in addresses):
         return None
-    names, layer = ("norm_scaled", "norm_scaled_long"), work.producer != _produce.RMS_NORM.value
+    kind = "scaled"
     if plan is None or plan.family != "scaled":
         if not takes(row and row.constant(0), column and column.constant(0), words, True):
             return None
-        names = "norm_squares", "norm_squares_long"
-    elif layer and not INTERPRETED:  # compiles, and has not run on a GPU yet
-        return None
-    if layer:
-        names = names[1:]  # with two sums to exchange there is room for smaller pieces only
+        kind = "squares"
+    names = _TILES_BY_CLUSTERS.get((kind, work.producer), ())
     return pieces_of_norm(names, matrix.rows, matrix.columns, largest_cluster(device))
 
 
