@@ -8,6 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.kernels.launchers import answer
+
 HOPPER, AMPERE, TURING = 90, 80, 75
 
 
@@ -70,30 +72,16 @@ def scattered_units(ttgir):
 
 
 def _launchers(capability):
-    """Modules with launchers, made to believe in a GPU of that capability; `_launch` is the first."""
+    """`_launch`, all launchers made to believe in a GPU of that capability."""
     import torch
     from triton.runtime import driver
 
-    from microfloat.torch.backends.triton import (
-        _blocks,
-        _dequantize,
-        _fp6,
-        _fused,
-        _launch,
-        _norms,
-        _nvfp4,
-        _scaled,
-        _together,
-    )  # fmt: skip
-
     driver.set_active(_NamedTarget(capability))
-    for module in (_launch, _blocks, _dequantize, _fp6, _fused, _norms, _nvfp4, _scaled, _together):
-        module.compiled_conversions = lambda device: capability >= 89
-        if hasattr(module, "largest_cluster"):
-            module.largest_cluster = lambda device: 16 if capability >= 90 else 0
-        if hasattr(module, "scratch"):
-            module.scratch = lambda device: torch.zeros(8, dtype=torch.int64)
-    return _launch
+    return answer(
+        compiled_conversions=lambda device: capability >= 89,
+        largest_cluster=lambda device: 16 if capability >= 90 else 0,
+        scratch=lambda device: torch.zeros(8, dtype=torch.int64),
+    )
 
 
 def compile_all(workloads, capability=HOPPER):

@@ -4,12 +4,15 @@ A GPU compares them on all float32 (`selfcheck`); here on those around every bou
 """
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from microfloat.formats import ELEMENTS
 from microfloat.kernels import _convert, _packed, _scales
-from tests.ptx import instructions
+from microfloat.recipes import Cast
+from microfloat.torch.backends import triton as backend
+from tests.ptx import instructions, program
 
 COUNT = 1 << 17
 KINDS = {np.dtype(np.int32): tl.int32, np.dtype(np.float32): tl.float32}
@@ -102,6 +105,20 @@ def reciprocals():
                 compare(got[asked], want[asked], x[asked])
     finally:
         instructions.RECIPROCAL_ERROR = usual
+
+
+def prefetched(name, shape, tile):
+    """All lines of all tiles but the first are asked for, each once, and nothing outside the matrix."""
+    x = torch.randn(shape).bfloat16()
+    program.PREFETCHED.clear()
+    backend.quantize_both(x, Cast(name), Cast(name))
+    offsets = np.array(program.PREFETCHED) - x.data_ptr()
+    rows, columns = offsets // (2 * shape[1]), offsets % (2 * shape[1]) // 2
+    lines = sorted(zip(rows.tolist(), columns.tolist(), strict=True))
+    assert lines == [
+        (row, column) for row in range(shape[0]) for column in range(0, shape[1], 64)
+        if row >= tile[0] or column >= tile[1]
+    ]  # fmt: skip
 
 
 def compare(got, want, inputs, values=None):

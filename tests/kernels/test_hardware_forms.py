@@ -22,6 +22,8 @@ def _run(case):
     if case[0] in ("conversions", "narrower", "packed", "reciprocals"):
         return hardware_cases.run(case)
     hardware.choose_hardware()
+    if case[0] == "prefetched":
+        return hardware_cases.run(case)
     return cases.run(case, "cpu")
 
 
@@ -54,3 +56,11 @@ def test_hardware_forms(interpreted_hardware, what):
 )
 def test_both_forms_agree(interpreted_hardware, what):
     interpreted_hardware(what)
+
+
+@pytest.mark.xdist_group("triton-interpreter-hardware")
+@pytest.mark.parametrize(
+    ("name", "tile"), [("fp8_128x128", (128, 128)), ("fp8_1x128", (128, 128)), ("mxfp8", (256, 64))]
+)
+def test_what_is_prefetched(interpreted_hardware, name, tile):
+    interpreted_hardware(("prefetched", name, (256, 384), tile))

@@ -5,11 +5,10 @@ bfloat16 truncate, a fused multiply-add rounds twice, NaN wins `maximum` and `mi
 and a reduction by a function of the kernels goes element by element. Only Triton 3.6 is known well enough for that.
 """
 
-import sys
-
 import numpy as np
 
 from tests import interpreter as plain
+from tests.kernels.launchers import answer
 
 KNOWN = "3.6."
 
@@ -40,26 +39,10 @@ def choose_hardware():
     """
     import triton.language as tl
 
-    from microfloat.torch.backends.triton import (  # noqa: F401
-        _blocks,
-        _dequantize,
-        _fp6,
-        _fused,
-        _launch,
-        _norms,
-        _nvfp4,
-        _scaled,
-        _together,
-    )
+    from microfloat.kernels import _tiles
 
-    for name, module in list(sys.modules.items()):
-        if name.startswith("microfloat."):
-            if hasattr(module, "compiled_conversions"):
-                module.compiled_conversions = lambda device: True
-            if hasattr(module, "largest_cluster"):
-                module.largest_cluster = lambda device: 0
-            if hasattr(module, "PREFETCH_AHEAD"):
-                module.PREFETCH_AHEAD = tl.constexpr(1)
+    answer(compiled_conversions=lambda device: True, largest_cluster=lambda device: 0)
+    _tiles.PREFETCH_AHEAD = tl.constexpr(1)
 
 
 # ----------------------------------------------------------------------------------------------------- inline assembly
