@@ -140,6 +140,30 @@ def test_fused_encoder_path_does_not_bypass_converted_layers() -> None:
         assert torch.equal(encoder(x), plain)
 
 
+LEFT_ALONE = (
+    "lm_head", "model.lm_head", "lm_head.dense", "embed_out", "classifier", "score", "output", "module.output",
+    "router", "router.classifier", "layers.1.ffn.router.layer", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate",
+    "q_proj.lora_A.default", "q_proj.lora_B", "layers.0.lora_a",
+)  # fmt: skip
+CONVERTED = (
+    "layers.0.mlp.gate_proj", "layers.0.mlp.gate_up_proj", "layer.0.output.dense", "layers.0.attention.output",
+    "q_proj.base_layer", "score_proj", "layers.0.gated",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LEFT_ALONE, *CONVERTED])
+def test_heads_routers_and_adapters_are_excluded_by_default(name: str) -> None:
+    model = nn.Module()
+    *path, last = name.split(".")
+    parent = model
+    for part in path:
+        parent.add_module(part, nn.Module())
+        parent = getattr(parent, part)
+    parent.add_module(last, nn.Linear(4, 4))
+    assert mf.convert(model, "mxfp8").converted == ([] if name in LEFT_ALONE else [name])
+    assert mf.convert(model, "mxfp8", exclude=()).converted == [name]
+
+
 def test_tied_and_parametrized_layers() -> None:
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
     head.weight = embedding.weight

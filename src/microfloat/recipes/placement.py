@@ -8,7 +8,22 @@ from fnmatch import fnmatchcase
 from microfloat.errors import PlacementError, invalid_type
 from microfloat.recipes.core import Recipe
 
-__all__ = ["Placement"]
+__all__ = ["DEFAULT_EXCLUDE", "Placement"]
+
+
+def _anywhere(*names: str) -> tuple[str, ...]:
+    return tuple(pattern for name in names for pattern in (name, f"*.{name}"))
+
+
+# Layers that published low-precision recipes keep in high precision (features M10), as shell patterns over dotted
+# names: heads, the routers of mixtures of experts (`gate`, but not `gate_proj`), and adapters, whose rank is too small
+# to gain. `output` and `proj_out` are heads at the top of a model only, or under the name that a wrapper gives it.
+DEFAULT_EXCLUDE = (
+    *_anywhere("lm_head", "lm_head.*", "embed_out", "classifier", "score", "head", "qa_outputs", "output_projection"),
+    *(prefix + name for name in ("output", "proj_out") for prefix in ("", "model.", "module.", "_orig_mod.")),
+    *_anywhere("router", "router.*", "gate", "gate.wg", "shared_expert_gate"),
+    *_anywhere("lora_*"),
+)
 
 
 @dataclass(frozen=True)

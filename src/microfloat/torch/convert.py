@@ -15,15 +15,13 @@ from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
+from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from microfloat.torch import scaling
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import predict
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
-
-# Layers that published low-precision recipes keep in high precision (features M10).
-DEFAULT_EXCLUDE = ("lm_head", "*.lm_head", "router", "*.router")
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ def convert(
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern. Exactly nn.Linear is converted, not
     subclasses; layers that are microfloat Linears already are pinned anew. `filter(name, module) -> bool` keeps layers
-    out, `exclude` is a list of name patterns (default: lm_head and routers; () excludes nothing). `skip_small`: rows
-    (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode on a
-    GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe alone
-    (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. Returns a
-    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError
-    for patterns that match no layer.
+    out, `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing).
+    `skip_small`: rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size,
+    in eager mode on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes
+    and the recipe alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not
+    matter. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
+    PlacementError for patterns that match no layer.
     """
     if not isinstance(model, nn.Module):
         raise invalid_type("model", type(model), "a torch.nn.Module")
