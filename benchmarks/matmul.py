@@ -57,7 +57,7 @@ class Maker:
         """x and w as this GEMM reads them."""
         if self.backend == "reference":
             return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
-        from microfloat.torch.backends.native._forms import chip_of, route_of
+        from microfloat.torch.backends.routes import chip_of, route_of
 
         route = route_of(self.gemm, chip_of(torch.device("cuda", torch.cuda.current_device())))
         made = []

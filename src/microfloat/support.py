@@ -1,9 +1,13 @@
 """What runs here and how: the value that `explain` shows and every refusal carries."""
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Support"]
+__all__ = ["WIDTH", "Notes", "Support", "text_table", "wrapped"]
+
+# Columns of what `explain` prints, so that it fits a terminal.
+WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,31 @@ class Support:
 
     def __iter__(self) -> Iterator[bool | str]:
         return iter((self.available, self.reason))
+
+
+def text_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns; the first row is its header."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def wrapped(text: str, indent: str = "  ") -> list[str]:
+    """`text` in lines of at most WIDTH columns, all but the first indented; words stay whole."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+class Notes:
+    """Numbered notes below a table: cells hold the number, equal texts share one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> str:
+        """The mark of `text`, such as "(1)"; "" for no text."""
+        return f"({self._numbers.setdefault(text, len(self._numbers) + 1)})" if text else ""
+
+    def lines(self) -> list[str]:
+        """The notes, one after the other."""
+        return [line for text, number in self._numbers.items() for line in wrapped(f"{number}. {text}", "   ")]

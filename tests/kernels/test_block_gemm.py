@@ -13,9 +13,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 from microfloat import formats  # noqa: E402
+from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.torch.backends import reference  # noqa: E402
-from microfloat.torch.backends.chips import Chip  # noqa: E402
 from microfloat.torch.backends.native import _block_gemm, _products  # noqa: E402
 from microfloat.torch.backends.native._gemm import fp8_matmul  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
@@ -70,7 +70,7 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
     tiles, (instructions, _) = program
     words = [line.split() for line in instructions]
     operations = [line[line[0][0] == "@"].split(".")[0] for line in words]
-    shape = _block_gemm._SHAPES[tiles]
+    shape = _block_gemm.OWN_GEMMS[tiles]
     chunks = shape.warpgroups * shape.parts
     assert operations.count("QGMMA") == 4 * chunks  # 32 of K each
     # An element of a partial sum takes one multiply-add for the row's factor and one for its column's.
@@ -104,7 +104,7 @@ class TestChoice:
 
     def test_rounds_that_are_nearly_empty_do_not_pay(self, monkeypatch):
         monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
-        rows, columns = _block_gemm._tile(False)
+        rows, columns = _block_gemm.OWN_GEMMS[False].tile
         whole = rows * 12, 2**20, columns * 11  # 132 tiles
         assert _block_gemm.is_faster(whole, False, torch.bfloat16, HOPPER)
         assert not _block_gemm.is_faster((rows * 13, *whole[1:]), False, torch.bfloat16, HOPPER)

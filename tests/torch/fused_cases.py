@@ -94,8 +94,7 @@ def on_cpu_too(backend):
 
     The native one as on a Hopper chip, with the reference's products in place of the vendor's FP8 GEMMs.
     """
-    from microfloat.torch.backends import native, reference, triton
-    from microfloat.torch.backends.native import _forms
+    from microfloat.torch.backends import native, reference, routes, triton
 
     def multiply(a, b, *, bias, out_dtype, fast):
         return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
@@ -103,7 +102,7 @@ def on_cpu_too(backend):
     chosen = {(backend, torch.device("cpu")): {"native": native, "triton": triton}[backend]}
     with (
         mock.patch.dict(backends._CHOSEN, chosen), mock.patch.object(native, "fp8_matmul", multiply),
-        mock.patch.object(native, "chip_of", return_value=_forms.Chip((9, 0))),
+        mock.patch.object(native, "chip_of", return_value=routes.Chip((9, 0))),
         mock.patch.object(native.FoldCounts, "note"),
     ):  # fmt: skip
         yield

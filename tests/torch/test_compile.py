@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch._inductor import config as inductor_config  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
+from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
     CustomRecipe,
@@ -21,7 +22,6 @@ from microfloat.recipes import (  # noqa: E402
 )
 from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.backends import reference  # noqa: E402, F401
-from microfloat.torch.backends.chips import Chip  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [

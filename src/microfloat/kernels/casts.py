@@ -9,6 +9,7 @@ from microfloat.kernels import _nvfp4_2d
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
 from microfloat.kernels._squares import takes
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.kernels.families import family_of
 from microfloat.kernels.scaled import TILE, converts_once
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
@@ -220,7 +221,7 @@ def tile_of_nvfp4(
 def kernel_cast(cast: Cast) -> KernelCast:
     """The numbers of a Cast; made once."""
     fmt, element = cast.format, cast.format.element
-    family, refusal = _family(cast)
+    family, refusal = family_of(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
     rule = e8m0_threshold(cast.rule, element) if is_e8m0 else int(cast.rule.power_of_two)
     return KernelCast(
@@ -248,28 +249,6 @@ def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
     if row is None or column is None or row.family != "nvfp4" or column.family != "nvfp4":
         return False
     return bool(_nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
-
-
-_ELEMENTS = {("E4M3", 3, 7), ("E5M2", 2, 15), ("E3M2", 2, 3), ("E2M3", 3, 1), ("E2M1", 1, 1)}
-_BLOCKS = (16, 32, 64, 128)
-
-
-def _family(cast: Cast) -> tuple[str, str]:
-    """Which kernels serve a Cast; "" and the reason where none does."""
-    fmt, element = cast.format, cast.format.element
-    if (element.name, element.mantissa_bits, element.bias) not in _ELEMENTS:
-        return "", f"element {element.name} is not one of the stock elements"
-    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
-        return "nvfp4", ""
-    if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
-        return "scaled", ""
-    if (
-        fmt.block[0] in (1, fmt.block[1])
-        and fmt.block[1] in _BLOCKS
-        and (element.bits == 8 or fmt.scale.name == "E8M0")
-    ):
-        return "blocks", ""
-    return "", f"block {fmt.block_text} of {fmt.name}"
 
 
 def _bare(cast: Cast) -> Cast | None:

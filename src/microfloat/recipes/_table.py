@@ -1,6 +1,7 @@
 """The six-row table that ``print(recipe)`` shows."""
 
 from microfloat.recipes.core import OPERANDS, Cast, Delayed, Recipe
+from microfloat.support import text_table
 
 __all__ = ["recipe_table"]
 
@@ -36,7 +37,4 @@ def recipe_table(recipe: Recipe) -> str:
             )  # fmt: skip
         modes = ("-", "-") if gemm.is_high_precision else (gemm.accumulate, gemm.path)
         rows.append((gemm_name, form, *described, *modes))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([repr(recipe), *lines])
+    return "\n".join([repr(recipe), *text_table(rows)])

@@ -1,10 +1,13 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
+from torch import nn
 
+from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import (
     Float8BlockScaling,
@@ -13,34 +16,25 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS
-from microfloat.support import Support
+from microfloat.recipes.core import GEMMS, NamedRecipe
+from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch.autocast import as_recipe
 from microfloat.torch.backends import check_name
-from microfloat.torch.backends.chips import chip_named
-from microfloat.torch.backends.plans import GemmPlan, plan
+from microfloat.torch.backends.plans import CastRow, GemmRow, cast_rows, gemm_row
+from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
 __all__ = [
-    "Explanation", "GemmRow", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available",
+    "CastRow", "Explanation", "GemmRow", "LayerRow", "ModelExplanation", "explain", "is_fp8_available",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
 ]  # fmt: skip
 
-
-@dataclass(frozen=True)
-class GemmRow:
-    """One GEMM: what its operands are, which backend and kernel run, and how well the hardware supports it."""
-
-    gemm: str
-    operands: str
-    backend: str
-    kernel: str
-    support: Support
+_YES = {True: "yes", False: "no"}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a recipe does on a device: a row per GEMM; prints as a table.
+    """What a recipe does on a device: a row per GEMM, and what casts each operand; prints as a table with notes.
 
     `prediction`: for a CUDA device and a given shape, whether a Linear of that shape gains from the recipe.
     """
@@ -49,6 +43,12 @@ class Explanation:
     device: str
     rows: tuple[GemmRow, ...]
     prediction: Prediction | None = None
+    casts: tuple[CastRow, ...] = ()
+
+    @property
+    def available(self) -> bool:
+        """Whether every GEMM runs."""
+        return all(row.support.available for row in self.rows)
 
     @property
     def accelerated(self) -> bool:
@@ -68,6 +68,13 @@ class Explanation:
                 }
                 for row in self.rows
             ],
+            "casts": [
+                {
+                    "gemm": row.gemm, "tensor": row.tensor, "format": row.format, "kernel": row.kernel,
+                    "reason": row.reason,
+                }
+                for row in self.casts
+            ],
             "prediction": None if self.prediction is None else {
                 "shape": list(self.prediction.shape), "small": self.prediction.is_small,
                 "eager_speed_up": self.prediction.eager, "graph_speed_up": self.prediction.graph,
@@ -75,63 +82,201 @@ class Explanation:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        header = ("GEMM", "operands", "backend", "kernel", "runs", "accelerated", "why")
-        cells: list[tuple[str, ...]] = [header]
+        notes = Notes()
+        cells: list[tuple[str, ...]] = [("GEMM", "operands", "backend", "runs", "accelerated", "kernel, why")]
         for row in self.rows:
-            yes = {True: "yes", False: "no"}
+            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
             cells.append((
-                row.gemm, row.operands, row.backend, row.kernel, yes[row.support.available],
-                yes[row.support.accelerated], row.support.reason,
+                row.gemm, row.operands, row.backend, _YES[row.support.available], _YES[row.support.accelerated],
+                notes.number(kernel + row.support.reason),
             ))  # fmt: skip
-        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = [*wrapped(f"{_short(self.recipe)} on {self.device}"), *text_table(cells), *notes.lines()]
+        lines += self._cast_lines()
         if self.prediction is not None:
-            lines.append(str(self.prediction))
-        return "\n".join([f"{self.recipe!r} on {self.device}", *lines])
+            lines += wrapped(str(self.prediction))
+        return "\n".join(lines)
+
+    def _cast_lines(self) -> list[str]:
+        """A line for all operands that are cast alike."""
+        alike: dict[str, list[str]] = {}
+        for row in self.casts:
+            by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel
+            alike.setdefault(by, []).append(f"{row.gemm} {row.tensor}")
+        return [
+            line
+            for by, operands in alike.items()
+            for line in wrapped(f"cast by {by}: {'all operands' if len(alike) == 1 else ', '.join(operands)}")
+        ]
 
 
+@dataclass(frozen=True)
+class LayerRow:
+    """One linear layer of a model: its name, (in features, out features), and what it runs here and now.
+
+    `explanation` is None for a layer in high precision; `reason` says why it is, or what keeps it from tensor cores.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    explanation: Explanation | None
+    reason: str
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that a call would run; None = high precision."""
+        return None if self.explanation is None else self.explanation.recipe
+
+    @property
+    def backend(self) -> str:
+        """The backends of its quantized GEMMs; "torch" in high precision."""
+        rows = [] if self.explanation is None else self.explanation.rows
+        return "/".join(dict.fromkeys(row.backend for row in rows if row.backend != "torch")) or "torch"
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether every quantized GEMM runs on tensor cores of its format."""
+        return self.explanation is not None and self.explanation.accelerated
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """A row for each linear layer of a model; prints as a table with notes."""
+
+    rows: tuple[LayerRow, ...]
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether there is a layer that runs a recipe, and every such layer is accelerated."""
+        quantized = [row for row in self.rows if row.explanation is not None]
+        return bool(quantized) and all(row.accelerated for row in quantized)
+
+    def to_dict(self) -> dict:
+        """The same as JSON-ready data."""
+        return {
+            "layers": [
+                {
+                    "name": row.name, "shape": list(row.shape), "backend": row.backend, "accelerated": row.accelerated,
+                    "reason": row.reason, "explanation": row.explanation and row.explanation.to_dict(),
+                }
+                for row in self.rows
+            ]
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        notes = Notes()
+        cells: list[tuple[str, ...]] = [("layer", "in -> out", "recipe", "backend", "accelerated", "why")]
+        for row in self.rows:
+            recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
+            cells.append((
+                row.name or "(root)", f"{row.shape[0]} -> {row.shape[1]}", recipe, row.backend,
+                "-" if row.recipe is None else _YES[row.accelerated], notes.number(row.reason),
+            ))  # fmt: skip
+        quantized = sum(row.recipe is not None for row in self.rows)
+        total = f"{quantized} of {len(self.rows)} linear layers run in low precision."
+        return "\n".join([*text_table(cells), *notes.lines(), total])
+
+
+@overload
 def explain(
-    recipe: Recipe | str,
+    recipe: Recipe | str, device: torch.device | str | None = None, shape: tuple[int, int, int] | None = None, *,
+    backend: str = "auto",
+) -> Explanation: ...  # fmt: skip
+@overload
+def explain(
+    recipe: nn.Module, device: torch.device | str | None = None, *, backend: str = "auto"
+) -> ModelExplanation: ...
+def explain(
+    recipe: Recipe | str | nn.Module,
     device: torch.device | str | None = None,
     shape: tuple[int, int, int] | None = None,
     *,
     backend: str = "auto",
-) -> Explanation:
+) -> Explanation | ModelExplanation:
     """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
 
     `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
-    or its architecture: "h200", "ampere", "sm_100". `shape` (M, K, N) of a Linear: on a CUDA device the answer then
-    names the kernel that serves products of that size where it depends on it, and predicts whether low precision pays
-    there (docs/performance.md); no precision depends on it by itself, see `convert(skip_small=...)`. Nothing is run.
-    For "cuda" on a machine without CUDA the answer is that nothing runs there. Paths that no chip of a kind has run yet
-    say so. Raises InvalidTypeError or InvalidValueError for arguments that are none.
+    or its architecture: "h200", "ampere", "sm_100"; that answer assumes that all packages are installed there, while
+    the answer about this machine names the package that is missing. `shape` (M, K, N) of a Linear: on a CUDA device the
+    answer then names the kernel that serves products of that size where it depends on it, and predicts whether low
+    precision pays there (docs/performance.md); no precision depends on it by itself, see `convert(skip_small=...)`.
+
+    A model in place of a recipe: a row for each of its linear layers, with what a call here and now would run
+    (autocasts that are active included), on the device of its weight unless `device` names another.
+
+    Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs there. Paths that no chip of a
+    kind has run yet say so. Raises InvalidTypeError or InvalidValueError for arguments that are none.
 
     >>> explain("mxfp8", "a100").accelerated
     False
     """
-    recipe = as_recipe(recipe)
+    check_name(backend)
+    if isinstance(recipe, nn.Module):
+        if shape is not None:
+            raise invalid_value("shape", shape, "None for a model", "Ask for the recipe of one layer with a shape.")
+        return ModelExplanation(tuple(_layer_rows(recipe, device, backend)))
+    return _explain(as_recipe(recipe), device, shape, backend)
+
+
+def _explain(
+    recipe: Recipe, device: torch.device | str | None, shape: tuple[int, int, int] | None, backend: str
+) -> Explanation:
     chip = chip_named(device) if isinstance(device, str) else None
     target = _device(device) if chip is None else torch.device("cuda")
-    check_name(backend)
     if shape is not None:
         shape = check_shape(tuple(shape) if isinstance(shape, Sequence) else shape)
-    rows, shapes = [], _gemm_shapes(shape)
-    for name in GEMMS:
-        gemm = getattr(recipe, name)
-        planned = plan(backend, target, gemm, shapes.get(name), chip) if chip or _is_present(target) else _ABSENT
-        operands = " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
-        rows.append(GemmRow(name, operands, planned.backend, planned.kernel, planned.support))
-    predictable = target.type == "cuda" and (chip is None or chip.is_tried)
+    sizes, there = _gemm_shapes(shape), chip is not None or _is_present(target)
+    rows = tuple(
+        gemm_row(recipe, name, backend, target, sizes.get(name), chip) if there else _absent(recipe, name)
+        for name in GEMMS
+    )
+    casts = cast_rows(recipe, backend, target, chip) if there else ()
+    # The figures are those of tensor cores, so they say nothing about plain torch ops.
+    by_kernels = all(row.backend in ("native", "torch", "-") for row in rows)
+    predictable = target.type == "cuda" and by_kernels and (chip is None or chip.is_tried)
     prediction = predict(recipe, shape) if shape is not None and predictable else None
-    where = str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
-    return Explanation(recipe, where, tuple(rows), prediction)
+    return Explanation(recipe, _where(device, target, chip), rows, prediction, casts)
 
 
-# The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware.
-_ABSENT = GemmPlan("-", "-", Support(False, False, "torch sees no CUDA device on this machine"))
+def _where(device: object, target: torch.device, chip: Chip | None) -> str:
+    return str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
+
+
+def _absent(recipe: Recipe, name: str) -> GemmRow:
+    """The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware."""
+    operands = " x ".join(
+        "high precision" if cast is None else cast.format.name for cast in getattr(recipe, name).casts
+    )
+    return GemmRow(name, operands, "-", "-", Support(False, False, "torch sees no CUDA device on this machine"))
+
+
+def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:
+    """A row for each nn.Linear, in the order of `named_modules`. `backend`: of layers that name none themselves."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        shape = (layer.in_features, layer.out_features)
+        if not isinstance(layer, Linear):
+            yield LayerRow(name, shape, None, f"{type(layer).__name__} that was not converted: high precision")
+            continue
+        recipe = layer.effective_recipe()
+        if recipe is None:
+            yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")
+            continue
+        own = layer.backend if layer.backend != "auto" else backend
+        answer = _explain(recipe, layer.weight.device if device is None else device, None, own)
+        reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
+        yield LayerRow(name, shape, answer, "; ".join(reasons))
+
+
+def _short(recipe: Recipe) -> str:
+    """The repr where it is short: a table of Casts says it all again."""
+    return repr(recipe) if isinstance(recipe, NamedRecipe) else type(recipe).__name__
 
 
 def _gemm_shapes(shape: tuple[int, int, int] | None) -> dict[str, tuple[int, int, int]]:
@@ -161,10 +306,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _availability(recipe: Recipe, device: torch.device | str | None) -> Support:
-    explanation = explain(recipe, device)
-    first = explanation.rows[0].support
-    available = all(row.support.available for row in explanation.rows)
-    return Support(available, explanation.accelerated, first.reason)
+    answer = _explain(recipe, device, None, "auto")
+    return Support(answer.available, answer.accelerated, answer.rows[0].support.reason)
 
 
 def is_fp8_available(device: torch.device | str | None = None) -> Support:

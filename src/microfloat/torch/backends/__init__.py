@@ -19,23 +19,33 @@ __all__ = ["NAMES", "check_name", "choose", "resolve", "support"]
 
 
 def _reference_support(device: torch.device) -> Support:
-    return Support(
-        True, False, f"the reference backend runs on any device ({device.type}): plain torch ops, not accelerated"
-    )
+    reason = f"the reference backend runs on any device ({device.type}): plain torch ops, not accelerated"
+    missing = "" if device.type == "cpu" else _why_no_kernels(device)
+    return Support(True, False, f"{reason}; kernels need {missing}" if missing else reason)
+
+
+def _why_no_kernels(device: torch.device) -> str:
+    """What kernels need that is missing for tensors on `device`; "" where they run."""
+    if device.type != "cuda":
+        return f"an NVIDIA GPU, and the tensor is on {device.type}"
+    if torch.version.hip is not None:
+        return "an NVIDIA GPU, and this torch is a ROCm build, for AMD GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return 'the package triton, which is not installed (on Linux: pip install "microfloat[triton]")'
+    return ""
 
 
 def _triton_support(device: torch.device) -> Support:
-    if importlib.util.find_spec("triton") is None:
-        return Support(False, False, "the triton backend needs the package triton, which is not installed")
-    if device.type != "cuda":
-        return Support(False, False, f"the triton backend needs a CUDA device, and the tensor is on {device.type}")
+    missing = _why_no_kernels(device)
+    if missing:
+        return Support(False, False, f"the triton backend needs {missing}")
     return Support(True, False, "fused cast kernels; GEMMs by torch ops in float32")
 
 
 def _native_support(device: torch.device) -> Support:
-    kernels = _triton_support(device)
-    if not kernels:
-        return Support(False, False, kernels.reason.replace("the triton backend", "the native backend"))
+    missing = _why_no_kernels(device)
+    if missing:
+        return Support(False, False, f"the native backend needs {missing}")
     return Support(True, True, "fused cast kernels and the vendor's GEMMs; explain(recipe) says which")
 
 

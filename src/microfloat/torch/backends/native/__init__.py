@@ -1,6 +1,6 @@
 """The native backend: fused casts feeding the vendor's GEMMs on a CUDA device.
 
-`_forms` decides in which form each operand enters its GEMM (what `describe` prints and `prepare_both` makes),
+`backends.routes` decides in which form each operand enters its GEMM (what `explain` prints and `prepare_both` makes),
 `_gemm` calls the GEMMs of Ada and Hopper and the exact bfloat16 products of every other chip, `_blackwell` the
 block-scaled ones.
 """
@@ -11,27 +11,23 @@ import torch
 
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ScaledFormat
+from microfloat.kernels.families import is_stock
 from microfloat.recipes import Cast, Gemm, Recipe
-from microfloat.support import Support
 from microfloat.torch.backends import reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
-from microfloat.torch.backends.chips import Chip
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
-from microfloat.torch.backends.native._block_gemm import is_faster, is_faster_on
-from microfloat.torch.backends.native._forms import UNTRIED, Route, chip_of, route_of
 from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
 from microfloat.torch.backends.native._lossy import READERS, FoldCounts, gemm_forms
 from microfloat.torch.backends.native._plan import LinearPlan
 from microfloat.torch.backends.native._plan import linear_plan as make_plan
-from microfloat.torch.backends.plans import GemmPlan
+from microfloat.torch.backends.routes import chip_of, route_of
 
 __all__ = [
     "FoldCounts",
     "amax",
     "call_forms",
     "dequantize",
-    "describe",
     "linear_plan",
     "prepare_both",
     "quantize",
@@ -71,7 +67,8 @@ def dequantize(operand: Operand | Values, dtype: torch.dtype) -> torch.Tensor:
     """See `backends.reference.dequantize`."""
     if isinstance(operand, Values):
         raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
-    return casts.dequantize(operand, dtype) if operand.codes.is_cuda else reference.dequantize(operand, dtype)
+    by_kernel = operand.codes.is_cuda and is_stock(operand.format.element)
+    return (casts if by_kernel else reference).dequantize(operand, dtype)
 
 
 def prepare_both(
@@ -236,40 +233,3 @@ def _decoded(operand: Operand) -> Values:
     bare = Operand(operand.codes, scale, None, operand.format, operand.rows, operand.stored_length, None)
     values = dequantize(bare, torch.bfloat16)
     return Values(values, tensor_scale, operand.format, operand.rows, operand.length, operand.hadamard)
-
-
-def describe(
-    gemm: Gemm, device: torch.device, shape: tuple[int, int, int] | None, chip: Chip | None = None
-) -> GemmPlan:
-    """What `explain` says of one GEMM of M, K, N on a device, or on a chip that need not be there."""
-    is_there, chip = chip is None, chip_of(device) if chip is None else chip
-    route: Route = route_of(gemm, chip)
-    untried = not chip.is_tried and UNTRIED not in route.reason
-    reason = f"{route.reason}; {UNTRIED}" if untried else route.reason
-    kernel = _named(route, gemm, shape, chip, device if is_there else None)
-    return GemmPlan("native", kernel, Support(True, route.accelerated, reason))
-
-
-def _named(
-    route: Route, gemm: Gemm, shape: tuple[int, int, int] | None, chip: Chip, device: torch.device | None
-) -> str:
-    """The kernel of a route; of GEMMs with 1x128 scales, by whom: see `_block_gemm.is_faster`."""
-    if route.kind != "blocks" or not chip.has_fp8_blocks:
-        return route.kernel
-    if shape is None:
-        return route.kernel + "; large ones by a kernel of microfloat's (Triton 3.6)"
-    m, k, n = shape
-    padded = (-(-m // 8) * 8, -(-k // 16) * 16, -(-n // 16) * 16)
-    tiles = route.rhs == "tiles" or (route.rhs == "codes" and gemm.casts[1].format.block == (128, 128))  # type: ignore[union-attr]
-    e4m3 = all(cast is not None and cast.format.element != E5M2 for cast in gemm.casts)
-    if e4m3 and _is_faster(padded, tiles, chip, device):
-        own = "microfloat's FP8 GEMM (bfloat16 results)"
-        return route.kernel.replace("vendor FP8 GEMM", own)
-    return route.kernel
-
-
-def _is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, device: torch.device | None) -> bool:
-    if device is None:
-        return is_faster(shape, tiles, torch.bfloat16, chip)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return is_faster_on(index, shape, tiles, torch.bfloat16)

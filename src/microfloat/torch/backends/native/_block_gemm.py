@@ -12,38 +12,21 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from microfloat.torch.backends.chips import Chip
+from microfloat.chips import Chip
+from microfloat.torch.backends.routes import OWN_GEMMS, own_gemm_is_faster
 from microfloat.torch.backends.triton._launch import INTERPRETED, ceil_div
 
 __all__ = ["block_matmul", "is_faster", "is_faster_on", "is_there", "own_block_matmul"]
 
 _SIDE = 128
 _ASSEMBLER = (12, 9)
-
-
-class _Shape(NamedTuple):
-    """How a program of the kernel is cut: warpgroups that multiply, parts of 64 rows of each, stages of its ring, rows
-    of tiles to go down before the next column, registers of a multiplying thread."""
-
-    warpgroups: int
-    parts: int
-    stages: int
-    group: int
-    registers: int
-
-
-# By whether B has 128x128 scales; chosen by measurement.
-_SHAPES = {False: _Shape(2, 2, 4, 8, 240), True: _Shape(3, 1, 4, 8, 160)}
-# Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
-# products, and tiles that keep all multiprocessors busy to the end.
-_CODES, _RESULT = torch.float8_e4m3fn, torch.bfloat16
-_LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
+_CODES = torch.float8_e4m3fn
 _LOCK = threading.Lock()
 _COMPILED: set[tuple] = set()
 
@@ -72,35 +55,13 @@ def _assembler() -> str | None:
 
 
 def is_faster(shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype, chip: Chip, processors: int = 132) -> bool:
-    """Whether the kernel serves a product of M, K, N in `dtype` and beats the vendor's.
-
-    bfloat16 results, on compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on,
-    where tiles of C come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
-    """
-    m, k, n = shape
-    if chip.capability != (9, 0) or dtype != _RESULT or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
-        return False
-    if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
-        return False
-    return _fill(m, n, tiles, processors) >= _LEAST_FILL and is_there()
+    """`own_gemm_is_faster`, where this Triton can build the kernel."""
+    return own_gemm_is_faster(shape, tiles, dtype, chip, processors) and is_there()
 
 
 def is_faster_on(device: int, shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype) -> bool:
     """`is_faster` on a CUDA device by its number; -1 is none."""
     return device >= 0 and is_faster(shape, tiles, dtype, _chip(device), _processors(device))
-
-
-def _fill(m: int, n: int, tiles: bool, processors: int) -> float:
-    """The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long."""
-    rows, columns = _tile(tiles)
-    rounds = ceil_div(ceil_div(m, rows) * ceil_div(n, columns), processors)
-    return m * n / (rounds * processors * rows * columns)
-
-
-def _tile(tiles: bool) -> tuple[int, int]:
-    """Rows and columns of C that one program makes at a time."""
-    shape = _SHAPES[tiles]
-    return 64 * shape.warpgroups * shape.parts, _SIDE
 
 
 def block_matmul(
@@ -137,7 +98,7 @@ def own_block_matmul(
     from microfloat.kernels import block_gemm as kernels
 
     (m, k), n = a.shape, b.shape[1]
-    shape = _SHAPES[tiles]
+    shape = OWN_GEMMS[tiles]
     c = torch.empty((m, n), dtype=dtype, device=a.device)
     codes, flat = kernels.codes_layout, kernels.scale_layout
     a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
@@ -152,7 +113,7 @@ def own_block_matmul(
         shape.warpgroups, shape.parts, kernels.COLUMNS, shape.stages, shape.group, tiles, shape.registers,
     )  # fmt: skip
     device = a.get_device()
-    rows, columns = _tile(tiles)
+    rows, columns = shape.tile
     programs = min(ceil_div(m, rows) * ceil_div(n, columns), _processors(device))
     with torch.cuda.device(device):
         _start(kernels.block_gemm, programs, arguments, (tiles, a.dtype, b.dtype, dtype, device))

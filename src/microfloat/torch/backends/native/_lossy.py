@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from microfloat.recipes import Recipe
-from microfloat.torch.backends.native._forms import Chip, route_of
+from microfloat.torch.backends.routes import Chip, route_of
 
 __all__ = ["LOSSY_LIMIT", "READERS", "FoldCounts", "gemm_forms"]
 
