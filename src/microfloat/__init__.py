@@ -24,11 +24,14 @@ __all__ = [
 
 _LOADED_WHEN_USED = ("metrics", "reference")  # nothing else needs them, and importing should cost little
 
+_FRONT_ENDS = ("torch", "jax")
+
 
 def __getattr__(name: str) -> Any:
     if name in _LOADED_WHEN_USED:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = f"; it is imported on its own: import {__name__}.{name}" if name in _FRONT_ENDS else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

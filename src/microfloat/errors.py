@@ -12,10 +12,12 @@ __all__ = [
     "InvalidTypeError",
     "InvalidValueError",
     "MicrofloatError",
+    "MissingPackageError",
     "NotSupportedError",
     "PlacementError",
     "invalid_type",
     "invalid_value",
+    "missing_package",
     "unknown_name",
 ]
 
@@ -40,6 +42,10 @@ class NotSupportedError(MicrofloatError, RuntimeError):
     """What was explicitly asked for cannot run here; the message is the `Support.reason`."""
 
 
+class MissingPackageError(MicrofloatError, ModuleNotFoundError):
+    """A part of microfloat was imported without the package that it is for."""
+
+
 class CheckpointError(MicrofloatError, ValueError):
     """A file is truncated, corrupted, or not what it claims to be."""
 
@@ -60,10 +66,19 @@ def invalid_type(argument: str, got: object, needed: str, remedy: str = "") -> I
     return InvalidTypeError(_compose(argument, shown, needed, remedy))
 
 
-def unknown_name(argument: str, got: object, known: Iterable[str]) -> InvalidValueError:
-    """Build the error for an unknown name: the nearest known name first, then the whole list."""
+def missing_package(package: str, part: str, extra: str) -> MissingPackageError:
+    """Build the error for a `part` of microfloat whose package is not installed; it names the extra to install."""
+    return MissingPackageError(
+        f"{part} needs the package {package}, which is not installed. "
+        f'Install it with: pip install "microfloat[{extra}]".',
+        name=package,
+    )
+
+
+def unknown_name(argument: str, got: object, known: Iterable[str], remedy: str = "") -> InvalidValueError:
+    """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known name."""
     names = list(known)
     near = difflib.get_close_matches(str(got).lower(), [name.lower() for name in names], n=1, cutoff=0.5)
     originals = {name.lower(): name for name in names}
-    hint = f"Did you mean {originals[near[0]]!r}?" if near else ""
+    hint = remedy or (f"Did you mean {originals[near[0]]!r}?" if near else "")
     return invalid_value(argument, repr(got), "one of " + ", ".join(repr(name) for name in names), hint)

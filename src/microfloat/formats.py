@@ -250,8 +250,10 @@ def get_element(element: ElementFormat | str) -> ElementFormat:
 
 def get_format(name: str) -> ScaledFormat:
     """The stock ScaledFormat of a lower-case name such as "mxfp8"; unknown names list the known ones."""
+    if not isinstance(name, str):
+        raise invalid_type("name", type(name), "a format name such as 'mxfp8'")
     if name not in FORMATS:
-        raise unknown_name("cast", name, FORMATS)
+        raise unknown_name("name", name, FORMATS)
     return FORMATS[name]
 
 

@@ -107,6 +107,46 @@ def test_a_front_end_does_not_load_the_other_framework(fresh_python, repository,
     assert done.stdout.strip() == "False"
 
 
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+import microfloat
+for write in ("import microfloat.{}", "from microfloat import {}", "microfloat.{}"):
+    try:
+        exec(write.format(sys.argv[2]))
+    except Exception as error:
+        print(type(error).__name__, isinstance(error, ImportError), error)
+"""
+
+
+def test_the_torch_front_end_without_torch_names_the_extra(fresh_python):
+    done = fresh_python(WITHOUT, "torch", "torch")
+    assert done.returncode == 0, done.stderr
+    imported, from_root, attribute = done.stdout.splitlines()
+    assert imported == from_root
+    assert imported.startswith(
+        "MissingPackageError True microfloat.torch needs the package torch, which is not installed"
+    )
+    assert 'pip install "microfloat[torch]"' in imported
+    assert attribute == (
+        "AttributeError False module 'microfloat' has no attribute 'torch'; "
+        "it is imported on its own: import microfloat.torch"
+    )
+
+
+def test_a_front_end_that_was_not_imported_is_no_attribute():
+    import microfloat
+
+    assert "it is imported on its own: import microfloat.jax" in str(_error(lambda: microfloat.__getattr__("jax")))
+    assert str(_error(lambda: microfloat.tensorflow)) == "module 'microfloat' has no attribute 'tensorflow'"
+
+
+def _error(call):
+    with pytest.raises(AttributeError) as caught:
+        call()
+    return caught.value
+
+
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

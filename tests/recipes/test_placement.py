@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from microfloat.errors import InvalidTypeError, PlacementError
+from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError
 from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Placement
 
 NAMES = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.10.mlp.up", "lm_head"]
@@ -63,7 +63,6 @@ def test_placements_are_values():
     placement = Placement([["blocks.*", NV], ("lm_head", None)])
     assert pickle.loads(pickle.dumps(placement)) == placement
     assert len({placement, Placement([("blocks.*", NV), ("lm_head", None)])}) == 1
-    assert Placement([]).resolve(NAMES) == {}
 
 
 def test_printing():
@@ -78,8 +77,8 @@ def test_printing():
         ([("a", MX, 1)], r"rules\[0\]: got .*needed a pair"),
         (["ab"], r"rules\[0\]"),
         ([("a", None), (3, MX)], r"rules\[1\]\[0\]: got int, needed a pattern string"),
-        ([("a", "mxfp8")], r"rules\[0\]\[1\]: got str, needed a Recipe, or None"),
-        ([("a", MXFP8BlockScaling)], r"rules\[0\]\[1\]"),
+        ([("a", 8)], r"rules\[0\]\[1\]: got int, needed a Recipe"),
+        ([("a", MXFP8BlockScaling)], r"rules\[0\]\[1\]: got the class .*Call the class: MXFP8BlockScaling\(\)"),
         (MX, r"rules: got MXFP8BlockScaling"),
         (None, r"rules: got NoneType"),
     ],
@@ -87,6 +86,18 @@ def test_printing():
 def test_rules_of_a_wrong_type(rules, message):
     with pytest.raises(InvalidTypeError, match=message):
         Placement(rules)
+
+
+@pytest.mark.parametrize("rules", [[], (), {}])
+def test_a_placement_without_rules(rules):
+    with pytest.raises(PlacementError, match="rules: got none, needed at least one pair"):
+        Placement(rules)
+
+
+def test_recipes_may_go_by_name():
+    assert Placement({"a": "mxfp8", "b": None}) == Placement([("a", MX), ("b", None)])
+    with pytest.raises(InvalidValueError, match=r"rules\[0\]\[1\]: got 'mxfp9'.*Did you mean 'mxfp8'"):
+        Placement([("a", "mxfp9")])
 
 
 def test_a_broken_regular_expression():

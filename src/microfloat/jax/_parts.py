@@ -6,13 +6,14 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import ScaledFormat, get_format
+from microfloat.formats import ScaledFormat
 from microfloat.jax._bits import as_code_dtype
 from microfloat.jax._hadamard import stored_length
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray
 from microfloat.jax.ops import check_dtype, normalize_axis
 from microfloat.recipes import Hadamard
+from microfloat.recipes.core import as_scaled_format
 
 __all__ = ["checked_parts"]
 
@@ -28,9 +29,7 @@ def checked_parts(
     hadamard: Hadamard | None,
 ) -> QuantizedArray:
     """See `QuantizedArray.from_parts`."""
-    fmt = get_format(format) if isinstance(format, str) else format
-    if not isinstance(fmt, ScaledFormat):
-        raise invalid_type("format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+    fmt = as_scaled_format(format)
     wide = check_dtype("dtype", dtype)
     stored = _stored_codes(codes, fmt)
     if shape is None:

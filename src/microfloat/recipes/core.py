@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.formats import E5M2, ScaledFormat, get_format
+from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 __all__ = [
     "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe",
-    "as_cast", "check_bool", "check_choice",
+    "as_cast", "as_scaled_format", "check_bool", "check_choice",
 ]  # fmt: skip
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -109,9 +109,7 @@ class Cast:
     scaling: Current | Delayed = field(default_factory=Current)
 
     def __post_init__(self) -> None:
-        fmt = get_format(self.format) if isinstance(self.format, str) else self.format
-        if not isinstance(fmt, ScaledFormat):
-            raise invalid_type("Cast.format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+        fmt = as_scaled_format(self.format, "Cast.format")
         object.__setattr__(self, "format", fmt)
         object.__setattr__(self, "scale_rule", resolve_scale_rule(self.scale_rule, fmt))
         if self.rounding not in ("nearest", "stochastic"):
@@ -188,9 +186,22 @@ class Cast:
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
 
 
+def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> ScaledFormat:
+    """A ScaledFormat from itself or its lower-case name; errors call it `argument`."""
+    if isinstance(fmt, ScaledFormat):
+        return fmt
+    if not isinstance(fmt, str):
+        raise invalid_type(argument, type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+    if fmt not in FORMATS:
+        from microfloat.recipes import names
+
+        raise unknown_name(argument, fmt, FORMATS, names.hint_of_recipe(fmt))
+    return FORMATS[fmt]
+
+
 @functools.lru_cache(maxsize=256)
-def _default_cast(fmt: ScaledFormat | str) -> Cast:
-    return Cast(get_format(fmt) if isinstance(fmt, str) else fmt)
+def _default_cast(fmt: ScaledFormat) -> Cast:
+    return Cast(fmt)
 
 
 def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
@@ -198,7 +209,7 @@ def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
     if isinstance(cast, Cast):
         return cast
     if isinstance(cast, ScaledFormat | str):
-        return _default_cast(cast)
+        return _default_cast(as_scaled_format(cast, "cast"))
     raise invalid_type(
         "cast", type(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
         "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe) else "",
@@ -222,7 +233,7 @@ class Gemm:
         for name in ("lhs", "rhs"):
             cast = getattr(self, name)
             if isinstance(cast, str | ScaledFormat):
-                object.__setattr__(self, name, as_cast(cast))
+                object.__setattr__(self, name, _default_cast(as_scaled_format(cast, f"Gemm.{name}")))
             elif cast is not None and not isinstance(cast, Cast):
                 raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
         if self.accumulate not in ("fast", "split", "exact"):

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from microfloat.errors import PlacementError, invalid_type
 from microfloat.recipes.core import Recipe
+from microfloat.recipes.names import as_recipe
 
 __all__ = ["DEFAULT_EXCLUDE", "Placement"]
 
@@ -43,14 +44,16 @@ class Placement:
             rules = list(rules.items())
         if not isinstance(rules, list | tuple):
             raise invalid_type("rules", type(rules), "a list of pairs (pattern, Recipe or None), or a dictionary")
+        if not rules:
+            raise PlacementError("rules: got none, needed at least one pair (pattern, Recipe or None).")
         for index, rule in enumerate(rules):
             if not (isinstance(rule, tuple | list) and len(rule) == 2):
                 raise invalid_type(f"rules[{index}]", repr(rule), "a pair (pattern, Recipe or None)")
             pattern, recipe = rule
             if not isinstance(pattern, str):
                 raise invalid_type(f"rules[{index}][0]", type(pattern), "a pattern string")
-            if recipe is not None and not isinstance(recipe, Recipe):
-                raise invalid_type(f"rules[{index}][1]", type(recipe), "a Recipe, or None for high precision")
+            if recipe is not None:
+                recipe = as_recipe(recipe, f"rules[{index}][1]")
             if pattern.startswith("re:"):
                 try:
                     re.compile(pattern[3:])

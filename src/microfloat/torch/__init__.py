@@ -3,6 +3,13 @@
 Needs torch >= 2.11; never imports JAX. Every recipe runs on every device; `explain` says what is accelerated.
 """
 
+from importlib.util import find_spec
+
+from microfloat.errors import missing_package
+
+if find_spec("torch") is None:
+    raise missing_package("torch", "microfloat.torch", "torch")
+
 from microfloat import formats, recipes
 from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe, get_default_recipe
 from microfloat.support import Support

@@ -10,26 +10,14 @@ import threading
 from typing import Any
 
 from microfloat.errors import NotSupportedError, invalid_type
-from microfloat.recipes import Placement, Recipe, from_name, get_default_recipe
+from microfloat.recipes import Recipe, get_default_recipe
+from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch.context import Ambient, ambient, reset_ambient, set_ambient
 
-__all__ = ["as_recipe", "autocast"]
+__all__ = ["autocast"]
 
 _default_recipe = functools.cache(get_default_recipe)
-
-
-def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
-    """A Recipe from itself or its name; a helpful TypeError for anything else."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str):
-        return from_name(recipe)
-    hint = "Call the class: recipes.NVFP4BlockScaling()." if isinstance(recipe, type) else ""
-    if isinstance(recipe, Placement):
-        hint = "A Placement goes to microfloat.torch.convert."
-    raise invalid_type(argument, type(recipe) if not isinstance(recipe, type) else f"the class {recipe.__name__}",
-                       "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)  # fmt: skip
 
 
 class autocast(contextlib.ContextDecorator):

@@ -15,9 +15,9 @@ from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
+from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from microfloat.torch import scaling
-from microfloat.torch.autocast import as_recipe
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import predict
 

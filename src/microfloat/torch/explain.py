@@ -17,8 +17,8 @@ from microfloat.recipes import (
     Recipe,
 )
 from microfloat.recipes.core import GEMMS, NamedRecipe
+from microfloat.recipes.names import as_recipe
 from microfloat.support import Notes, Support, text_table, wrapped
-from microfloat.torch.autocast import as_recipe
 from microfloat.torch.backends import check_name
 from microfloat.torch.backends.plans import CastRow, GemmRow, cast_rows, gemm_row
 from microfloat.torch.nn.linear import Linear

@@ -9,7 +9,7 @@ from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
-from microfloat.torch.autocast import as_recipe
+from microfloat.recipes.names import as_recipe
 
 __all__ = ["ModelInit", "active_model_init", "quantize_parameter", "quantized_model_init"]
 

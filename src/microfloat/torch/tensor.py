@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import ScaledFormat, get_format
+from microfloat.formats import ScaledFormat
 from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
+from microfloat.recipes.core import as_scaled_format
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference._elements import codes_dtype
@@ -75,9 +76,7 @@ class QuantizedTensor(torch.Tensor):
         None is that of the codes (unpacked), which have their contraction axis last. Raises InvalidValueError for
         shapes that do not fit each other, InvalidTypeError for dtypes.
         """
-        fmt = get_format(format) if isinstance(format, str) else format
-        if not isinstance(fmt, ScaledFormat):
-            raise invalid_type("format", type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+        fmt = as_scaled_format(format)
         one_level = fmt.scale.name == "E4M3" and tensor_scale is None
         cast = Cast(fmt, "one_level_e4m3" if one_level else None, hadamard=hadamard)
         if not isinstance(codes, torch.Tensor):

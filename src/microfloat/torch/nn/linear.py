@@ -10,8 +10,8 @@ from torch import nn
 
 from microfloat.errors import CheckpointError, invalid_type, invalid_value
 from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
+from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
-from microfloat.torch.autocast import as_recipe
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient
 from microfloat.torch.linear import LinearCall, quantized_linear

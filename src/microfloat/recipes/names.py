@@ -1,0 +1,102 @@
+"""The names of the stock recipes, and how an argument that asks for a recipe is read."""
+
+from collections.abc import Callable
+
+from microfloat.errors import invalid_type, unknown_name
+from microfloat.formats import FORMATS, ScaledFormat
+from microfloat.recipes.core import Recipe
+from microfloat.recipes.delayed import DelayedScaling
+from microfloat.recipes.fp8_block import Float8BlockScaling
+from microfloat.recipes.fp8_current import Float8CurrentScaling
+from microfloat.recipes.fp8_row import Float8RowScaling
+from microfloat.recipes.mxfp4 import MXFP4BlockScaling
+from microfloat.recipes.mxfp6 import MXFP6BlockScaling
+from microfloat.recipes.mxfp8 import MXFP8BlockScaling
+from microfloat.recipes.nvfp4 import NVFP4BlockScaling
+
+__all__ = ["FAMILIES", "RECIPES", "as_recipe", "from_name", "get_default_recipe", "hint_of_format", "hint_of_recipe"]
+
+# Canonical name -> how to make the recipe. A class (its defaults), or a function that returns one frozen value.
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "delayed": DelayedScaling,
+    "fp8_current": Float8CurrentScaling,
+    "fp8_row": Float8RowScaling,
+    "fp8_block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "mxfp6": MXFP6BlockScaling,
+    "mxfp4": MXFP4BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+FAMILIES = tuple(maker for maker in RECIPES.values() if isinstance(maker, type))
+
+# Names that users of torchao and Megatron-LM know (docs/recipes.md).
+_ALIASES: dict[str, Callable[[], Recipe]] = {
+    "tensorwise": Float8CurrentScaling,
+    "rowwise": Float8RowScaling,
+    "rowwise_with_gw_hp": lambda: Float8RowScaling(wgrad="high_precision"),
+    "blockwise": Float8BlockScaling,
+    "mxfp8_rceil": MXFP8BlockScaling,
+}
+
+
+def from_name(name: str) -> Recipe:
+    """The stock recipe of that name ("nvfp4"), or of a peer's name that resolves to one ("tensorwise").
+
+    Raises InvalidValueError otherwise, with the nearest known name or, for a format's name, the recipes that use it.
+    """
+    return _named(name, "name")
+
+
+def _named(name: str, argument: str) -> Recipe:
+    if not isinstance(name, str):
+        raise invalid_type(argument, type(name), "a recipe name such as 'mxfp8'")
+    maker = RECIPES.get(name) or _ALIASES.get(name)
+    if maker is None:
+        raise unknown_name(argument, name, [*RECIPES, *_ALIASES], hint_of_format(name))
+    return maker()
+
+
+def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
+    """A Recipe from itself or its name; errors call it `argument`."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return _named(recipe, argument)
+    from microfloat.recipes.placement import Placement
+
+    got, hint = type(recipe), ""
+    if isinstance(recipe, type):
+        got = f"the class {recipe.__name__}"
+        hint = f"Call the class: {recipe.__name__}()." if issubclass(recipe, Recipe) else ""
+    elif isinstance(recipe, Placement):
+        hint = "A Placement goes to convert."
+    elif isinstance(recipe, ScaledFormat):
+        hint = hint_of_format(recipe.name)
+    raise invalid_type(argument, got, "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of ``autocast()`` without one: Float8CurrentScaling(), on every device."""
+    return Float8CurrentScaling()
+
+
+def _formats_of(recipe: Recipe) -> list[str]:
+    return list(dict.fromkeys(cast.format.name for cast in recipe.casts.values() if cast is not None))
+
+
+def hint_of_format(name: str) -> str:
+    """What to say where the name of a format is given for a recipe; "" for a name that is none."""
+    if name not in FORMATS:
+        return ""
+    using = ", ".join(repr(recipe) for recipe, make in RECIPES.items() if name in _formats_of(make()))
+    if using:
+        return f"{name!r} is a format; the recipes that use it: {using}."
+    return f"{name!r} is a format that no stock recipe uses; a CustomRecipe of Gemm({name!r}, ...) may."
+
+
+def hint_of_recipe(name: str) -> str:
+    """What to say where the name of a recipe is given for a format; "" for a name that is none."""
+    make = RECIPES.get(name) or _ALIASES.get(name)
+    if make is None:
+        return ""
+    return f"{name!r} is a recipe; the formats that it uses: {', '.join(map(repr, _formats_of(make())))}."
