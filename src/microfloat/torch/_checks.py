@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_parameter", "check_rows", "check_scale_enc",
-    "check_tensor", "readable", "real_tensor",
+    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_linear", "check_linear_parameters",
+    "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable", "real_tensor",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +69,67 @@ def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
     if parameter.device != x.device:
         needed = f"one on {x.device}, where x is"
         raise invalid_value(argument, f"a tensor on {parameter.device}", needed, f"Move it: .to({str(x.device)!r}).")
+
+
+def check_linear(x: object, weight: object, bias: object) -> None:
+    """Raise where ``x @ weight.T + bias`` cannot run under a recipe: x [..., K], weight [N, K], bias [N] or None."""
+    if isinstance(x, QuantizedTensor):
+        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", "Call x.dequantize() first.")
+    _check_linear_tensor("x", x)
+    assert isinstance(x, torch.Tensor)
+    check_linear_parameters(weight, bias, x)
+    assert isinstance(weight, torch.Tensor)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        needed = f"a last dimension of in_features = {weight.shape[1]}"
+        raise invalid_value("x", f"shape {tuple(x.shape)}", needed)
+
+
+def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> None:
+    """Raise where these are no weight [N, K] and bias [N] (or None) beside x."""
+    _check_linear_tensor("weight", weight)
+    assert isinstance(weight, torch.Tensor)
+    if weight.dim() != 2:
+        raise invalid_value("weight", f"shape {tuple(weight.shape)}", "a matrix [out_features, in_features]")
+    if bias is not None:
+        _check_linear_tensor("bias", bias)
+        assert isinstance(bias, torch.Tensor)
+        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+            needed = f"shape ({weight.shape[0]},): one value for each row of the weight"
+            raise invalid_value("bias", f"shape {tuple(bias.shape)}", needed)
+    if x.device != weight.device and not weight.is_meta:
+        raise invalid_value(
+            "x", f"a tensor on {x.device}", f"one on {weight.device}, where the weight is",
+            f"Move it: x.to({str(weight.device)!r}).",
+        )  # fmt: skip
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != x.device:
+            remedy = "Give the layer its values first." if parameter.is_meta else f"Move it: .to({str(x.device)!r})."
+            raise invalid_value(name, f"a tensor on {parameter.device}", f"one on {x.device}, where x is", remedy)
+
+
+def _check_linear_tensor(argument: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise invalid_type(argument, type(tensor), "a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
+        if tensor.is_nested:
+            got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
+        raise invalid_type(argument, got, "a dense (strided) tensor", remedy)
+    if tensor.dtype not in INPUT_DTYPES:
+        raise invalid_type(
+            argument, tensor.dtype, "float32, bfloat16 or float16 under a low-precision recipe",
+            "Convert it with .to(torch.float32), or run under autocast(enabled=False).",
+        )  # fmt: skip
+    if hasattr(tensor, "placements"):
+        raise NotSupportedError(
+            f"{argument}: got a DTensor, needed a plain tensor: tensor parallelism with DTensors does not run under a "
+            "recipe yet. Leave the layer out of parallelize_module, or run it under autocast(enabled=False)."
+        )
+
+
+def is_abstract(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and a dtype only: on the meta device, or of FakeTensorMode."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def check_eps(eps: object) -> float:

@@ -34,9 +34,11 @@ _library.define(
 )
 
 
-def is_tracing() -> bool:
-    """Whether this Python code runs under a compiler's tracing rather than on values."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+def is_tracing(tensor: Any) -> bool:
+    """Whether this Python code runs under a compiler's tracing, or on the meta device, rather than on values."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
 
 def token_of(cast: Cast) -> str:

@@ -52,7 +52,7 @@ def produce(
     backend: str,
 ) -> Produced:  # fmt: skip
     """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
-    if not _operators.is_tracing():
+    if not _operators.is_tracing(x):
         row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
         return _produce_values(kind, x, second, bias, eps, row, column, seed, scale_enc, backend)
     wanted = casts[0], casts[0] if casts[1] is None else casts[1]

@@ -29,7 +29,7 @@ from microfloat.torch.linear import (
 )
 from microfloat.torch.seeds import draw_seed
 
-__all__ = ["compiled_linear"]
+__all__ = ["abstract_linear", "compiled_linear"]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -93,6 +93,18 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     record(layer.scaling_x_amax_history, live, token, "x", layer._number)
     record(layer.scaling_w_amax_history, live, token, "w", layer._number)
     return y
+
+
+def abstract_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str, compute: torch.dtype
+) -> torch.Tensor:
+    """A call on tensors without values: y and what backward keeps as they would be; no state is read or recorded."""
+    token = tokens.token_of(recipe)
+    seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
+    scale = x.new_empty((), dtype=torch.float32) if tokens.is_delayed(token) else None
+    return _CompiledLinear.apply(
+        x, weight, bias, seed, scale, scale, scale, None, token, True, backend, compute, -1, torch.is_grad_enabled()
+    )
 
 
 class _CompiledLinear(torch.autograd.Function):

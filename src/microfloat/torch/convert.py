@@ -18,7 +18,7 @@ from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from microfloat.torch import scaling
-from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 from microfloat.torch.small import predict
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
@@ -167,7 +167,7 @@ def revert(model: nn.Module) -> nn.Module:
             for slot in scaling.SLOTS:
                 for name in scaling.buffer_names(slot):
                     module._buffers.pop(name, None)
-            for attribute in ("pinned", "backend", "_weight_cache", "_fold_counts", "_pin_token", "_number"):
+            for attribute in OWN_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)
             module.__class__ = nn.Linear  # type: ignore[assignment]
         if isinstance(module, nn.TransformerEncoderLayer):

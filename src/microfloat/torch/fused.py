@@ -23,11 +23,11 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.torch import scaling
-from microfloat.torch._checks import check_features, check_like, check_rows
+from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
 from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
-from microfloat.torch.linear import LinearCall
+from microfloat.torch.linear import LinearCall, autocast_dtype
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.producers import ACTIVATIONS
 from microfloat.torch.tensor import QuantizedTensor
@@ -145,7 +145,7 @@ class _Prepared:
 def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
     """A call for every Linear, or None where the modules must run by themselves."""
     layers = [module for module in modules if isinstance(module, Linear)]
-    if torch.compiler.is_compiling() or x.numel() == 0:
+    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
         return None
     state = ambient()
     recipes = [layer._resolve(state) for layer in layers]
@@ -156,13 +156,12 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
     )  # fmt: skip
     if plain:
         return None
-    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
         return None
     calls, regions = [], []
     for layer, recipe in zip(layers, recipes, strict=True):
-        if layer is layers[0]:
-            layer._check_input(x)
+        layer._check_input(x) if layer is layers[0] else layer._check_parameters(x)
         call = layer._prepare(recipe, state, x, None)  # type: ignore[arg-type]
         if recipe is not None and recipe.is_delayed:
             region = layer._prepare_delayed(call, recipe, state)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Gemm, Recipe
@@ -25,8 +26,8 @@ from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "STREAM", "LinearCall", "bias_gradient", "column_operand", "linear_backward", "linear_forward", "quantized_linear",
-    "refuse_double_backward",
+    "STREAM", "LinearCall", "autocast_dtype", "bias_gradient", "column_operand", "linear_backward", "linear_forward",
+    "quantized_linear", "refuse_batched", "refuse_double_backward", "refuse_transforms",
 ]  # fmt: skip
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -112,6 +113,32 @@ def refuse_double_backward() -> None:
             "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single backward. "
             "Quantization has no second derivative; run this layer under autocast(enabled=False)."
         )
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transform("backward")
+
+
+def refuse_transforms(*tensors: torch.Tensor | None) -> None:
+    """Raise NotSupportedError inside torch.func's transforms and for tensors that carry a forward-mode tangent."""
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transform("forward")
+    if forward_ad._current_level >= 0 and any(
+        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        _refuse_transform("forward")
+
+
+def refuse_batched(tensor: torch.Tensor) -> None:
+    """Raise NotSupportedError for one of the gradients that ``is_grads_batched=True`` takes at once."""
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        _refuse_transform("backward")
+
+
+def _refuse_transform(where: str) -> None:
+    raise NotSupportedError(
+        f"{where}: got a transform of torch.func (vmap, grad, jvp, jacrev, ...), forward-mode AD or batched gradients "
+        "through a quantized Linear, needed an ordinary forward and backward. Call the layer on a batch and use "
+        "loss.backward() or torch.autograd.grad, one gradient at a time, or run it under autocast(enabled=False)."
+    )
 
 
 def linear_forward(
@@ -176,6 +203,7 @@ def _cast_both(
     call: LinearCall, slot: str, tensor: torch.Tensor, row: Cast | _Unused | None, column: Cast | _Unused | None
 ) -> tuple[AnyOperand | None, AnyOperand | None]:
     """Both operand forms of one tensor; high-precision forms are views of it, unused ones None."""
+    refuse_batched(tensor)
     row_cast = row if isinstance(row, Cast) else None
     column_cast = column if isinstance(column, Cast) else None
     row_stream, column_stream = STREAM[slot]
@@ -332,8 +360,15 @@ class _Saver:
 _NOTHING = contextlib.nullcontext()
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of torch.autocast where it is enabled for such devices (there is none for meta), else None."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def _plain_dtypes(device_type: str) -> Any:
     """Keep torch.autocast from touching the GEMMs inside: their dtypes are this module's business."""
-    if torch.is_autocast_enabled(device_type):
+    if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
     return _NOTHING

@@ -44,7 +44,7 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
     tensor([[162,   5]], dtype=torch.uint8)
     """
-    run = _traced_quantize if _operators.is_tracing() else quantize_values
+    run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
 
 
@@ -98,7 +98,7 @@ def scaled_matmul(
     for name, operand in (("a", a), ("b", b)):
         _check_quantized(name, operand, "Quantize it, or multiply a.dequantize() and b.dequantize().")
     dtype = a.dtype if out_dtype is None else out_dtype
-    if not _operators.is_tracing():
+    if not _operators.is_tracing(a):
         return multiply_values(a, b, bias, dtype, accumulate, backend)
     return torch.ops.microfloat.scaled_matmul(
         a.part_list(), a.token, a.axis, a.shape, b.part_list(), b.token, b.axis, b.shape, bias, dtype, accumulate,

@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import backends, scaling
+from microfloat.torch._checks import check_linear
 from microfloat.torch.backends import shared
 from microfloat.torch.context import Ambient
-from microfloat.torch.linear import LinearCall, bias_gradient, linear_backward, refuse_double_backward
+from microfloat.torch.linear import (
+    LinearCall,
+    bias_gradient,
+    linear_backward,
+    refuse_batched,
+    refuse_double_backward,
+)
 
 __all__ = ["counts_of", "planned_linear"]
 
@@ -26,6 +34,8 @@ _MOST_PLANS = 1024
 # Key -> (recipe, plan or None). The recipe is kept, so that its id, which stands in the key, stays its own.
 _PLANS: dict[tuple, tuple[Recipe, Any]] = {}
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+# Stands for a bias that is no parameter of the layer itself: parametrized or pruned.
+_COMPUTED: Any = object()
 
 
 class _Delayed(NamedTuple):
@@ -42,10 +52,11 @@ def planned_linear(
 ) -> torch.Tensor | None:
     """``x @ weight.T + bias`` under `recipe` by a plan; None where none applies and the general path must run."""
     parameters = layer._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+    weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
     if (
         type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or not (x.is_cuda or _ON_CPU_TOO)
-        or x.is_neg() or torch._C._are_functorch_transforms_active()
+        or bias is _COMPUTED or x.is_neg() or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     ):  # fmt: skip
         return None
     name = layer.backend if layer.backend != "auto" or state is None else state.backend
@@ -55,7 +66,7 @@ def planned_linear(
         id(recipe), name, grad, x.requires_grad, weight.requires_grad,
         x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15,
         weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() & 15,
-        None if bias is None else (bias.dtype, bias.get_device(), bias.data_ptr() & 15),
+        None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
     )  # fmt: skip
     known = _PLANS.get(key)
@@ -90,6 +101,7 @@ def planned_linear(
 
 def _make(key: tuple, recipe: Recipe, x: Any, weight: Any, bias: Any, name: str) -> tuple[Recipe, Any]:
     """Ask the backend for a plan, and remember its answer."""
+    check_linear(x, weight, bias)
     make = getattr(backends.choose(name, x.device), "linear_plan", None)
     grad, x_grad, weight_grad, autocast = key[2], key[3], key[4], key[-1]
     plan = None
@@ -207,7 +219,11 @@ class _PlannedLinear(torch.autograd.Function):
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         dx = dw = None
         if wants_dx or wants_dw:
-            dx, dw = _backward(ctx.plan, ctx.call, dy, ctx.saved_tensors, wants_dx, wants_dw)
+            try:
+                dx, dw = _backward(ctx.plan, ctx.call, dy, ctx.saved_tensors, wants_dx, wants_dw)
+            except RuntimeError:
+                refuse_batched(dy)  # whose address cannot be read
+                raise
         db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
         return dx, dw, db, None, None, None, None, None
 

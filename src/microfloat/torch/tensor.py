@@ -133,7 +133,7 @@ class QuantizedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if dtype not in (*_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
-        if _operators.is_tracing():
+        if _operators.is_tracing(self.codes):
             parts = (self.codes, self.scale, self.tensor_scale)
             return torch.ops.microfloat.dequantize(*parts, self.token, self.axis, self.shape, dtype)
         return self.decoded(dtype)

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from microfloat.errors import CheckpointError, invalid_type, invalid_value
+from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
 from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
-from microfloat.torch.compiled import compiled_linear
+from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract
+from microfloat.torch.compiled import abstract_linear, compiled_linear
 from microfloat.torch.context import Ambient, ambient
-from microfloat.torch.linear import LinearCall, quantized_linear
+from microfloat.torch.linear import LinearCall, autocast_dtype, quantized_linear, refuse_transforms
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.planned import counts_of, planned_linear
 from microfloat.torch.seeds import draw_seed
@@ -42,7 +43,8 @@ class _Unpinned:
 
 UNPINNED = _Unpinned()
 HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
-_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Attributes of a Linear that nn.Linear does not have.
+OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number")
 
 
 class Linear(nn.Linear):
@@ -52,13 +54,15 @@ class Linear(nn.Linear):
     that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
     float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
 
-    Raises InvalidTypeError for other dtypes under a recipe, InvalidValueError for a wrong last dimension or device.
-    Source: docs/numerics.md, section 6.
+    Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
+    and devices that do not fit, NotSupportedError for DTensors, inside torch.func's transforms and forward-mode AD,
+    and for torch.jit. Source: docs/numerics.md, section 6.
     """
 
-    pinned: Any = UNPINNED
     backend: str = "auto"
+    _pinned: Any = UNPINNED
     _pin_token: str | None = None
+    _path: str = ""  # the layer's name in the model that was converted, for messages
     _number: int = -1
 
     def __init__(
@@ -74,18 +78,27 @@ class Linear(nn.Linear):
         if recipe is not None:
             self.pin(recipe)
 
+    @property
+    def pinned(self) -> Any:
+        """The recipe that `pin` fixed (None = high precision), or UNPINNED."""
+        return self._pinned
+
+    @pinned.setter
+    def pinned(self, recipe: Any) -> None:
+        self.unpin() if recipe is UNPINNED else self.pin(recipe)
+
     def pin(self, recipe: Recipe | str | None) -> "Linear":
         """Fix the recipe of this layer (None = high precision); it wins over the autocast's."""
-        self.pinned = None if recipe is None else as_recipe(recipe)
-        self._pin_token = token_of(self.pinned)
+        self._pinned = None if recipe is None else as_recipe(recipe)
+        self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
-        if self.pinned is not None and self.pinned.is_delayed:
-            scaling.ensure_buffers(self, _delayed_of(self.pinned))
+        if self._pinned is not None and self._pinned.is_delayed:
+            scaling.ensure_buffers(self, _delayed_of(self._pinned))
         return self
 
     def unpin(self) -> "Linear":
         """Follow the ambient autocast again."""
-        self.pinned = UNPINNED
+        self._pinned = UNPINNED
         self._pin_token = None
         self._drop_weight_cache()
         return self
@@ -97,8 +110,8 @@ class Linear(nn.Linear):
     def _resolve(self, state: Ambient | None) -> Recipe | None:
         if state is not None and not state.enabled:
             return None
-        if self.pinned is not UNPINNED:
-            return self.pinned
+        if self._pinned is not UNPINNED:
+            return self._pinned
         return state.recipe if state is not None else None
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -109,65 +122,105 @@ class Linear(nn.Linear):
             return compiled_linear(self, x)
         state = ambient()
         recipe = self._resolve(state)
-        if recipe is None:
-            if state is not None and state.calibrating:
-                self._calibrate(x, state)
+        try:
+            if recipe is None:
+                if state is not None and state.calibrating:
+                    self._calibrate(x, state)
+                return self._plain(x)
+            if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+                raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
+            recipe = canonical(recipe)
+            y = planned_linear(self, x, recipe, state, is_first_microbatch)
+            return self._general(x, recipe, state, is_first_microbatch) if y is None else y
+        except Exception as error:
+            named = self._named(error, x, recipe)
+            if named is error:
+                raise
+            raise named from error
+
+    def _general(
+        self, x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        weight, bias = self.weight, self.bias  # read once: a parametrization computes them
+        refuse_transforms(x, weight, bias)
+        check_linear(x, weight, bias)
+        if x.numel() == 0 or weight.numel() == 0:
             return self._plain(x)
-        recipe = canonical(recipe)
-        y = planned_linear(self, x, recipe, state, is_first_microbatch)
-        if y is not None:
-            return y
-        self._check_input(x)
-        if x.numel() == 0 or self.weight.numel() == 0:
-            return self._plain(x)
+        if is_abstract(x):
+            name = "auto" if x.is_meta else self._backend_name(state)
+            return abstract_linear(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
         call = self._prepare(recipe, state, x, is_first_microbatch)
         own_region = None
         if recipe.is_delayed:
             own_region = self._prepare_delayed(call, recipe, state)
-        y = quantized_linear(x, self.weight, self.bias, call)
+        y = quantized_linear(x, weight, bias, call)
         if own_region is not None:
             own_region.close()
         return y
 
+    def _named(self, error: Exception, x: Any, recipe: Recipe | None) -> Exception:
+        """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
+        if not isinstance(error, MicrofloatError):
+            if recipe is None:
+                return error
+            try:
+                self._check_input(x)
+                return error
+            except MicrofloatError as cause:
+                error = cause
+        if self._path:
+            error.args = (f"{error.args[0]} (In the layer {self._path!r}.)",)
+        return error
+
+    def _backend_name(self, state: Ambient | None) -> str:
+        return self.backend if self.backend != "auto" or state is None else state.backend
+
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
-        if isinstance(self.weight, QuantizedTensor):
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, QuantizedTensor):
             self._check_input(x)
-            return quantized_linear(x, self.weight, self.bias, self._prepare(HIGH_PRECISION, None, x, None))
-        if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type) or not x.is_floating_point():
-            return F.linear(x, self.weight, self.bias)
-        bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.linear(x, self.weight.to(x.dtype), bias)
+            return quantized_linear(x, weight, bias, self._prepare(HIGH_PRECISION, None, x, None))
+        if (
+            not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
+            or autocast_dtype(x.device.type) is not None
+        ):  # fmt: skip
+            return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
 
     def _check_input(self, x: torch.Tensor) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise invalid_type("x", type(x), "a torch.Tensor")
-        for name, dtype in (("x", x.dtype), ("weight", self.weight.dtype)):
-            if dtype not in _COMPUTE_DTYPES:
-                raise invalid_type(
-                    name, dtype, "float32, bfloat16 or float16 under a low-precision recipe",
-                    f"Convert it with .to(torch.float32), or run under {'autocast(enabled=False)'}.",
-                )  # fmt: skip
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise invalid_value("x", f"shape {tuple(x.shape)}", f"a last dimension of in_features = {self.in_features}")
-        if x.device != self.weight.device:
-            raise invalid_value(
-                "x", f"a tensor on {x.device}", f"one on {self.weight.device}, where the weight is",
-                f"Move it: x.to({str(self.weight.device)!r}).",
-            )  # fmt: skip
+        check_linear(x, self.weight, self.bias)
+
+    def _check_parameters(self, x: torch.Tensor) -> None:
+        check_linear_parameters(self.weight, self.bias, x)
+
+    def _slow_forward(self, *arguments: Any, **options: Any) -> Any:
+        """The forward that nn.Module takes while torch.jit traces."""
+        if self.effective_recipe() is not None:
+            raise NotSupportedError(
+                "torch.jit.trace: got a Linear under a recipe, which TorchScript cannot hold. Use torch.compile or "
+                "torch.export, or trace under autocast(enabled=False)."
+            )
+        return super()._slow_forward(*arguments, **options)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise NotSupportedError(
+            "torch.jit.script: got a microfloat Linear, which TorchScript cannot hold. Use torch.compile or "
+            "torch.export, or microfloat.torch.revert the model first."
+        )
 
     def _prepare(self, recipe: Recipe, state: Ambient | None, x: torch.Tensor, first: bool | None) -> LinearCall:
-        kind = x.device.type
-        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        name = self.backend if self.backend != "auto" or state is None else state.backend
+        compute = autocast_dtype(x.device.type) or x.dtype
+        name = self._backend_name(state)
         call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
         if hasattr(call.backend, "call_forms"):
             call.counts = counts_of(self, call.backend)
             call.forms = call.backend.call_forms(recipe, x.device, call.counts)
         if recipe.is_stochastic:
             call.seed = draw_seed(x.device)
-        if first is not None and not isinstance(self.weight, QuantizedTensor):
+        # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
+        if first is not None and isinstance(self.weight, nn.Parameter) and not isinstance(self.weight, QuantizedTensor):
             cache = call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
             if first:
                 cache.clear()
@@ -201,8 +254,11 @@ class Linear(nn.Linear):
         return own_region if call.records else None
 
     def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
-        recipe = self.pinned if isinstance(self.pinned, Recipe) else state.recipe
-        if recipe is None or not recipe.is_delayed or x.numel() == 0:
+        recipe = self._pinned if isinstance(self._pinned, Recipe) else state.recipe
+        if recipe is None or not recipe.is_delayed:
+            return
+        self._check_input(x)
+        if x.numel() == 0 or is_abstract(x):
             return
         delayed = _delayed_of(recipe)
         scaling.ensure_buffers(self, delayed)
@@ -226,14 +282,14 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_number", "_pin_token"):
+        for name in ("_weight_cache", "_fold_counts", "_number", "_pin_token", "_path"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.pinned is not UNPINNED:
-            self._pin_token = token_of(self.pinned)
+        if self._pinned is not UNPINNED:
+            self._pin_token = token_of(self._pinned)
         if scaling.has_buffers(self):
             scaling.number_layer(self)
 
@@ -259,7 +315,7 @@ class Linear(nn.Linear):
         self._drop_weight_cache()
 
     def extra_repr(self) -> str:
-        pinned = "" if self.pinned is UNPINNED else f", recipe={self.pinned!r}"
+        pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
         return super().extra_repr() + pinned
 
 
