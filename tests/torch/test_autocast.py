@@ -1,6 +1,10 @@
 """autocast: nesting, islands, exceptions, threads, async tasks, precedence, re-entry, backward afterwards."""
 
 import asyncio
+import contextvars
+import copy
+import functools
+import pickle
 import threading
 import warnings
 
@@ -154,6 +158,185 @@ def test_decorator_may_recurse(layer) -> None:
     assert layer.effective_recipe() is None
 
 
+def test_exits_out_of_order_are_errors_and_leave_the_state_from_before(layer) -> None:
+    for order in ("abc", "acb", "bac", "bca", "cab", "cba"):
+        contexts = {name: mf.autocast(recipe=recipe) for name, recipe in zip("abc", (MX8, MX4, MX8), strict=True)}
+        entered = []
+        for name, context in contexts.items():
+            context.__enter__()
+            entered.append(name)
+        for name in order:
+            if name == entered[-1]:
+                contexts[name].__exit__(None, None, None)
+            else:
+                with pytest.raises(NotSupportedError, match="reverse order"):
+                    contexts[name].__exit__(None, None, None)
+            entered.remove(name)
+            expected = contexts[entered[-1]]._state.recipe if entered else None
+            assert layer.effective_recipe() == expected, order
+        with contexts["a"]:  # an instance that was left may be entered again
+            assert layer.effective_recipe() == MX8
+
+
+def test_generators_that_interleave_get_an_error_and_leak_nothing(layer) -> None:
+    def inside(recipe):
+        with mf.autocast(recipe=recipe):
+            yield layer.effective_recipe()
+            yield layer.effective_recipe()
+
+    first, second = inside(MX8), inside(MX4)
+    assert [next(first), next(second)] == [MX8, MX4]
+    next(first)
+    with pytest.raises(NotSupportedError, match="decorate it"):
+        next(first)
+    assert list(second) == [MX4]
+    assert layer.effective_recipe() is None
+
+
+def test_an_exit_needs_an_entry(layer) -> None:
+    context = mf.autocast(recipe=MX8)
+    with pytest.raises(NotSupportedError, match="not entered"):
+        context.__exit__(None, None, None)
+    with context:
+        pass
+    with pytest.raises(NotSupportedError, match="not entered"):
+        context.__exit__(None, None, None)
+
+
+def test_an_exit_in_another_context_is_an_error_and_changes_nothing(layer) -> None:
+    context, errors = mf.autocast(recipe=MX8), []
+
+    def leave() -> None:
+        try:
+            context.__exit__(None, None, None)
+        except NotSupportedError as error:
+            errors.append(str(error))
+
+    with context:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        contextvars.copy_context().run(leave)
+        assert layer.effective_recipe() == MX8
+    assert layer.effective_recipe() is None
+    assert len(errors) == 2
+    assert all("another thread or task" in error for error in errors)
+
+
+def test_a_region_ends_with_the_last_autocast_in_it_and_has_failed_if_one_was_left_out_of_order() -> None:
+    layer = mf.Linear(16, 8, recipe=DelayedScaling(amax_history_len=2))
+    x = torch.ones(4, 16)
+    outer, inner = mf.autocast(), mf.autocast()
+    outer.__enter__()
+    layer(x)
+    inner.__enter__()
+    with pytest.raises(NotSupportedError):
+        outer.__exit__(None, None, None)
+    layer(3 * x)
+    inner.__exit__(None, None, None)
+    assert layer.scaling_x_scale == 1
+    assert layer.scaling_x_amax_history[0] == 3
+    with mf.autocast():  # the step that is taken again
+        layer(2 * x)
+    assert layer.scaling_x_scale == 448 / 3
+
+
+def test_decorated_generators_run_under_it_step_by_step(layer) -> None:
+    layer.pin(DelayedScaling(amax_history_len=4))
+    seen = []
+
+    @mf.autocast(recipe=MX8)
+    def steps(layers: list) -> object:
+        got = None
+        try:
+            while True:
+                try:
+                    got = yield [one.effective_recipe() for one in layers]
+                    layer(torch.ones(2, 32))
+                    seen.append(got)
+                except KeyError:
+                    seen.append([one.effective_recipe() for one in layers])
+                if got == "stop":
+                    return "value"
+        finally:
+            seen.append([one.effective_recipe() for one in layers])
+
+    free = mf.Linear(4, 4)
+    first, second = steps([free]), steps([free])
+    assert next(first) == next(second) == [MX8]
+    assert free.effective_recipe() is None
+    with mf.autocast(recipe=MX4):
+        assert first.send(1) == second.throw(KeyError()) == [MX8]
+        assert free.effective_recipe() == MX4
+    with pytest.raises(StopIteration, match="value"):
+        first.send("stop")
+    second.close()
+    assert seen == [1, [MX8], "stop", [MX8], [MX8]]
+    assert free.effective_recipe() is None
+    assert layer.scaling_x_amax_history.count_nonzero() == 2, "a step is a region, the last one too"
+    assert steps.__name__ == "steps"
+
+
+def test_decorated_coroutines_and_async_generators_run_under_it_in_their_task(layer) -> None:
+    async def plain(recipe) -> list:
+        seen = [layer.effective_recipe()]
+        await asyncio.sleep(0)
+        return [*seen, layer.effective_recipe()]
+
+    class Callable:
+        async def __call__(self, recipe) -> list:
+            return await plain(recipe)
+
+    async def generate(recipe):
+        try:
+            for value in await plain(recipe):
+                got = yield value
+            yield got
+        except KeyError:
+            yield layer.effective_recipe()
+        finally:
+            closed.append(layer.effective_recipe())
+
+    async def drain(recipe) -> list:
+        seen = [value async for value in mf.autocast(recipe=recipe)(generate)(recipe)]
+        assert layer.effective_recipe() is None
+        generator = mf.autocast(recipe=recipe)(generate)(recipe)
+        seen += [await anext(generator), await generator.asend(1), await generator.athrow(KeyError())]
+        await generator.aclose()
+        return [value for value in seen if value is not None]
+
+    async def main() -> list:
+        runs = [mf.autocast(recipe=recipe)(function)(recipe) for recipe in (MX8, MX4)
+                for function in (plain, Callable(), functools.partial(plain))]  # fmt: skip
+        return await asyncio.gather(*runs, drain(MX8), drain(MX4))
+
+    closed: list = []
+    results = asyncio.run(main())
+    expected = [MX8] * 3 + [MX4] * 3 + [MX8, MX4]
+    assert all(set(map(id, seen)) == {id(recipe)} for seen, recipe in zip(results, expected, strict=True))
+    assert [len(seen) for seen in results] == [2] * 6 + [5] * 2
+    assert sorted(map(id, closed)) == sorted(map(id, [MX8, MX8, MX4, MX4]))
+
+
+def test_what_cannot_be_decorated_is_refused() -> None:
+    model = type("Model", (), {})
+    refused = ((model, "class Model"), (3, "int"), (staticmethod(print), "below"), (classmethod(print), "below"))
+    for target, words in refused:
+        with pytest.raises(InvalidTypeError, match=words):
+            mf.autocast()(target)
+    with pytest.raises(InvalidTypeError, match="parentheses"):
+        mf.autocast(print)
+
+
+def test_copies_are_instances_of_their_own(layer) -> None:
+    context = mf.autocast(recipe=MX8, backend="reference")
+    with context:
+        for twin in (copy.copy(context), copy.deepcopy(context), pickle.loads(pickle.dumps(context))):
+            assert repr(twin) == repr(context)
+            with mf.autocast(recipe=MX4), twin:
+                assert layer.effective_recipe() == MX8
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -221,6 +404,26 @@ def test_checkpoint_recomputes_with_the_same_bits() -> None:
             mf.update_scaling(block)
             results.append([*gradients, *block.state_dict().values()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), recipe
+
+
+def test_an_autocast_inside_a_checkpoint_replays_the_scales_of_its_forward() -> None:
+    def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with mf.autocast(recipe=DelayedScaling(amax_history_len=2)):
+            return layer(x)
+
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = mf.Linear(32, 32)
+        x = torch.randn(8, 32, requires_grad=True)
+        losses = []
+        for size in (1.0, 4.0, 16.0):  # several regions before the first backward
+            with mf.autocast(recipe=DelayedScaling(amax_history_len=2)):
+                y = mf.checkpoint(run, layer, x * size) if recompute else run(layer, x * size)
+            losses.append(y.square().sum())
+        sum(losses).backward()
+        gradients.append([x.grad, layer.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_torchs_own_checkpoint_of_pinned_layers() -> None:

@@ -1,15 +1,19 @@
 """torch.compile(fullgraph=True): the bits of eager, no stale recipe, no recompilation, state and seeds at run time."""
 
+import asyncio
+import contextlib
 import threading
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
+from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
     CustomRecipe,
@@ -147,35 +151,137 @@ def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() ->
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_second_thread_gets_its_own_recipe_or_an_error_but_never_a_stale_one() -> None:
-    layer = mf.Linear(32, 16)
-    function = compiled(layer)
+def test_threads_and_tasks_run_what_their_own_autocast_asks_for() -> None:
+    """While one thread is inside an autocast, another calls the same compiled functions; tasks take turns."""
+    pinned, free = mf.Linear(32, 16, recipe=MXFP8BlockScaling()), mf.Linear(32, 16)
+    counter = CompileCounterWithBackend("aot_eager")
+    functions = [(layer, torch.compile(layer, fullgraph=True, backend=counter)) for layer in (pinned, free)]
     x = torch.randn(8, 32)
-    results: dict[str, object] = {}
+    autocasts = ({"enabled": False}, {"recipe": NVFP4BlockScaling(), "enabled": False}, {"recipe": MXFP4BlockScaling()})
+    results: list[object] = []
 
-    def alone() -> None:
-        with mf.autocast(recipe=MXFP4BlockScaling()):
-            results["alone"] = torch.equal(function(x), layer(x))
-
-    def beside() -> None:
+    def check() -> None:
         try:
-            results["beside"] = torch.equal(function(x), layer(x))
+            results.extend(torch.equal(function(x), layer(x)) for layer, function in functions)
         except Exception as error:
-            results["beside"] = "several threads" in str(error)
+            results.append(error)
 
-    with mf.autocast(recipe=MXFP8BlockScaling()):
-        function(x)
-    for worker in (alone, beside):
-        if worker is beside:
-            with mf.autocast(recipe=MXFP8BlockScaling()):
-                thread = threading.Thread(target=worker)
-                thread.start()
-                thread.join()
-        else:
-            thread = threading.Thread(target=worker)
-            thread.start()
-            thread.join()
-    assert results == {"alone": True, "beside": True}
+    def worker(options: dict) -> None:
+        with mf.autocast(**options):
+            for _ in range(3):
+                turn.wait(60)
+                turn.wait(60)
+                check()
+                turn.wait(60)
+
+    for options in autocasts:
+        turn = threading.Barrier(2)
+        thread = threading.Thread(target=worker, args=(options,))
+        thread.start()
+        for _ in range(3):
+            turn.wait(60)
+            check()  # in no autocast, while the other thread is in one
+            turn.wait(60)
+            turn.wait(60)
+        thread.join()
+    assert results == [True] * 36
+
+    async def task(options: dict) -> None:
+        with mf.autocast(**options):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                check()
+
+    async def main() -> None:
+        await asyncio.gather(*(task(options) for options in (*autocasts, {"recipe": MXFP4BlockScaling()})))
+
+    asyncio.run(main())
+    assert results == [True] * 60
+    # pinned: quantized and plain; free: plain and MXFP4. Nothing else that an autocast says compiles again.
+    assert counter.frame_count == 4
+
+
+def test_code_without_its_guards_raises_where_another_recipe_is_due() -> None:
+    layers = [mf.Linear(32, 16), mf.Linear(32, 16, recipe=MXFP8BlockScaling())]
+    x = torch.randn(8, 32)
+    states = ({}, {"enabled": False}, {"recipe": MXFP8BlockScaling()})
+    for layer in layers:
+        ran = []
+        for compiled_under in states:
+            torch._dynamo.reset()
+            with contextlib.ExitStack() as stack:
+                if compiled_under:
+                    stack.enter_context(mf.autocast(**compiled_under))
+                program = torch.export.export(layer, (x,)).module()
+            for called_under in states:
+                with contextlib.ExitStack() as stack:
+                    if called_under:
+                        stack.enter_context(mf.autocast(**called_under))
+                    try:
+                        ran.append(torch.equal(program(x), layer(x)))
+                    except NotSupportedError as error:
+                        ran.append("guards were not evaluated" not in str(error))
+        same_as_island = layer is layers[0]
+        plain = [True, same_as_island, not same_as_island]
+        assert ran == [*plain, same_as_island, True, False, not same_as_island, False, True]
+
+
+def test_the_backend_of_the_autocast_is_that_of_compiled_code(monkeypatch) -> None:
+    chosen = []
+    choose = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda name, device: chosen.append(name) or choose("reference", device))
+    own, free = mf.Linear(32, 16, recipe="mxfp8", backend="reference"), mf.Linear(32, 16)
+    x = torch.randn(8, 32)
+    for layer in (own, free):
+        function = compiled(layer)
+        for name in ("auto", "triton", "native", "auto"):
+            seen = []
+            for run in (layer, function):
+                chosen.clear()
+                with mf.autocast(recipe="mxfp8", backend=name):
+                    run(x)
+                seen.append(set(chosen))
+            assert seen[0] == seen[1] == {"reference" if layer is own else name}
+
+
+def test_calibration_records_in_compiled_code_what_it_records_in_eager_code() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    states = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        layers = [mf.Linear(16, 8, recipe=recipe), mf.Linear(16, 8)]
+        with mf.autocast(recipe=recipe):
+            layers[1](torch.ones(1, 16))  # makes its buffers
+        outputs = []
+        for layer in layers:
+            function = compiled(layer) if compile_it else layer
+            for calibrating in (True, False, True):
+                x = torch.randn(4, 16) * (1 + calibrating)
+                with mf.autocast(enabled=False, recipe=recipe, calibrating=calibrating):
+                    outputs.append(function(x))
+            mf.update_scaling(layer)
+        states.append([*outputs, *(value for layer in layers for value in layer.state_dict().values())])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    layer = mf.Linear(16, 8)
+    with (
+        mf.autocast(enabled=False, recipe=recipe, calibrating=True),
+        pytest.raises(Exception, match="one step in eager"),
+    ):
+        compiled(layer)(torch.ones(1, 16))
+
+
+def test_an_autocast_inside_compiled_code_is_a_named_error_or_runs_in_eager_mode() -> None:
+    layer = mf.Linear(32, 16)
+    x = torch.randn(8, 32)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with mf.autocast(recipe="mxfp8"):
+            return layer(x)
+
+    for inside in (function, mf.autocast(recipe="mxfp8")(layer)):
+        with pytest.raises(Exception, match=r"around the call of the compiled function.*convert"):
+            compiled(inside)(x)
+        assert torch.equal(torch.compile(inside, backend="aot_eager")(x), function(x))
 
 
 def test_island_around_a_compiled_pinned_layer() -> None:
@@ -192,7 +298,7 @@ def test_island_around_a_compiled_pinned_layer() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed"])
 def test_no_recompilation_per_step_or_for_equal_recipes(name: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     layer = mf.Linear(32, 16, recipe=DelayedScaling(amax_history_len=4) if name == "delayed" else None)
     function = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     for index in range(12):

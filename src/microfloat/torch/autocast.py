@@ -4,9 +4,10 @@ Precedence (first that applies): ``autocast(enabled=False)``, the recipe pinned 
 the innermost autocast, nothing (high precision). Backward never reads this: it uses what its forward captured.
 """
 
-import contextlib
 import functools
+import inspect
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from microfloat.errors import NotSupportedError, invalid_type
@@ -20,7 +21,7 @@ __all__ = ["autocast"]
 _default_recipe = functools.cache(get_default_recipe)
 
 
-class autocast(contextlib.ContextDecorator):
+class autocast:
     """Run the microfloat layers inside under a recipe; a context manager and a decorator.
 
     Parameters: `enabled` (False: a high-precision island, pinned layers included), `recipe` (None:
@@ -44,16 +45,42 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         if not (isinstance(enabled, bool) and isinstance(calibrating, bool)):
             name, value = ("calibrating", calibrating) if isinstance(enabled, bool) else ("enabled", enabled)
-            raise invalid_type(name, type(value), "True or False", "A recipe goes to recipe=.")
+            hint = "Write @autocast() with parentheses." if callable(value) else "A recipe goes to recipe=."
+            raise invalid_type(name, type(value), "True or False", hint)
         backends.check_name(backend)
         recipe = _default_recipe() if recipe is None else as_recipe(recipe)
         self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
+        self._entered: tuple[scaling.Region | None, Any] | None = None
 
     def _recreate_cm(self) -> "autocast":
         """A fresh instance per decorated call, so that decorated functions may recurse and run in several threads."""
         state = self._state
         return autocast(state.enabled, state.recipe, state.calibrating, state.group, backend=state.backend)
+
+    def __copy__(self) -> "autocast":
+        return self._recreate_cm()
+
+    def __deepcopy__(self, memo: Any) -> "autocast":
+        return self._recreate_cm()
+
+    def __reduce__(self) -> Any:
+        state = self._state
+        arguments = state.enabled, state.recipe, state.calibrating, state.group
+        return functools.partial(autocast, backend=state.backend), arguments
+
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function: each call runs under an autocast of its own.
+
+        A coroutine runs under it in the task that awaits it. A generator, also an async one, runs under it while it
+        runs, and not while its caller does; for delayed scaling each step up to a `yield` is a region.
+        """
+        if isinstance(function, (staticmethod, classmethod)):
+            raise invalid_type("autocast", type(function), "a function to decorate", "Write @autocast() below it.")
+        if isinstance(function, type) or not callable(function):
+            got = f"the class {function.__name__}" if isinstance(function, type) else type(function)
+            raise invalid_type("autocast", got, "a function to decorate", "Decorate a method, such as forward.")
+        return _decorated(function, self._recreate_cm)
 
     def __enter__(self) -> "autocast":
         if not self._busy.acquire(blocking=False):
@@ -63,26 +90,37 @@ class autocast(contextlib.ContextDecorator):
             )
         try:
             outer = ambient()
-            region = outer.region if outer is not None else None
-            enabled, recipe, calibrating, group, backend, _, _, _ = self._state
-            self._opened = None
+            enabled, recipe, calibrating, group, backend = self._state[:5]
+            region, tapes = (None, (None, None)) if outer is None else (outer.region, outer[6:8])
             if region is None and (enabled or calibrating):
                 scaling.flush_backward()
-                region = self._opened = scaling.Region()
-            self._token = set_ambient(Ambient(enabled, recipe, calibrating, group, backend, region))
+                region = scaling.Region()
+            state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer)
+            self._entered = region, set_ambient(state)
         except BaseException:
             self._busy.release()
             raise
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        try:
-            reset_ambient(self._token)
-            if self._opened is not None:
-                self._opened.close(completed=kind is None)
-        finally:
-            self._opened = self._token = None
-            self._busy.release()
+        if self._entered is None:
+            raise NotSupportedError(
+                "autocast: got an exit of an instance that is not entered, needed one exit for each enter."
+            )
+        region, token = self._entered
+        outer, was_innermost = reset_ambient(token, self)
+        self._entered = None
+        self._busy.release()
+        if not was_innermost:
+            if region is not None:
+                region.failed = True
+            raise NotSupportedError(
+                "autocast: got an exit while an autocast that was entered later is still active in this thread and "
+                "task, needed exits in the reverse order of the entries. A generator must not yield inside "
+                "`with autocast(...)` while others do: decorate it with @autocast(...), or enter around each step."
+            )
+        if region is not None and (outer is None or outer.region is not region):
+            region.close(completed=kind is None and not region.failed)
 
     def __repr__(self) -> str:
         state = self._state
@@ -90,3 +128,87 @@ class autocast(contextlib.ContextDecorator):
             f"autocast(enabled={state.enabled}, recipe={state.recipe!r}, calibrating={state.calibrating}, "
             f"backend={state.backend!r})"
         )
+
+
+# What torch.compiler.disable does, which would import all of Dynamo. It ends the graph here, and the frame runs in
+# eager mode; under fullgraph=True the reason stands in Dynamo's error.
+autocast.__init__._torchdynamo_disable = True  # type: ignore[attr-defined]
+autocast.__init__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "autocast: got `with autocast(...)` inside compiled code, needed it around the call of the compiled function. "
+    "Or pin recipes to layers with microfloat.torch.convert (None: high precision)."
+)
+
+
+def _decorated(function: Any, enter: Callable[[], autocast]) -> Any:
+    """`function`, all of whose own code runs inside ``with enter()``."""
+
+    def is_kind(asks: Callable[[Any], bool]) -> bool:
+        return asks(function) or asks(type(function).__call__)
+
+    if is_kind(inspect.isasyncgenfunction):
+        return functools.wraps(function)(_stepped_async(function, enter))
+    if is_kind(inspect.isgeneratorfunction):
+        return functools.wraps(function)(_stepped(function, enter))
+    if is_kind(inspect.iscoroutinefunction):
+
+        @functools.wraps(function)
+        async def run_async(*args: Any, **kwargs: Any) -> Any:
+            with enter():
+                return await function(*args, **kwargs)
+
+        return run_async
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with enter():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _stepped(function: Any, enter: Callable[[], autocast]) -> Any:
+    """A generator function each of whose steps, from one yield to the next, runs inside ``with enter()``."""
+
+    def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        generator = function(*args, **kwargs)
+        step, sent = generator.send, None
+        while True:
+            with enter():
+                try:
+                    value = step(sent)
+                except StopIteration as stop:
+                    return stop.value
+            try:
+                step, sent = generator.send, (yield value)
+            except GeneratorExit:
+                with enter():
+                    generator.close()
+                raise
+            except BaseException as error:
+                step, sent = generator.throw, error
+
+    return steps
+
+
+def _stepped_async(function: Any, enter: Callable[[], autocast]) -> Any:
+    """The same for an async generator function."""
+
+    async def steps(*args: Any, **kwargs: Any) -> Any:
+        generator = function(*args, **kwargs)
+        step, sent = generator.asend, None
+        while True:
+            with enter():
+                try:
+                    value = await step(sent)
+                except StopAsyncIteration:
+                    return
+            try:
+                step, sent = generator.asend, (yield value)
+            except GeneratorExit:
+                with enter():
+                    await generator.aclose()
+                raise
+            except BaseException as error:
+                step, sent = generator.athrow, error
+
+    return steps

@@ -1,9 +1,9 @@
 """The quantized linear under torch.compile: one opaque operator forward, one backward, plain tensors between them.
 
-Compiled code cannot read the context variable of `autocast`. It reads a string instead that mirrors the innermost
-autocast of whichever thread entered or left one last, and that Dynamo guards; when the operator runs, it compares with
-the true context of its caller and raises where they differ, so a stale recipe never runs in silence (DESIGN, law 6).
-Recipes pinned by `convert` need no mirror; for them only an ``autocast(enabled=False)`` island is checked.
+Compiled code cannot read the context variable of `autocast`. It reads attributes of `microfloat.torch.context` instead,
+which Dynamo guards: each call looks them up again in its own thread and task, and an autocast that changes what a layer
+runs finds or compiles other code (DESIGN, law 6). Code that runs without its guards, such as an exported program, would
+not: so the operator compares with the true context of its caller, and raises where a layer would run another recipe.
 
 Legend: M = rows of x, K = in features, N = out features.
 """
@@ -48,7 +48,10 @@ _library.define("record_amax_(Tensor(a!) history, Tensor live, str token, str sl
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
 # draws of two layers, which would give each the other's noise.
 _library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-_library.define("check_autocast_(Tensor(a!) marker, str token) -> ()")
+_library.define("check_autocast_(Tensor(a!) marker, bool pinned) -> ()")
+_library.define(
+    "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
+)
 
 # What the check of a plain layer mutates, so that no compiler drops the check.
 MARKER = torch.zeros(1)
@@ -56,34 +59,33 @@ MARKER = torch.zeros(1)
 
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
-    token, pinned = layer._pin_token, layer._pin_token is not None
-    mirror = context.MIRROR
-    if mirror == context.ISLAND:
-        token = tokens.PLAIN
-    elif not pinned:
-        token = mirror
+    pinned = layer._pin_token is not None
+    token = context.RECIPE if not pinned else tokens.PLAIN if context.ISLAND else layer._pin_token
     if token == tokens.PLAIN:
-        if not pinned or mirror == context.ISLAND:
-            torch.ops.microfloat.check_autocast_(MARKER, mirror)
+        calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
+        if calibrated and tokens.is_delayed(calibrated):
+            _check_buffers(layer)
+            histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
+            operands = x.detach(), layer.weight.detach()
+            torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
+        if not pinned or layer._pin_token != tokens.PLAIN:
+            torch.ops.microfloat.check_autocast_(MARKER, pinned)
         return layer._plain(x)
     layer._check_input(x)
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
+    backend = context.BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
     state: tuple[Any, ...] = (None, None, None, None)
     if tokens.is_delayed(token):
-        if not scaling.has_buffers(layer):
-            raise NotSupportedError(
-                "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
-                "Convert the model with the DelayedScaling recipe first, or run one step in eager mode."
-            )
+        _check_buffers(layer)
         state = (
             layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
             layer.scaling_dy_amax_history,
         )  # fmt: skip
     outputs = _CompiledLinear.apply(
-        x, layer.weight, layer.bias, seed, *state, token, pinned, layer.backend, compute,
+        x, layer.weight, layer.bias, seed, *state, token, pinned, backend, compute,
         layer._number, torch.is_grad_enabled(),
     )  # fmt: skip
     if not isinstance(outputs, tuple):
@@ -105,6 +107,14 @@ def abstract_linear(
     return _CompiledLinear.apply(
         x, weight, bias, seed, scale, scale, scale, None, token, True, backend, compute, -1, torch.is_grad_enabled()
     )
+
+
+def _check_buffers(layer: Any) -> None:
+    if not scaling.has_buffers(layer):
+        raise NotSupportedError(
+            "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
+            "Convert the model with the DelayedScaling recipe first, or run one step in eager mode."
+        )
 
 
 class _CompiledLinear(torch.autograd.Function):
@@ -244,21 +254,20 @@ def _linear_backward(
 
 
 def _check_caller(token: str, pinned: bool) -> None:
-    """Raise where the recipe that was compiled is not the one that this thread's autocast asks for."""
-    state = context.ambient()
-    island = state is not None and not state.enabled
-    actual = tokens.PLAIN if island else token if pinned else tokens.token_of(state.recipe if state else None)
-    if actual != token:
+    """Raise where the recipe that was compiled is not the one that the caller's autocast asks for."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # run again by a backward, whose context is not that of the forward
+    stale = context.ISLAND is not (token == tokens.PLAIN) if pinned else token != context.RECIPE
+    if stale:
         raise NotSupportedError(
-            "autocast: got compiled code of another recipe than this thread's autocast asks for, because several "
-            "threads entered different autocasts around one compiled function. Pin the recipes with "
-            "microfloat.torch.convert, or give each thread its own compiled function."
+            "compiled code: got code of another recipe than the caller's autocast asks for, because its guards were "
+            "not evaluated, as in an exported program. Pin the recipes with microfloat.torch.convert before "
+            "compilation, or call it under the autocast that it was compiled under."
         )
 
 
-def _check_autocast_(marker: torch.Tensor, token: str) -> None:
-    if context.mirror_of(context.ambient()) != token:
-        _check_caller("another recipe", False)
+def _check_autocast_(marker: torch.Tensor, pinned: bool) -> None:
+    _check_caller(tokens.PLAIN, pinned)
 
 
 def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
@@ -270,6 +279,15 @@ def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: s
     state = context.ambient()
     region, group = (state.region, state.group) if state is not None else (None, None)
     scaling.record_compiled(layer, history, slot, amax, cast, region, group)
+
+
+def _calibrate_(
+    x_history: torch.Tensor, w_history: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, token: str, layer: int
+) -> None:
+    state = context.ambient()
+    group = None if state is None else state.group
+    histories = {"x": x_history, "w": w_history}
+    scaling.calibrate(scaling.numbered(layer), tokens.recipe_of(token), x, weight, group, histories)
 
 
 def _is_delayed(cast: Cast | None) -> bool:
@@ -386,8 +404,10 @@ _library.impl("linear_backward", _linear_backward, "CompositeExplicitAutograd")
 _library.impl("draw_seed_for", lambda x: draw_seed(x.device), "CompositeExplicitAutograd")
 _library.impl("record_amax_", _record_amax_, "CompositeExplicitAutograd")
 _library.impl("check_autocast_", _check_autocast_, "CompositeExplicitAutograd")
+_library.impl("calibrate_", _calibrate_, "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::linear_forward", _fake_forward, lib=_library)
 torch.library.register_fake("microfloat::linear_backward", _fake_backward, lib=_library)
 torch.library.register_fake("microfloat::draw_seed_for", lambda x: x.new_empty(2, dtype=torch.int64), lib=_library)
 torch.library.register_fake("microfloat::record_amax_", lambda *_: None, lib=_library)
 torch.library.register_fake("microfloat::check_autocast_", lambda *_: None, lib=_library)
+torch.library.register_fake("microfloat::calibrate_", lambda *_: None, lib=_library)

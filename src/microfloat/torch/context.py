@@ -1,20 +1,16 @@
-"""The ambient state that `autocast` sets: a context variable per thread and task, and its mirror for compiled code."""
+"""The ambient state that `autocast` sets: a context variable per thread and task, and what compiled code sees of it."""
 
 import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
+from microfloat.errors import NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.torch import scaling
-from microfloat.torch.tokens import token_of
+from microfloat.torch.tokens import PLAIN, token_of
 
-__all__ = ["ISLAND", "Ambient", "Tape", "ambient", "entered", "mirror_of", "reset_ambient", "set_ambient"]
-
-ISLAND = "island"
-# What the autocast entered or left last says, in any thread, as a string that compiled code guards: see
-# microfloat.torch.compiled, which checks it against the context variable when it runs.
-MIRROR = ""
+__all__ = ["Ambient", "Tape", "ambient", "entered", "reset_ambient", "set_ambient"]
 
 
 class Tape:
@@ -29,7 +25,7 @@ class Tape:
 
 
 class Ambient(NamedTuple):
-    """What one autocast says, plus the delayed-scaling region it belongs to."""
+    """What one autocast says, the delayed-scaling region it belongs to, and the state outside it."""
 
     enabled: bool
     recipe: Recipe | None
@@ -39,6 +35,8 @@ class Ambient(NamedTuple):
     region: "scaling.Region | None" = None
     record_tape: Tape | None = None
     replay: Iterator[Any] | None = None
+    owner: Any = None  # who leaves this state again
+    outer: "Ambient | None" = None
 
 
 _AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
@@ -49,33 +47,66 @@ def ambient() -> Ambient | None:
     return _AMBIENT.get()
 
 
-def mirror_of(state: Ambient | None) -> str:
-    """The string under which compiled code knows a state."""
-    if state is None:
-        return token_of(None)
-    return token_of(state.recipe) if state.enabled else ISLAND
-
-
-def set_ambient(state: Ambient) -> Any:
+def set_ambient(state: Ambient) -> Token:
     """Make `state` the innermost autocast; returns the token that `reset_ambient` takes."""
-    global MIRROR
-    token = _AMBIENT.set(state)
-    MIRROR = mirror_of(state)
-    return token
+    return _AMBIENT.set(state)
 
 
-def reset_ambient(token: Any) -> None:
-    """Restore what was ambient before `set_ambient`."""
-    global MIRROR
-    _AMBIENT.reset(token)
-    MIRROR = mirror_of(_AMBIENT.get())
+def reset_ambient(token: Token, owner: Any) -> tuple[Ambient | None, bool]:
+    """Take the state of `owner` out; returns the innermost state that is left, and whether `owner`'s was the innermost.
+
+    Where it was not, only its own state goes: those entered after it stay, and leave what was before all of them.
+    Raises NotSupportedError, and changes nothing, in another thread or task than that of the entry.
+    """
+    state = _AMBIENT.get()
+    try:
+        _AMBIENT.reset(token)
+    except ValueError:
+        raise NotSupportedError(
+            "autocast: got an exit in another thread or task than the one that entered it, needed both in one. "
+            "An autocast is seen by its own thread and task alone; enter it where the layers are called."
+        ) from None
+    left = _without(state, owner)
+    _AMBIENT.set(left)
+    return left, state is not None and state.owner is owner
+
+
+def _without(state: Ambient | None, owner: Any) -> Ambient | None:
+    if state is None or state.owner is owner:
+        return state and state.outer
+    return state._replace(outer=_without(state.outer, owner))
 
 
 @contextlib.contextmanager
-def entered(state: Ambient | None) -> Iterator[None]:
-    """Make `state` the ambient one for the duration, without opening a delayed-scaling region."""
-    token = _AMBIENT.set(state)
+def entered(state: Ambient | None, **changes: Any) -> Iterator[None]:
+    """Make `state` with some changes the ambient one for the duration, without opening a delayed-scaling region."""
+    state, owner = state or Ambient(enabled=True, recipe=None), object()
+    token = _AMBIENT.set(state._replace(**changes, owner=owner, outer=_AMBIENT.get()))
     try:
         yield
     finally:
-        _AMBIENT.reset(token)
+        reset_ambient(token, owner)
+
+
+# What compiled code asks of the ambient state, as constants.
+_VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
+    # The token of the recipe that a layer of no recipe of its own runs.
+    "RECIPE": lambda state: PLAIN if state is None or not state.enabled else token_of(state.recipe),
+    # True: layers with a recipe of their own run in high precision too.
+    "ISLAND": lambda state: state is not None and not state.enabled,
+    # The token of the recipe for which layers in high precision record their amaxes.
+    "CALIBRATED": lambda state: token_of(state.recipe) if state is not None and state.calibrating else PLAIN,
+    "BACKEND": lambda state: "auto" if state is None else state.backend,
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The views above as attributes of this module.
+
+    Dynamo can neither trace a context variable nor guard it. An attribute of a module it reads when it traces, and it
+    guards the value: before every call of compiled code the attribute is read again, by the thread and task that call.
+    """
+    view = _VIEWS.get(name)
+    if view is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return view(_AMBIENT.get())

@@ -34,12 +34,11 @@ def checkpoint(function: Callable, *args: Any, preserve_rng_state: bool = True, 
 
 @contextlib.contextmanager
 def _recording(tape: Tape) -> Iterator[None]:
-    state = ambient() or Ambient(enabled=True, recipe=None)
-    with entered(state._replace(record_tape=tape)):
+    with entered(ambient(), record_tape=tape):
         yield
 
 
 @contextlib.contextmanager
 def _replaying(state: Ambient | None, tape: Tape) -> Iterator[None]:
-    with entered((state or Ambient(enabled=True, recipe=None))._replace(replay=tape.replay())):
+    with entered(state, replay=tape.replay()):
         yield

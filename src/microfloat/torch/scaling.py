@@ -16,15 +16,16 @@ import torch
 from torch import nn
 
 from microfloat.errors import NotSupportedError
-from microfloat.recipes import Cast, Delayed
+from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.torch import backends
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.rolling import Roller, reduces, update_delayed_, update_slots
 
 __all__ = [
-    "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "encode_scale", "ensure_buffers",
-    "flush_backward", "flush_layer", "has_buffers", "note_forward", "note_recorded", "number_layer", "previous_scale",
-    "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone", "scaled_layers",
-    "update_delayed_", "update_scaling",
+    "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "calibrate", "encode_scale", "ensure_buffers",
+    "flush_backward", "flush_layer", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
+    "previous_scale", "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone",
+    "scaled_layers", "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -262,6 +263,29 @@ def _roll_prepared(layer: nn.Module, state: _LayerState, x_cast: Cast, w_cast: C
     return True
 
 
+def calibrate(
+    layer: nn.Module, recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, group: Any,
+    histories: dict[str, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Record the amaxes of x and of the weight, into `histories` or the layer's own; `update_scaling` rolls them."""
+    if x.numel() == 0:
+        return
+    backend = backends.choose("reference", x.device)
+    for slot, tensor, cast in (("x", x, recipe.fprop.lhs), ("w", weight, recipe.fprop.rhs)):
+        if cast is not None and isinstance(cast.scaling, Delayed):
+            history = amax_history(layer, slot) if histories is None else histories[slot]
+            record_amax_(history, backend.amax(tensor.reshape(-1, tensor.shape[-1])))
+            note_recorded(layer, slot, cast, group=group)
+
+
+def numbered(number: int) -> nn.Module:
+    """The layer of this number, for an operator of compiled code."""
+    layer = _NUMBERED.get(number)
+    if layer is None:
+        raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
+    return layer
+
+
 def record_compiled(
     number: int, history: torch.Tensor, slot: str, amax: torch.Tensor, cast: Cast, region: Region | None, group: Any
 ) -> None:
@@ -269,9 +293,7 @@ def record_compiled(
 
     `amax`: float32 [1], finite.
     """
-    layer = _NUMBERED.get(number)
-    if layer is None:
-        raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
+    layer = numbered(number)
     if slot == "dy":
         region, group = _COMPILED.get(layer, (region, group))
     elif region is None:

@@ -260,14 +260,8 @@ class Linear(nn.Linear):
         self._check_input(x)
         if x.numel() == 0 or is_abstract(x):
             return
-        delayed = _delayed_of(recipe)
-        scaling.ensure_buffers(self, delayed)
-        backend = backends.choose("reference", x.device)
-        for slot, tensor, cast in (("x", x, recipe.fprop.lhs), ("w", self.weight, recipe.fprop.rhs)):
-            if cast is not None and isinstance(cast.scaling, Delayed):
-                amax = backend.amax(tensor.detach().reshape(-1, tensor.shape[-1]))
-                scaling.record_amax_(scaling.amax_history(self, slot), amax)
-                scaling.note_recorded(self, slot, cast, group=state.group)
+        scaling.ensure_buffers(self, _delayed_of(recipe))
+        scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
 
     def folded_elements(self) -> dict[str, float]:
         """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.
