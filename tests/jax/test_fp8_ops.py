@@ -210,6 +210,58 @@ def test_gradients_by_every_route():
     assert np.array_equal(jax.jit(lambda a, b: dots(a, b, "foreign"))(lhs, rhs), dots(lhs, rhs, "one call"))
 
 
+@pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
+def test_second_derivatives(name):
+    """Straight through the rounding, with respect to both operands, and also where Flax's tangents overflow FP8."""
+    x, w = (jnp.asarray(np.random.default_rng(3).standard_normal(shape), F32) for shape in ((4, 32), (32, 8)))
+    model = nn.Dense(8, dot_general_cls=getattr(fp8_ops, name), use_bias=False)
+    state = model.init(jax.random.key(0), x)[fp8_ops.OVERWRITE_WITH_GRADIENT]
+
+    def second(product):
+        inner = jax.grad(lambda x, w: jnp.sum(product(x, w) ** 2))
+        return jax.grad(lambda x, w: jnp.sum(inner(x, w)), argnums=(0, 1))(x, w)
+
+    @jax.jit
+    def of_op(state):
+        return second(lambda x, w: model.apply({"params": {"kernel": w}, fp8_ops.OVERWRITE_WITH_GRADIENT: state}, x))
+
+    exact = second(lambda x, w: x @ w)
+    amaxes = {"input_amax_history": 4.0, "kernel_amax_history": 4.0, "output_grad_amax_history": 200.0}
+    small = {name: {leaf: v.at[0].set(amaxes.get(leaf, 1.0)) for leaf, v in op.items()} for name, op in state.items()}
+    for used in (state, small):  # scales of 1, and of 4 / 448, by which a tangent of 2 leaves e4m3
+        for actual, expected in zip(of_op(used), exact, strict=True):
+            assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("size", "gradient"), [(1e-17, 1.0), (3e-25, 1e12)])
+def test_small_operands_keep_their_products_and_gradients(size, gradient):
+    """The product of both scales lies below float32's normal range; y, its gradients and the amax of dy do not."""
+    lhs, rhs = jnp.full((2, 64), size, F32), jnp.full((64, 3), size, F32)
+    seen, seen_dy, dy = HISTORY.at[0].set(size), HISTORY.at[0].set(gradient), jnp.full((2, 3), gradient, F32)
+
+    def in_one_call(lhs, rhs, history):
+        return fp8_ops.fp8_scaled_dot_general(
+            lhs, rhs, PLAIN, preferred_element_type=F32, lhs_scale=ONE, rhs_scale=ONE, grad_scale=ONE,
+            lhs_amax_history=seen, rhs_amax_history=seen, grad_amax_history=history,
+        )  # fmt: skip
+
+    state = {f"{name}_scale": ONE for name in ("input", "kernel", "output_grad")}
+    state |= {"input_amax_history": seen, "kernel_amax_history": seen}
+
+    def by_einsum(lhs, rhs, history):
+        variables = {fp8_ops.OVERWRITE_WITH_GRADIENT: {**state, "output_grad_amax_history": history}}
+        return fp8_ops.Fp8Einsum(amax_history_length=3).apply(variables, "mk,kn->mn", lhs, rhs)
+
+    for dot in (in_one_call, by_einsum):
+        y, back = jax.vjp(jax.jit(dot), lhs, rhs, seen_dy)
+        d_lhs, d_rhs, history = back(dy)
+        if size * size > 2.0**-126:
+            np.testing.assert_allclose(np.asarray(y), 64 * size * size, rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(d_lhs), 3 * size * gradient, rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(d_rhs), 2 * size * gradient, rtol=1e-5)
+        assert history[0] == dy[0, 0]
+
+
 def test_types_of_results():
     lhs, rhs = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.bfloat16)
     assert dots(lhs, rhs, "one call", None).dtype == F32, "None means the compute dtype, never FP8"

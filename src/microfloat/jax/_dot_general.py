@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
-from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax, missing_key
+from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
 from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array, check_backend, check_dtype
 from microfloat.jax.scaling import DelayedState, Slot
@@ -80,8 +80,9 @@ class DotGeneral:
 
         Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
         is accepted and ignored: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
-        the new state), stochastic rounding `key`, or `seed`, the call seed itself. Raises errors of
-        microfloat.errors at trace time.
+        the new state), stochastic rounding `key`, or `seed`, the call seed itself; without one a recipe that rounds
+        only gradients stochastically runs forward. Raises errors of microfloat.errors at trace time, among them
+        NotSupportedError for a derivative of a gradient.
         """
         del precision
         words = self._words(seed, key)
@@ -163,10 +164,9 @@ class DotGeneral:
         return state
 
     def _words(self, seed: Array | int | None, key: Array | None) -> Array | np.ndarray | None:
-        if not self.recipe.is_stochastic:
+        """The call seed's words; None where nothing is stochastic, or nothing was given: casts that need it ask."""
+        if not self.recipe.is_stochastic or (seed is None and key is None):
             return None
-        if seed is None and key is None:
-            raise missing_key(self.recipe)
         return call_seed(seed, key, repr(self.recipe))
 
 

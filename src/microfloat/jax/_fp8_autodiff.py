@@ -195,8 +195,7 @@ def in_q(
 
 
 def _out_dq_primal(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:
-    wide = jnp.promote_types(out.dtype, jnp.float32)
-    return casts.dequantize(out, wide, from_max_grad(lhs_scale) * from_max_grad(rhs_scale)).astype(dq_type)
+    return casts.scaled_by(out, lhs_scale, rhs_scale).astype(dq_type)
 
 
 def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
@@ -206,9 +205,7 @@ def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out:
 def _out_dq_backward(dq_type: DTypeLike, kept: tuple, g: Array) -> tuple:
     del dq_type
     lhs_scale, rhs_scale, like = kept
-    wide = jnp.promote_types(like.dtype, jnp.float32)
-    factor = from_max_grad(lhs_scale) * from_max_grad(rhs_scale)
-    return None, None, casts.dequantize(g, wide, factor).astype(like.dtype)
+    return None, None, casts.scaled_by(g, lhs_scale, rhs_scale).astype(like.dtype)
 
 
 _out_dq = _static_rule(_out_dq_primal)

@@ -18,7 +18,7 @@ from microfloat.jax._bits import bits_of, encode, quotient, rounded, where, wide
 from microfloat.jax._max_grad import from_max_grad, is_max_grad
 from microfloat.jax.backends import cuda
 
-__all__ = ["dequantize", "get_fp8_max", "qdq", "quantize"]
+__all__ = ["dequantize", "factors", "get_fp8_max", "instead", "qdq", "quantize", "scaled_by"]
 
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
@@ -42,7 +42,7 @@ def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: 
     """
     x, scale, compute = _operands(x, scale, compute_dtype)
     q_dtype = _checked(q_dtype)
-    return _instead(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
+    return instead(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
 
 
 def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
@@ -51,7 +51,7 @@ def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
     plain = x.astype(dtype) * scale.astype(dtype)
     if not _is_narrow(x.dtype, scale.dtype, dtype):
         return plain
-    return _instead(_scaled(_rounded(x, dtype), scale, dtype), plain)
+    return instead(_scaled(_rounded(x, dtype), scale, dtype), plain)
 
 
 def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
@@ -62,10 +62,26 @@ def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DType
     x, scale, compute = _operands(x, scale, compute_dtype)
     q_dtype = _checked(q_dtype)
     codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
-    straight = _instead(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
+    straight = instead(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
     if not _is_narrow(x.dtype, scale.dtype, ratio.dtype):
-        return _instead(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
-    return _instead(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
+        return instead(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
+    return instead(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
+
+
+def factors(scale: Array, other: Array) -> tuple[Array, Array]:
+    """Two float32 numbers that make up ``scale * other``: their product and 1, or both where it would be flushed."""
+    scale, other = (from_max_grad(each).reshape(()) for each in (scale, other))
+    product = scale * other
+    flushed = product < np.float32(2.0**-126)
+    pair = jnp.where(flushed, scale, product), jnp.where(flushed, other, jnp.ones_like(other))
+    # Constants among them would be multiplied into one again.
+    return lax.optimization_barrier(pair)
+
+
+def scaled_by(values: Array, scale: Array, other: Array) -> Array:
+    """``values * (scale * other)`` in float32 or wider."""
+    first, second = factors(scale, other)
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32)) * first * second
 
 
 def _checked(q_dtype: DTypeLike) -> np.dtype:
@@ -100,15 +116,15 @@ def _scaled(values: Array, scale: Array, dtype: np.dtype) -> Array:
 
 
 @custom_jvp
-def _instead(exact: Array, plain: Array) -> Array:
+def instead(exact: Array, plain: Array) -> Array:
     """`exact`, differentiated as `plain` is: bits have no derivative."""
     del plain
     return exact
 
 
-@_instead.defjvp
+@instead.defjvp
 def _instead_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _instead(*primals), tangents[1].astype(primals[0].dtype)
+    return instead(*primals), tangents[1].astype(primals[0].dtype)
 
 
 def _clipped_quotient(q_dtype: np.dtype, compute: np.dtype, x: Array, scale: Array) -> Array:

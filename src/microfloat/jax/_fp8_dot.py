@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, custom_jvp, custom_vjp, lax
@@ -14,15 +15,12 @@ from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._bits import quotient, widened
 from microfloat.jax._collectives import sum_to_type_of
 from microfloat.jax._dimensions import DimensionNumbers
-from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded, out_dq
-from microfloat.jax._max_grad import from_max_grad
+from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded
 
 __all__ = [
     "dot_general_transpose_lhs", "dot_general_transpose_rhs", "dot_general_with_precision", "fp8_scaled_dot_general",
     "quantized_dot", "scaled_dot_threaded",
 ]  # fmt: skip
-
-_SMALLEST = np.float32(2.0**-126)
 
 
 def dot_general_transpose_lhs(
@@ -73,22 +71,63 @@ def dot_general_transpose_rhs(
 
 
 class DotRule(NamedTuple):
-    """Static: the dot, the dtype it accumulates in, and how its output gradient is quantized."""
+    """Static: the dot, the dtype it accumulates in, how its output gradient is quantized, and its result's dtype.
+
+    `out` None: the result is the dot of the codes, not yet scaled.
+    """
 
     dimension_numbers: DimensionNumbers
     accumulator: DTypeLike
     gradient: Rule
+    out: DTypeLike | None = None
 
 
 def _dot_primal(
     rule: DotRule, wide: tuple[Array, Array], codes: tuple[Array, Array], scales: tuple[Array, Array], state: State
 ) -> tuple[Array, Array, Array]:
     """(dot of the codes, state of the output gradient). `wide` are the operands that receive the gradients."""
-    del wide, scales
-    product = lax.dot_general(
-        *codes, rule.dimension_numbers, precision=lax.Precision.DEFAULT, preferred_element_type=rule.accumulator
+    return _dot_of_codes(rule, wide, codes, scales), *state
+
+
+# The rule of a first derivative is that of _quantized_dot. Derivatives of a gradient go by the two custom_jvp here,
+# straight through the rounding: codes have none, and tangents of an FP8 dtype would overflow.
+
+
+# Under jit, since vmap outside of jit hands NumPy arrays to a custom_jvp, which JAX 0.10 does not take.
+@partial(jax.jit, static_argnums=0)
+def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
+    return _dot_and_scale(rule, wide, codes, scales)
+
+
+@partial(custom_jvp, nondiff_argnums=(0,))
+def _dot_and_scale(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
+    del wide
+    product = _dot(rule, lax.Precision.DEFAULT, *codes)
+    return product if rule.out is None else casts.scaled_by(product, *scales).astype(rule.out)
+
+
+@_dot_and_scale.defjvp
+def _dot_and_scale_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    result = _dot_and_scale(rule, *primals)
+    _, derivative = jax.jvp(partial(_dot, rule, lax.Precision.HIGHEST), _straight(*primals), tangents[0])
+    if rule.out is None:
+        for factor in casts.factors(*primals[2]):
+            derivative = derivative / factor
+    return result, derivative.astype(result.dtype)
+
+
+def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Array:
+    return lax.dot_general(
+        lhs, rhs, rule.dimension_numbers, precision=precision, preferred_element_type=rule.accumulator
     )
-    return product, *state
+
+
+def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
+    """What the codes stand for, differentiated as the operands that were quantized."""
+    return tuple(
+        casts.instead(casts.dequantize(code, operand.dtype, scale), operand)
+        for operand, code, scale in zip(wide, codes, scales, strict=True)
+    )
 
 
 def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
@@ -96,27 +135,52 @@ def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state:
 
 
 def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
-    (lhs, rhs), (q_lhs, q_rhs), scales, state = kept
-    g_scaled, *later = cotangents
-    lhs_scale, rhs_scale = (from_max_grad(scale).reshape(()) for scale in scales)
-    # The dot's own cotangent holds the product of both scales; what is quantized is the gradient of the scaled output.
-    factor = jnp.maximum(lhs_scale * rhs_scale, _SMALLEST)
-    g = g_scaled / factor if g_scaled.dtype == jnp.float64 else quotient(widened(g_scaled), factor)
+    wide, codes, scales, state = kept
+    g, *later = cotangents
+    if rule.out is None:
+        g = _without_scales(g, *scales)
     g = g.astype(rule.gradient.compute_dtype)
     new = meta.updated_state(g, rule.gradient.q_dtype, state[0], state[1], rule.gradient.axis_names)
     q_g = casts.quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
+    gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
+    gradients = tuple(
+        sum_to_type_of(gradient, operand).astype(operand.dtype)
+        for gradient, operand in zip(gradients, wide, strict=True)
+    )
+    return gradients, None, None, accumulated(rule.gradient, g, new, state, tuple(later))
+
+
+def _without_scales(g_scaled: Array, *scales: Array) -> Array:
+    """The gradient of the scaled result, from the dot's own cotangent, which holds the product of both scales."""
+    for factor in casts.factors(*scales):
+        plain = g_scaled / factor
+        g_scaled = plain if plain.dtype == jnp.float64 else casts.instead(quotient(widened(g_scaled), factor), plain)
+    return g_scaled
+
+
+@partial(custom_jvp, nondiff_argnums=(0,))
+def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, Array]:
+    """Gradients of both operands, from the codes of (lhs, rhs, g)."""
+    del wide
+    lhs_scale, rhs_scale, g_scale = scales
+    d_lhs, d_rhs = _transposed_dots(rule, *codes)
+    return casts.scaled_by(d_lhs, rhs_scale, g_scale), casts.scaled_by(d_rhs, lhs_scale, g_scale)
+
+
+@_operand_gradients.defjvp
+def _operand_gradients_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    _, derivatives = jax.jvp(partial(_transposed_dots, rule), _straight(*primals), tangents[0])
+    return _operand_gradients(rule, *primals), derivatives
+
+
+def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[Array, Array]:
+    """The cotangents of lhs and rhs in their dot for the cotangent `g`."""
     options = {
         "dimension_numbers": rule.dimension_numbers,
         "precision": lax.Precision.HIGHEST,
         "preferred_element_type": rule.accumulator,
     }
-    g_scale = new[0].reshape(())
-    d_lhs = dot_general_transpose_lhs(q_g, lhs, q_rhs, **options) * (rhs_scale * g_scale)
-    d_rhs = dot_general_transpose_rhs(q_g, q_lhs, rhs, **options) * (lhs_scale * g_scale)
-    gradients = tuple(
-        sum_to_type_of(gradient, operand).astype(operand.dtype) for gradient, operand in ((d_lhs, lhs), (d_rhs, rhs))
-    )
-    return gradients, None, None, accumulated(rule.gradient, g, new, state, tuple(later))
+    return dot_general_transpose_lhs(g, lhs, rhs, **options), dot_general_transpose_rhs(g, lhs, rhs, **options)
 
 
 _quantized_dot = custom_vjp(_dot_primal, nondiff_argnums=(0,))
@@ -172,9 +236,8 @@ def scaled_dot_threaded(
     q_lhs, lhs_scale, *lhs_state = in_q_threaded(forward, lhs, *states[0])
     q_rhs, rhs_scale, *rhs_state = in_q_threaded(forward, rhs, *states[1])
     accumulator = jnp.promote_types(lhs.dtype, jnp.float32)
-    rule = DotRule(_static_dimensions(options.dimension_numbers), accumulator, gradient)
-    acc, *grad_state = _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), states[2])
-    y = out_dq(options.out, lhs_scale, rhs_scale, acc)
+    rule = DotRule(_static_dimensions(options.dimension_numbers), accumulator, gradient, options.out)
+    y, *grad_state = _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), states[2])
     return y, (tuple(lhs_state), tuple(rhs_state), tuple(grad_state))  # type: ignore[return-value]
 
 

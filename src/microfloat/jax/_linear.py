@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from microfloat.errors import InvalidValueError, invalid_value
+from microfloat.errors import InvalidValueError, NotSupportedError, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._collectives import (
     like_in_variance,
@@ -164,7 +164,7 @@ class _Call(NamedTuple):
             raise missing_key(self.config.recipe)
         gemm = getattr(self.config.recipe, operand[0])
         decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
-        return casts.CastOf(cast, _STREAMS[operand], decoded)
+        return casts.CastOf(cast, _STREAMS[operand], decoded, shows_overflow=operand in _USES["dy"])
 
     def _given(self, tensor: str, wanted: list[casts.CastOf | None]) -> casts.Given:
         stochastic = any(one is not None and one.cast.is_stochastic for one in wanted)
@@ -216,8 +216,25 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
     return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
 
 
+@jax.custom_jvp
+def _differentiated_once(operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The operands of the backward. Codes have no derivative, so a derivative of the backward would be zeros."""
+    return operands
+
+
+@_differentiated_once.defjvp
+def _refuse_second_derivative(_primals: tuple, _tangents: tuple) -> typing.NoReturn:
+    raise NotSupportedError(
+        "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes "
+        "have none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner "
+        "gradient."
+    )
+
+
 def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
     dy_MN, later = cotangents
+    dy_MN, no_x, no_w = _differentiated_once((dy_MN, kept.no_x, kept.no_w))
+    kept = kept._replace(no_x=no_x, no_w=no_w)
     call = _Call(config, kept.seed, _encode_scales(kept.state))
     (rows, outputs), dtype = dy_MN.shape, kept.no_x.dtype
     dy, dy_NM, amax = call.both(dy_MN, "dy")

@@ -31,7 +31,7 @@ from microfloat.jax._tiles import spread
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, e8m0_threshold
 
-__all__ = ["BlockScales", "block_scales", "tensor_amax"]
+__all__ = ["BlockScales", "block_scales", "nan_over", "tensor_amax"]
 
 _FMAX = np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -41,13 +41,31 @@ class BlockScales(NamedTuple):
     """Per block of the grid [grid rows, grid columns]; see the oracle's class of this name.
 
     `stored`: uint8 or float32; `encode`: the factor elements are multiplied with; `is_nan`: blocks that become NaN
-    throughout (None: none can); `tensor_scale`: float32 of shape () or [R, 1], or None.
+    throughout (None: none can); `tensor_scale`: float32 of shape () or [R, 1], or None; `overflowed`: where the amax
+    behind the tensor scale, or without one behind `stored`, is infinite (None: the scale says so itself).
     """
 
     stored: Array
     encode: Array
     is_nan: Array | None = None
     tensor_scale: Array | None = None
+    overflowed: Array | None = None
+
+    def for_product(self) -> "BlockScales":
+        """The scales that the product of a gradient reads: NaN over an infinite amax, so that overflow is seen.
+
+        Codes and what `quantize` returns stay as they are (docs/numerics.md 2.3).
+        """
+        if self.overflowed is None:
+            return self
+        if self.tensor_scale is not None:
+            return self._replace(tensor_scale=nan_over(self.overflowed, self.tensor_scale))
+        return self._replace(stored=nan_over(self.overflowed, self.stored))
+
+
+def nan_over(overflowed: Array, scale: Array) -> Array:
+    """`scale`, float32 or the bytes of E4M3, with NaN where the amax that it stands for is infinite."""
+    return where(overflowed, np.uint8(E4M3.nan_code) if scale.dtype == jnp.uint8 else np.float32(np.nan), scale)
 
 
 class _TensorLevel(NamedTuple):
@@ -56,17 +74,22 @@ class _TensorLevel(NamedTuple):
     amax: Array
     encode: Array
     stored: Array
+    overflowed: Array
 
 
 def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array | None) -> BlockScales:
-    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling."""
+    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling.
+
+    Under delayed scaling `amax` is that of this tensor, if it is known: the scale does not depend on it.
+    """
     if scale_enc is not None:
-        return _fp32_scales(jnp.full((1, 1), scale_enc, jnp.float32))
+        overflowed = None if amax is None else (bits_of(amax) == INFINITY_BITS).reshape(1, 1)
+        return _fp32_scales(jnp.full((1, 1), scale_enc, jnp.float32), overflowed)
     if cast.rule.two_level is not None:
         return _two_level(tiles, cast, cast.rule.two_level, amax)
     if cast.rule.thresholds is not None:
         return _e8m0(tiles, cast)
-    return _fp32_scales(_encode_factor(tiles, cast, amax))
+    return _fp32_scales(*_encode_factor(tiles, cast, amax))
 
 
 def tensor_amax(x: Array, *, per_row: bool = False) -> Array:
@@ -95,21 +118,25 @@ def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
     return BlockScales(where(lost, np.int32(255), byte).astype(jnp.uint8), factor, lost)
 
 
-def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> Array:
-    """``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so."""
+def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> tuple[Array, Array]:
+    """(s, whether A is infinite) for the amax A of each block.
+
+    ``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so.
+    """
     largest = cast.format.element.max
     bits = _block_max(measured_bits(tiles)) if amax is None else bits_of(jnp.full((1, 1), amax, jnp.float32))
     if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
         bits = jnp.maximum(bits, _f32_bits(cast.scaling.amax_epsilon))
     clamped = as_float(jnp.maximum(bits, _f32_bits(largest * 2.0**-126)))
-    factor = where((bits == 0) | (bits == INFINITY_BITS), np.float32(1), divide(np.float32(largest), clamped))
+    overflowed = bits == INFINITY_BITS
+    factor = where((bits == 0) | overflowed, np.float32(1), divide(np.float32(largest), clamped))
     if cast.rule.power_of_two:
         factor = as_float(bits_of(factor) & np.uint32(0xFF800000))
-    return factor
+    return factor, overflowed
 
 
-def _fp32_scales(factor: Array) -> BlockScales:
-    return BlockScales(divide(np.float32(1), factor), factor)
+def _fp32_scales(factor: Array, overflowed: Array | None) -> BlockScales:
+    return BlockScales(divide(np.float32(1), factor), factor, overflowed=overflowed)
 
 
 def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> _TensorLevel:
@@ -118,17 +145,18 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
         rows = tiles.reshape(tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
         amax = tensor_amax(rows, per_row=per_row)
     bits = bits_of(amax)
-    unscaled = (bits == 0) | (bits == INFINITY_BITS)
+    overflowed = bits == INFINITY_BITS
+    unscaled = (bits == 0) | overflowed
     one, capacity = np.float32(1), np.float32(constants.capacity)
     clamped = as_float(jnp.maximum(bits, _f32_bits(constants.smallest_amax)))
     amax = where(unscaled, capacity, clamped)
     if not constants.tensor_scale:
         ones = jnp.ones_like(amax)
-        return _TensorLevel(amax, ones, ones)
+        return _TensorLevel(amax, ones, ones, overflowed)
     encode_factor = where(unscaled, one, divide(capacity, clamped))
     stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
-    return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)))
+    return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)), overflowed)
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
@@ -151,7 +179,9 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
         factor = divide(lax.optimization_barrier(divide(np.float32(1), tensor.stored)), decode(byte, E4M3))
     lost = is_nan(_block_max(magnitude_bits(tiles)))
     stored = where(lost, np.uint8(E4M3.nan_code), byte)
-    return BlockScales(stored, factor, lost, tensor.stored if constants.tensor_scale else None)
+    if constants.tensor_scale:
+        return BlockScales(stored, factor, lost, tensor.stored, tensor.overflowed)
+    return BlockScales(stored, factor, lost, overflowed=bits_of(block_amax) == INFINITY_BITS)
 
 
 def _block_level(target: Array, tensor: _TensorLevel) -> tuple[Array, Array]:
