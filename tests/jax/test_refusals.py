@@ -69,7 +69,10 @@ REFUSED = {
     "class": (lambda: mj.dot_general(MXFP8BlockScaling), "recipe: got type, needed a Recipe"),
     "unknown": (lambda: mj.explain("mxfp9"), "name: got 'mxfp9'"),
     "mesh axes": (lambda: mj.dot_general(MXFP8BlockScaling(), axis_names=3), "axis_names: got 3"),
-    "no key": (lambda: jax.jit(NV, static_argnums=2)(X, W, PLAIN), "key: got None.*disable_stochastic_rounding"),
+    "no key": (
+        lambda: jax.jit(jax.grad(lambda x: NV(x, W, PLAIN).sum()))(X),
+        "key: got None.*disable_stochastic_rounding",
+    ),
     "both": (lambda: NV(X, W, PLAIN, seed=1, key=jax.random.key(0)), "key: got a value beside seed"),
     # state
     "state of a dict": (lambda: DELAYED(X, W, PLAIN, state={}), "state: got dict.*scaling.init"),
