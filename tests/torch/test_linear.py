@@ -283,6 +283,39 @@ def test_weight_cache_saves_casts_and_never_bits(monkeypatch) -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_kept_weight_is_as_new_after_every_change(monkeypatch) -> None:
+    """Writes that torch counts, steps of optimizers that it does not count, and other tensors in the same place."""
+    for name, optimizer in (("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)):
+        for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+            layer = mf.Linear(64, 32, recipe=MXFP8BlockScaling())
+            x, step = torch.randn(16, 64), optimizer(layer.parameters(), lr=0.1, **options)
+            layer(x, is_first_microbatch=True).sum().backward()
+            step.step()
+            assert torch.equal(layer(x, is_first_microbatch=False), layer(x)), (name, options)
+    calls = []
+    for _ in range(16):  # parameters that die and leave their address to the next
+        for first in (True, False):
+            swapped = {"weight": torch.nn.Parameter(torch.randn(32, 64))}
+            with torch.no_grad():
+                calls.append([torch.func.functional_call(layer, swapped, (x, flag)) for flag in (first, None)])
+            del swapped
+    assert all(torch.equal(*pair) for pair in calls)
+    with torch.inference_mode():
+        mf.Linear(64, 32, recipe=MXFP8BlockScaling())(x, is_first_microbatch=True)
+        layer(x, is_first_microbatch=True)
+    layer(x, is_first_microbatch=False).sum().backward()
+
+
+def test_layers_that_read_one_tensor_see_every_write_to_it() -> None:
+    for recipe in (MXFP8BlockScaling(), NVFP4BlockScaling(), "fp8_current"):
+        torch.manual_seed(0)
+        first, second = mf.Linear(64, 32, recipe=recipe), mf.Linear(64, 32, recipe=recipe)
+        x = torch.randn(16, 64, requires_grad=True) * 1
+        first(x)
+        x.data.mul_(100.0)
+        assert torch.equal(second(x), second(x.detach().clone())), recipe
+
+
 def test_stochastic_forward_and_backward_follow_the_default_generator() -> None:
     def gradients(seed: int):
         torch.manual_seed(seed)

@@ -18,7 +18,6 @@ import torch
 
 from microfloat.recipes import Cast
 from microfloat.torch import scaling
-from microfloat.torch.backends import shared
 from microfloat.torch.linear import (
     _UNUSED,
     STREAM,
@@ -306,7 +305,6 @@ class NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         refuse_double_backward()
-        shared.forget()
         x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
         link = ctx.link
         operands, amaxes = (None, None) if link is None else link.take()
@@ -355,7 +353,6 @@ class ActivationLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         refuse_double_backward()
-        shared.forget()
         x, up, *saved = ctx.saved_tensors
         part, link, dy = ctx.part, ctx.link, gradients[0]
         grads: list[Any] = [None, None]

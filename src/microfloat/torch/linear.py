@@ -20,9 +20,9 @@ from torch.autograd import forward_ad
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
-from microfloat.torch.backends import shared
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.reference import transpose_operand
+from microfloat.torch.kept import KeptWeight
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -61,8 +61,8 @@ class LinearCall:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     # Slot -> float32 [1] that takes the amax of a delayed cast, where the caller records it and not the layer's state.
     live: dict[str, torch.Tensor] = field(default_factory=dict)
-    weight_cache: dict[str, Any] | None = None
-    weight_key: Any = None
+    kept_weight: KeptWeight | None = None
+    weight_key: tuple = ()
     # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
     forms: dict[str, tuple[str, str]] | None = None
     counts: Any = None
@@ -95,7 +95,6 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward()
-        shared.forget()
         (dy,) = gradients
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
@@ -151,7 +150,7 @@ def linear_forward(
     if x_MK.dtype != call.compute_dtype:
         x_MK = x_MK.to(call.compute_dtype)
     with _plain_dtypes(x.device.type):
-        x_row, x_column = _cast_activation(call, x, x_MK, wants_dw)
+        x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
         w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
         y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
     # Not a view for autograd, as nn.Linear's result is none: an activation may then work in place.
@@ -228,25 +227,6 @@ def _cast_both(
     return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
 
 
-def _cast_activation(
-    call: LinearCall, x: torch.Tensor, x_MK: torch.Tensor, wants_dw: bool
-) -> tuple[AnyOperand | None, AnyOperand | None]:
-    """Both operands of x; of an activation that another Linear has just cast in the same way, those."""
-    recipe = call.recipe
-    row, column = recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED
-    forms = None if call.forms is None else (call.forms["fprop"][0], call.forms["wgrad"][1])
-    counted = forms is not None and not {"folded", "tiles"}.isdisjoint(forms)  # what folding changes counts per layer
-    fixed = isinstance(row, Cast) and isinstance(column, Cast) and not recipe.is_delayed and not recipe.is_stochastic
-    if not fixed or counted or not shared.may_share(x):
-        return _cast_both(call, "x", x_MK, row, column)
-    key = (call.backend, row, column, forms, call.compute_dtype)
-    operands = shared.find(x, key)
-    if operands is None:
-        operands = _cast_both(call, "x", x_MK, row, column)
-        shared.keep(x, key, operands)
-    return operands
-
-
 def _delayed_state(
     call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -269,23 +249,18 @@ def _delayed_state(
 def _cast_weight(
     call: LinearCall, weight: torch.Tensor, column: Cast | _Unused | None
 ) -> tuple[AnyOperand | None, AnyOperand | None]:
-    """The weight's two operands, from the cache when the caller allows it and the weight has not changed."""
-    if call.weight_cache is not None:
-        cached = call.weight_cache.get("operands")
-        if (
-            cached is not None
-            and (cached[1] is not None or isinstance(column, _Unused))
-            and call.weight_cache.get("key") == call.weight_key
-        ):
-            return cached[0], None if isinstance(column, _Unused) else cached[1]
+    """The weight's two operands, the kept ones where the caller allows it and the weight has not changed."""
+    kept = None if call.kept_weight is None else call.kept_weight.find(weight, call.weight_key)
+    if kept is not None and (kept[1] is not None or isinstance(column, _Unused)):
+        return kept[0], None if isinstance(column, _Unused) else kept[1]
     if isinstance(weight, QuantizedTensor):
         return _stored_weight(call, weight, column)
     w_NK = weight.detach()
     if w_NK.dtype != call.compute_dtype:
         w_NK = w_NK.to(call.compute_dtype)
     operands = _cast_both(call, "w", w_NK, call.recipe.fprop.rhs, column)
-    if call.weight_cache is not None:
-        call.weight_cache.update(key=call.weight_key, operands=operands)
+    if call.kept_weight is not None:
+        call.kept_weight.keep(weight, call.weight_key, operands)
     return operands
 
 

@@ -16,8 +16,8 @@ from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear
-from microfloat.torch.backends import shared
 from microfloat.torch.context import Ambient
+from microfloat.torch.kept import KeptWeight
 from microfloat.torch.linear import (
     LinearCall,
     bias_gradient,
@@ -138,17 +138,17 @@ def _kept_weight(
     plan: Any, layer: Any, weight: torch.Tensor, given: Any, is_first_microbatch: bool
 ) -> tuple[Any, bool]:
     """The weight's operands, the layer's kept ones if nothing they depend on has changed; and whether they are new."""
-    cache = layer.__dict__.setdefault("_weight_cache", {})
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
     if is_first_microbatch:
-        cache.clear()
+        kept.clear()
     version = given.known._version if plan.is_delayed else None
-    key = ("planned", *plan.weight_key, weight.data_ptr(), weight._version, version, weight.dtype)
-    operands = cache.get("operands")
-    if operands is not None and cache.get("key") == key and not (plan.wants_dx and operands.column is None):
+    # The recipe stands in the key, so that no other gets its id while the key is kept.
+    key = ("planned", *plan.weight_key, version, weight.dtype, plan.recipe)
+    operands = kept.find(weight, key)
+    if operands is not None and not (plan.wants_dx and operands.column is None):
         return operands, False
     operands = plan.quantize_weight(weight, given)
-    # The recipe is kept, so that no other gets its id.
-    cache.update(key=key, operands=operands, recipe=plan.recipe)
+    kept.keep(weight, key, operands)
     return operands, True
 
 
@@ -214,7 +214,6 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward()
-        shared.forget()
         (dy,) = gradients
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         dx = dw = None

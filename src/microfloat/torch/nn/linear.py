@@ -15,6 +15,7 @@ from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract
 from microfloat.torch.compiled import abstract_linear, compiled_linear
 from microfloat.torch.context import Ambient, ambient
+from microfloat.torch.kept import KeptWeight
 from microfloat.torch.linear import LinearCall, autocast_dtype, quantized_linear, refuse_transforms
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.planned import counts_of, planned_linear
@@ -116,7 +117,12 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
-        codes if the weight is unchanged; None (default): keep nothing."""
+        codes if the weight is unchanged; None (default): keep nothing.
+
+        A step of any torch.optim optimizer counts as a change, and so does every write that torch counts. Writes
+        through ``weight.data``, by kernels of your own and by replays of CUDA graphs cannot be seen: pass True after
+        them.
+        """
         x = input
         if torch.compiler.is_compiling():
             return compiled_linear(self, x)
@@ -221,14 +227,13 @@ class Linear(nn.Linear):
             call.seed = draw_seed(x.device)
         # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
         if first is not None and isinstance(self.weight, nn.Parameter) and not isinstance(self.weight, QuantizedTensor):
-            cache = call.weight_cache = self.__dict__.setdefault("_weight_cache", {})
+            kept = call.kept_weight = self.__dict__.setdefault("_weight_cache", KeptWeight())
             if first:
-                cache.clear()
-            weight = self.weight
+                kept.clear()
             scale = scaling.encode_scale(self, "w") if recipe.is_delayed and scaling.has_buffers(self) else None
             call.weight_key = (
-                weight.data_ptr(), weight._version, compute, recipe.fprop.rhs, recipe.dgrad.rhs, name,
-                None if scale is None else scale._version,
+                compute, recipe.fprop.rhs, recipe.dgrad.rhs, name, None if scale is None else scale._version,
+                None if call.forms is None else (call.forms["fprop"][1], call.forms["dgrad"][1]),
             )  # fmt: skip
         return call
 

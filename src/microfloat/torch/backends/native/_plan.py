@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from microfloat.recipes import Cast, Recipe
-from microfloat.torch.backends import shared
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.native._lossy import READERS, FoldCounts
 from microfloat.torch.backends.native._products import Product, product
@@ -81,9 +80,6 @@ class LinearPlan:
         self.noted = self._noted(weight.numel(), x.numel())
         # What the weight's operands depend on besides the weight: plans that agree in it may keep them for each other.
         self.weight_key = (id(recipe), forms["fprop"][1], forms["dgrad"][1])
-        # Activations that several Linears read are cast once.
-        fixed = wants_dw and not (self.is_delayed or self.is_stochastic or self.folds)
-        self._x_key = ("planned", forms["fprop"], forms["wgrad"], recipe.fprop.lhs, recipe.wgrad.rhs) if fixed else None
         self._empty = fast_empty(x.device)
         self._fprop: Product | None = None
         self._dgrad: Product | None = None
@@ -172,9 +168,7 @@ class LinearPlan:
     ) -> tuple[torch.Tensor, _Saved]:  # fmt: skip
         """y, and what backward needs: x.T's codes or values and their scale, those of w.T."""
         stream, words = self._place()
-        shares = self._x_key is not None and shared.may_share(x)
-        known = shared.find(x, self._x_key) if shares else None  # type: ignore[arg-type]
-        both = self._both[x_given.history is not None] if kept is None and known is None else None
+        both = self._both[x_given.history is not None] if kept is None else None
         x_made: Any
         w_made: Any
         if both is not None:
@@ -182,9 +176,7 @@ class LinearPlan:
             x_made, w_made = made[:4], made[4:8]
         else:
             w_made = self._w(weight, stream, words, w_given) if kept is None else kept.made  # type: ignore[misc]
-            x_made = self._x(x, stream, words, x_given) if known is None else known  # type: ignore[misc]
-        if shares and known is None:
-            shared.keep(x, self._x_key, x_made)  # type: ignore[arg-type]
+            x_made = self._x(x, stream, words, x_given)  # type: ignore[misc]
         y = self._fprop(x_made[0], x_made[1], w_made[0], w_made[1], bias)  # type: ignore[misc]
         if self.y_shape is not None:
             y = _unsafe_view(y, self.y_shape)  # not a view for autograd: an activation may work in place
