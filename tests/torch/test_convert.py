@@ -1,12 +1,15 @@
 """convert, revert, Placement on models, plain_state_dict, quantized_model_init."""
 
 import copy
+import functools
+import pickle
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch import nn  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
@@ -119,13 +122,38 @@ def test_filter_exclude_subclasses_and_root() -> None:
     [
         (torch.ones(2), "mxfp8", {}, "Module"),
         (nn.Linear(2, 2), None, {}, "Recipe"),
+        (None, "mxfp8", {}, "model: got NoneType"),
+        (nn.Linear, "mxfp8", {}, "model: got the class Linear.*instance"),
         (nn.Linear(2, 2), "mxfp8", {"exclude": "lm_head"}, "sequence"),
+        (nn.Linear(2, 2), "mxfp8", {"exclude": 3}, r"^exclude: got int.*exclude=\(\)"),
+        (nn.Linear(2, 2), "mxfp8", {"exclude": [3]}, "^exclude: got 3 in it"),
+        (nn.Linear(2, 2), "mxfp8", {"exclude": None}, r"^exclude: got NoneType.*exclude=\(\)"),
+        (nn.Linear(2, 2), "mxfp8", {"exclude": lambda name, module: True}, "^exclude: .*filter="),
         (nn.Linear(2, 2), "mxfp8", {"filter": "x"}, "callable"),
+        (nn.Linear(2, 2), "mxfp8", {"filter": ["x"]}, "^filter: .*exclude="),
+        (
+            nn.Linear(2, 2),
+            "mxfp8",
+            {"filter": lambda module, name: module.in_features > 3},
+            "^filter: .*name comes first",
+        ),
+        (nn.Linear(2, 2), "mxfp8", {"filter": lambda name: True}, "^filter: .*name comes first"),
     ],
 )
 def test_bad_arguments(model, recipe, options, words) -> None:
     with pytest.raises(InvalidTypeError, match=words):
         mf.convert(model, recipe, **options)
+
+
+def test_other_bad_arguments() -> None:
+    for verb in (mf.plain_state_dict, mf.revert):
+        for wrong in (None, nn.Linear, "x"):
+            with pytest.raises(InvalidTypeError, match=r"^model: "):
+                verb(wrong)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(InvalidTypeError, match=r"^filter: "):
+        mf.convert(model, "mxfp8", filter=lambda name, module: name == "0" or name.weight)
+    assert type(model[0]) is nn.Linear  # not half of it
 
 
 def test_fused_encoder_path_does_not_bypass_converted_layers() -> None:
@@ -207,3 +235,197 @@ def test_small_layers_stay_in_high_precision_where_that_is_asked_for() -> None:
     for wrong in (0, True, 1.5, "64"):
         with pytest.raises(InvalidValueError, match="skip_small"):
             mf.convert(model, "fp8_current", skip_small=wrong)
+
+
+# ------------------------------------------------------------------------ layers that others have changed meanwhile
+
+X = torch.randn(4, 64)
+
+
+def _assert_plain(model: nn.Module) -> None:
+    assert torch.equal(model(X), nn.functional.linear(X, model[0].weight, model[0].bias))
+
+
+def test_a_parametrization_between_convert_and_revert() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    mf.convert(model, "mxfp4")
+    parametrizations.weight_norm(model[0])
+    in_mxfp4 = model(X)
+    report = mf.convert(model, "mxfp8")
+    assert [row.action for row in report] == ["repinned"]
+    assert report.share == 1.0
+    in_mxfp8, copied = model(X), copy.deepcopy(model)
+    assert not torch.equal(in_mxfp4, in_mxfp8)
+    mf.revert(model)
+    _assert_plain(model)
+    assert torch.equal(copied(X), in_mxfp8)  # though both had one class
+    for each, kind in ((model, nn.Linear), (copied, mf.Linear)):
+        parametrize.remove_parametrizations(each[0], "weight")
+        assert type(each[0]) is kind
+    assert torch.equal(copied(X), in_mxfp8)
+
+
+def test_fsdp2_around_each_layer_between_convert_and_revert() -> None:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        plain = model(X)
+        mf.convert(model, "mxfp4")
+        in_mxfp4 = model(X)
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        assert torch.equal(model(X), in_mxfp4)
+        assert mf.convert(model, "mxfp8").converted == ["0", "1"]
+        in_mxfp8 = model(X)
+        in_mxfp8.sum().backward()
+        assert not torch.equal(in_mxfp8, in_mxfp4)
+        mf.revert(model)
+        assert torch.equal(model(X), plain)
+        assert not any(isinstance(module, mf.Linear) for module in model)
+        report = mf.convert(model, "mxfp8")
+        assert [row.action for row in report] == ["converted", "converted"]
+        assert torch.equal(model(X), in_mxfp8)
+        model(X).sum().backward()
+        assert all(isinstance(module, FSDPModule) for module in model)
+    finally:
+        distributed.destroy_process_group()
+
+
+class Doubling(mf.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_subclass_is_pinned_and_named_by_revert() -> None:
+    model = nn.Sequential(Doubling(64, 64))
+    assert [row.action for row in mf.convert(model, DelayedScaling())] == ["repinned"]
+    with pytest.warns(UserWarning, match=r"revert: .*0 \(Doubling\)"):
+        mf.revert(model)
+    with mf.autocast(recipe="mxfp8"):
+        assert torch.equal(model(X), 2 * nn.functional.linear(X, model[0].weight, model[0].bias))
+    assert set(model.state_dict()) == {"0.weight", "0.bias"}
+
+
+def _add_hook(module: nn.Module) -> None:
+    """As accelerate's hooks do: `forward` on the instance, the old one beside it."""
+
+    def forward(module, *arguments):
+        return module._old_forward(*arguments)
+
+    module._hf_hook, module._old_forward = object(), module.forward
+    module.forward = functools.partial(forward, module)
+
+
+def test_hooks_that_keep_the_forward_beside_their_own() -> None:
+    """Layers with accelerate's hooks are converted and reverted, and work when the hooks are taken off."""
+    for first in ("hook", "convert"):
+        model = nn.Sequential(nn.Linear(64, 64))
+        plain = model(X)
+        if first == "hook":
+            _add_hook(model[0])
+        assert mf.convert(model, "mxfp4").converted == ["0"]
+        if first == "convert":
+            _add_hook(model[0])
+        in_mxfp4 = model(X)
+        assert not torch.equal(in_mxfp4, plain)
+        mf.revert(model)
+        assert torch.equal(model(X), plain)
+        mf.convert(model, "mxfp4")
+        assert torch.equal(model(X), in_mxfp4)
+        del model[0]._hf_hook
+        model[0].forward = model[0].__dict__.pop("_old_forward")
+        assert torch.equal(model(X), in_mxfp4)
+        mf.revert(model)
+        assert torch.equal(model(X), plain)
+
+
+def test_a_forward_replaced_on_the_instance() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x) + 1
+    assert "replaced on the instance" in mf.convert(model, "mxfp4").skipped["0"]
+    model = nn.Sequential(nn.Linear(64, 64))
+    mf.convert(model, "mxfp4")
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) + 1
+    with pytest.warns(UserWarning, match="revert: .*forward replaced"):
+        mf.revert(model)
+    assert torch.equal(model(X), nn.functional.linear(X, model[0].weight, model[0].bias) + 1)
+
+
+def test_what_a_second_convert_leaves_out_is_not_called_skipped() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    mf.convert(model, "mxfp4", exclude=())
+    report = mf.convert(model, "mxfp8")
+    assert [(row.name, row.action) for row in report] == [("up", "repinned"), ("lm_head", "kept")]
+    assert report.converted == ["up", "lm_head"]
+    assert report.skipped == {}
+    assert "MXFP4BlockScaling" in str(report)
+
+
+# ------------------------------------------------------------------------------------------------------- the report
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: the weight is [in, out]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 128))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.ones(8, 64, 128))
+        self.position = nn.Parameter(torch.ones(1, 64, 128))
+
+
+def test_the_report_names_what_convert_cannot_see_and_the_share_it_converted() -> None:
+    model = nn.ModuleDict(
+        {"c_attn": Conv1D(), "experts": Experts(), "attention": nn.MultiheadAttention(64, 4), "up": nn.Linear(64, 64)}
+    )
+    report = mf.convert(model, "mxfp8")
+    names = [row.name for row in report.unseen]
+    assert names == ["c_attn.weight", "experts.gate_up_proj", "attention.in_proj_weight"]
+    for name in names:
+        assert name in str(report)
+        assert name not in report.skipped
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert report.share == (64 * 64 + 64) / total
+    assert str(report).endswith(
+        f"1 of 2 linear layers run in low precision: {report.share:.1%} of the model's parameters."
+    )
+    assert "call the model once" in mf.convert(nn.Sequential(nn.LazyLinear(4)), "mxfp8").skipped["0"]
+
+
+def test_a_tied_weight_counts_once() -> None:
+    embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embedding.weight
+    assert mf.convert(nn.ModuleDict({"in": embedding, "out": head}), "mxfp8").share == 1.0
+
+
+def test_errors_name_the_layer_of_a_converted_model() -> None:
+    model = Model()
+    mf.convert(model, "mxfp8")
+    with pytest.raises(InvalidTypeError, match=r"^x: .*float64.*layer 'blocks\.0\.0'"):
+        model(torch.randn(4, 32).double())
+    copied = pickle.loads(pickle.dumps(model.blocks[0][0]))  # which is no part of that model
+    with pytest.raises(InvalidTypeError, match=r"float64(?!.*blocks)"):
+        copied(torch.randn(4, 32).double())
+
+
+def test_weights_that_were_stored_as_codes_work_after_revert() -> None:
+    with mf.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(mf.Linear(64, 64))
+    stored = model[0].weight.dequantize()
+    mf.revert(model)
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, stored)
+    model(X).sum().backward()

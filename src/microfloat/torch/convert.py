@@ -5,13 +5,17 @@ stay what they were.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
@@ -20,13 +24,18 @@ from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from microfloat.torch import scaling
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 from microfloat.torch.small import predict
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
 
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """What happened to one layer: `action` is "converted", "repinned", "high precision" or "skipped"."""
+    """What happened to one layer.
+
+    `action`: "converted", "repinned", "kept" (left out, and runs the recipe that an earlier `convert` gave it), "high
+    precision", "skipped", or "not seen" (weights that belong to no nn.Linear).
+    """
 
     name: str
     shape: tuple[int, int] | None
@@ -37,19 +46,24 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """One row per linear layer that was looked at; prints as a table."""
+    """One row per linear layer that was looked at, and what `convert` cannot see; prints as a table.
+
+    `share`: of the model's parameters, those in layers that run a recipe.
+    """
 
     rows: tuple[ConversionRow, ...]
+    share: float = 0.0
+    unseen: tuple[ConversionRow, ...] = ()
 
     @property
     def converted(self) -> list[str]:
         """Names of the layers that now run a recipe."""
-        return [row.name for row in self.rows if row.action in ("converted", "repinned")]
+        return [row.name for row in self.rows if row.recipe is not None]
 
     @property
     def skipped(self) -> dict[str, str]:
         """Name -> reason of the layers left in high precision."""
-        return {row.name: row.reason for row in self.rows if row.action in ("skipped", "high precision")}
+        return {row.name: row.reason for row in self.rows if row.recipe is None}
 
     def __iter__(self) -> Iterator[ConversionRow]:
         return iter(self.rows)
@@ -60,7 +74,7 @@ class ConversionReport:
     def __str__(self) -> str:
         header = ("layer", "in -> out", "action", "recipe", "reason")
         cells: list[tuple[str, ...]] = [header]
-        for row in self.rows:
+        for row in (*self.rows, *self.unseen):
             shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
             recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
             cells.append((row.name or "(root)", shape, row.action, recipe, row.reason))
@@ -69,8 +83,8 @@ class ConversionReport:
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision."
-        return "\n".join([*lines, total])
+        total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision"
+        return "\n".join([*lines, f"{total}: {self.share:.1%} of the model's parameters."])
 
 
 def convert(
@@ -84,22 +98,21 @@ def convert(
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern. Exactly nn.Linear is converted, not
-    subclasses; layers that are microfloat Linears already are pinned anew. `filter(name, module) -> bool` keeps layers
-    out, `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing).
-    `skip_small`: rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size,
-    in eager mode on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes
-    and the recipe alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not
-    matter. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
-    PlacementError for patterns that match no layer.
+    subclasses; layers that are microfloat Linears already are pinned anew, also under a parametrization or FSDP2.
+    `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
+    LoRA adapters; () excludes nothing). `skip_small`: rows (tokens) that a layer gets in one call; layers that low
+    precision would slow down at that size, in eager mode on a GPU, then stay in high precision, except those with
+    ``backend="native"``. The rule reads sizes and the recipe alone (docs/performance.md), so it answers the same on
+    every machine; None (default): sizes do not matter. Returns a report that prints as a table. Raises InvalidTypeError
+    and InvalidValueError for other arguments, PlacementError for patterns that match no layer; then nothing changes.
     """
-    if not isinstance(model, nn.Module):
-        raise invalid_type("model", type(model), "a torch.nn.Module")
+    _check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
-    if isinstance(exclude, str):
-        raise invalid_type("exclude", "str", "a sequence of name patterns", f"Write exclude=({exclude!r},).")
+    exclude = _check_exclude(exclude)
     if filter is not None and not callable(filter):
-        raise invalid_type("filter", type(filter), "a callable (name, module) -> bool")
+        remedy = "Name patterns go to exclude=."
+        raise invalid_type("filter", type(filter), "a callable (name, module) -> bool", remedy)
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
     reserved = {
@@ -109,14 +122,18 @@ def convert(
     }
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = recipe.resolve([name for name, _ in layers]) if isinstance(recipe, Placement) else None
-    rows = []
+    rows, wishes = [], []
     for name, module in layers:
         shape = (module.out_features, module.in_features)
         reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
         if reason is not None:
-            rows.append(ConversionRow(name, shape, "skipped", None, reason))
+            pinned = module.pinned if isinstance(module, Linear) and id(module) not in reserved else None
+            if isinstance(pinned, Recipe):
+                rows.append(ConversionRow(name, shape, "kept", pinned, f"pinned before; {reason}"))
+            else:
+                rows.append(ConversionRow(name, shape, "skipped", None, reason))
             continue
         wanted = chosen[name] if chosen is not None else cast(Recipe, recipe)
         reason = "the placement says None"
@@ -124,57 +141,191 @@ def convert(
             prediction = predict(wanted, (skip_small, module.in_features, module.out_features))
             if prediction.is_small:
                 wanted, reason = None, str(prediction)
-        rows.append(_convert_layer(name, shape, module, wanted, reason))
+        action = "high precision" if wanted is None else "repinned" if isinstance(module, Linear) else "converted"
+        rows.append(ConversionRow(name, shape, action, wanted, reason if wanted is None else ""))
+        wishes.append((name, module, wanted))
+    for name, module, wanted in wishes:
+        if wanted is not None and not isinstance(module, Linear):
+            _change_class(module, nn.Linear, Linear)
+        if isinstance(module, Linear):
+            module.pin(wanted)
+            module._path = name
     _keep_slow_paths(model)
     _shield_from_ddp(model)
-    report = ConversionReport(tuple(rows))
+    running = {id(module) for (_, module), row in zip(layers, rows, strict=True) if row.recipe is not None}
+    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)))
     logging.getLogger("microfloat").info("%s", report)
     return report
 
 
+def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        remedy = f"Make an instance first: {model.__name__}(...)."
+        raise invalid_type("model", f"the class {model.__name__}", "a torch.nn.Module", remedy)
+    if not isinstance(model, nn.Module):
+        raise invalid_type("model", type(model), "a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        remedy = "TorchScript holds compiled code; use the module that it was made from."
+        raise invalid_type("model", type(model), "an ordinary torch.nn.Module", remedy)
+
+
+def _check_exclude(exclude: object) -> tuple[str, ...]:
+    remedy = "Write exclude=() to exclude nothing."
+    if isinstance(exclude, str):
+        remedy = f"Write exclude=({exclude!r},)."
+    elif callable(exclude):
+        remedy = "A function goes to filter=."
+    elif isinstance(exclude, Iterable):
+        patterns = tuple(exclude)
+        wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
+        if wrong is None:
+            return patterns
+        raise invalid_type("exclude", f"{wrong!r} in it", "a sequence of name patterns, such as ('*.lm_head',)")
+    raise invalid_type("exclude", type(exclude), "a sequence of name patterns", remedy)
+
+
 def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
-    if type(module) is not nn.Linear and type(module) is not Linear:
-        return f"{type(module).__name__} is a subclass of nn.Linear with a behaviour of its own"
+    """Why a layer is left out, or None."""
+    kind = type(module)
+    if isinstance(module, nn.LazyLinear):
+        return "LazyLinear has no weight yet; call the model once, then convert it"
+    if not isinstance(module, Linear):
+        if _replaced(kind, nn.Linear, Linear) is None or _computes(kind):
+            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
+        if not _calls_forward_of(module, nn.Linear):
+            return "its forward was replaced on the instance (by a hook?); convert the model before that"
     for pattern in exclude:
         if fnmatchcase(name, pattern):
-            return f"default rule: name matches {pattern!r} (exclude=() converts it)"
-    if keep is not None and not keep(name, module):
-        return "filter returned False"
-    return None
+            rule = "default rule: " if pattern in DEFAULT_EXCLUDE else ""
+            return f"{rule}name matches {pattern!r} (exclude=() converts it)"
+    if keep is None:
+        return None
+    try:
+        return None if keep(name, module) else "filter returned False"
+    except (AttributeError, TypeError) as error:
+        raise invalid_type(
+            "filter", f"{type(error).__name__} ({error}) for the layer {name!r}", "a callable (name, module) -> bool",
+            "The name comes first.",
+        ) from error  # fmt: skip
 
 
-def _convert_layer(
-    name: str, shape: tuple[int, int], module: nn.Module, recipe: Recipe | None, why_none: str
-) -> ConversionRow:
-    already = type(module) is Linear
-    if recipe is None and not already:
-        return ConversionRow(name, shape, "high precision", None, why_none)
-    if not already:
-        module.__class__ = Linear  # type: ignore[assignment]
-    module.pin(recipe)  # type: ignore[attr-defined]
-    if recipe is None:
-        return ConversionRow(name, shape, "high precision", None, why_none)
-    return ConversionRow(name, shape, "repinned" if already else "converted", recipe, "")
+def _share(model: nn.Module, running: set[int]) -> float:
+    """The share of the model's parameters that lies in the modules of these ids."""
+    everything: dict[int, int] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=id(module) in running):
+            if not is_lazy(parameter):
+                everything[id(parameter)] = parameter.numel()
+                if id(module) in running:
+                    inside.add(id(parameter))
+    return sum(everything[key] for key in inside) / max(sum(everything.values()), 1)
+
+
+def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
+    """Weights that models multiply with outside any nn.Linear."""
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter) or isinstance(module, nn.Linear):
+                continue
+            reason = None
+            if type(module).__name__ == "Conv1D" and parameter.dim() == 2:
+                reason = "Conv1D holds the transpose of a Linear's weight; replace it by an nn.Linear"
+            elif isinstance(module, nn.MultiheadAttention) and parameter.dim() == 2:
+                reason = "nn.MultiheadAttention multiplies with it without calling a Linear"
+            elif not type(module).__module__.startswith("torch.") and parameter.dim() == 3 and parameter.shape[0] > 1:
+                reason = f"{parameter.shape[0]} matrices in one parameter (experts?), which no nn.Linear holds"
+            if reason is not None:
+                yield ConversionRow(f"{name}.{key}" if name else key, None, "not seen", None, reason)
+
+
+# ---------------------------------------------------------------------------------------------- the class of a layer
+
+
+def _replaced(kind: type, old: type, new: type) -> type | None:
+    """`kind` with `old` among its bases replaced by `new`; None where a class between them was written by somebody.
+
+    Parametrizations and FSDP2 put a class between a layer and its own, made by a call of ``type``: it can be made anew.
+    """
+    if kind is old:
+        return new
+    written = "<locals>" in kind.__qualname__ or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    if written or not issubclass(kind, old) or any("__class__" in f.__code__.co_freevars for f in functions):
+        return None
+    bases = [_replaced(base, old, new) if issubclass(base, old) else base for base in kind.__bases__]
+    if any(base is None for base in bases):
+        return None
+    namespace = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, tuple(bases), namespace)  # type: ignore[arg-type]
+
+
+def _computes(kind: type) -> bool:
+    """Whether a class between a layer and nn.Linear makes the weight, the bias or the output itself."""
+    between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    return any(name in vars(base) for base in between for name in ("forward", "weight", "bias"))
+
+
+# Where accelerate's hooks keep the forward of a module whose attribute `forward` they replace, and put it back.
+_KEPT_FORWARDS = ("forward", "_old_forward")
+
+
+def _calls_forward_of(module: nn.Module, kind: type) -> bool:
+    """Whether a call of `module` ends in the forward of its class `kind`, also through a hook of accelerate's."""
+    own = module.__dict__
+    if "forward" not in own:
+        return True
+    kept = own.get("_old_forward") if "_hf_hook" in own else own["forward"]
+    return isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is kind.forward
+
+
+def _change_class(module: nn.Module, old: type, new: type) -> bool:
+    """Replace `old` in the class of `module` by `new`; False, and nothing done, where that is not possible."""
+    kind = _replaced(type(module), old, new)
+    if kind is None or not _calls_forward_of(module, old):
+        return False
+    for name in _KEPT_FORWARDS:
+        kept = module.__dict__.get(name)
+        if isinstance(kept, MethodType) and kept.__func__ is old.forward:
+            module.__dict__[name] = MethodType(new.forward, module)
+    module.__class__ = kind
+    return True
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`."""
-    if not isinstance(model, nn.Module):
-        raise invalid_type("model", type(model), "a torch.nn.Module")
+    """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`.
+
+    Weights that exist as codes only are dequantized. A layer whose class cannot be changed back (a subclass of Linear,
+    or its forward was replaced on the instance) stays what it is, pinned to high precision, and a warning names it.
+    """
+    _check_model(model)
     scaling.reset_scaling(model)  # also drops pending updates, which would look for the buffers at the next autocast
-    for module in model.modules():
-        if type(module) is Linear:
+    left = []
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
             for slot in scaling.SLOTS:
-                for name in scaling.buffer_names(slot):
-                    module._buffers.pop(name, None)
-            for attribute in OWN_ATTRIBUTES:
-                module.__dict__.pop(attribute, None)
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+                for buffer in scaling.buffer_names(slot):
+                    module._buffers.pop(buffer, None)
+            if isinstance(module._parameters.get("weight"), QuantizedTensor):
+                weight = module.weight
+                module.weight = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+            if _change_class(module, Linear, nn.Linear):
+                for attribute in OWN_ATTRIBUTES:
+                    module.__dict__.pop(attribute, None)
+            else:
+                module.pin(None)
+                left.append(f"{name or '(root)'} ({type(module).__name__})")
         if isinstance(module, nn.TransformerEncoderLayer):
             handle = module.__dict__.pop("_microfloat_slow_path", None)
             if handle is not None:
                 handle.remove()
     _shield_from_ddp(model)
+    if left:
+        warnings.warn(
+            "revert: these layers are pinned to high precision, but stay microfloat Linears, because their class was "
+            "subclassed or their forward replaced on the instance: " + ", ".join(left) + ".",
+            UserWarning, stacklevel=2,
+        )  # fmt: skip
     return model
 
 
@@ -212,8 +363,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Delayed-scaling entries are left out and quantized parameters dequantized.
     """
-    from microfloat.torch.tensor import QuantizedTensor
-
+    _check_model(model)
     dropped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
