@@ -13,11 +13,20 @@ import torch
 
 from microfloat.formats import ScaledFormat
 from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
-from microfloat.recipes import Cast, as_cast
+from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
+from microfloat.recipes.core import as_scaled_format
 from microfloat.torch.backends.reference._elements import codes_dtype
 
-__all__ = ["constant_cast", "constant_token", "fake_quantize", "has_tensor_scale", "is_tracing", "token_of"]
+__all__ = [
+    "constant_cast",
+    "constant_cast_of_parts",
+    "constant_token",
+    "fake_quantize",
+    "has_tensor_scale",
+    "is_tracing",
+    "token_of",
+]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -60,6 +69,20 @@ def constant_token(cast: Cast | ScaledFormat | str) -> str:
     return _default_token(cast.contents) if isinstance(cast, ScaledFormat) else _named_token(cast)
 
 
+def constant_cast_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> Cast:
+    """The Cast that parts of a format follow, by the same ways: one of two levels needs a tensor scale."""
+    name = fmt if isinstance(fmt, str) else None
+    contents = None if isinstance(fmt, str) else fmt.contents
+    signs = None if hadamard is None else hadamard.sign_mask
+    return _cast_of_parts(name, contents, is_one_level, signs)
+
+
+def _cast_of_parts(name: str | None, contents: str | None, is_one_level: bool, signs: int | None) -> Cast:
+    fmt = as_scaled_format(name) if name is not None else format_from_data(json.loads(str(contents)))
+    rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
+    return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
+
+
 def _written_cast(contents: str) -> Cast:
     return cast_of(contents)
 
@@ -88,7 +111,16 @@ def has_tensor_scale(token: str) -> bool:
 
 
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
-for _function in (token_of, _written_cast, _default_cast, _default_token, _named_cast, _named_token, has_tensor_scale):
+for _function in (
+    token_of,
+    _cast_of_parts,
+    _written_cast,
+    _default_cast,
+    _default_token,
+    _named_cast,
+    _named_token,
+    has_tensor_scale,
+):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -13,8 +13,10 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.errors import InvalidValueError, NotSupportedError, invalid_type, invalid_value
+from microfloat.operand_shapes import codes_shape, scale_shape
+from microfloat.torch import _operators
+from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
 __all__ = ["dispatch"]
 
@@ -31,12 +33,22 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception:
+    name, remedy = str(func).removeprefix("aten."), "Call .dequantize() first; nothing dequantizes in silence."
     flat = tree_leaves((args, kwargs))
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
-    return invalid_type(
-        str(func).removeprefix("aten."), f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor",
-        "Call .dequantize() first; nothing dequantizes in silence.",
-    )  # fmt: skip
+    if name.startswith(("_foreach_", "_fused_")):
+        remedy = (
+            "Build the optimizer with foreach=False and fused=False: its step then dequantizes, applies and quantizes. "
+            "Clip gradients, which are plain, as usual."
+        )
+    elif "c10d" in name or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor)):
+        remedy += (
+            " Where fully_shard, DistributedDataParallel or distribute_tensor asked for it: build the layers without "
+            "quantized_model_init and let a recipe quantize them, or shard q.parts()."
+        )
+    elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):
+        remedy = "Compute on q.dequantize(), then write the result with q.copy_(values), which quantizes it."
+    return invalid_type(name, f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor", remedy)
 
 
 def _register(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -48,13 +60,19 @@ def _register(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     return add
 
 
-def _view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register ``implementation(q, *arguments)`` for operators whose results share storage with q."""
+def _view(*operators: Any, by_shape: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``implementation(q, *arguments)`` for operators whose results share storage with q.
+
+    `by_shape`: the implementation gets the shape of the result in place of the arguments.
+    """
 
     def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(implementation)
         def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            result = implementation(*args, **kwargs)
+            q = args[0]
+            # A tensor without values raises what torch raises for axes, indices and sizes that do not fit.
+            expected = func(q.new_empty(q.shape, device="meta"), *args[1:], **kwargs)
+            result = implementation(q, expected.shape) if by_shape else implementation(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return return_and_correct_aliasing(func, tuple(args), kwargs, result)
             return result
@@ -69,12 +87,13 @@ def _view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @_view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _detach(q: QuantizedTensor) -> QuantizedTensor:
-    return q.map_parts(lambda part: part.detach())
+    tensor_scale = None if q.tensor_scale is None else q.tensor_scale.detach()
+    return q.view_of(q.codes.detach(), q.scale.detach(), tensor_scale, shape=q.shape)
 
 
 @_register(aten.clone.default)
 def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
-    return args[0].map_parts(torch.clone)
+    return args[0].map_parts(lambda part: part.clone(memory_format=kwargs.get("memory_format")))
 
 
 @_register(aten._to_copy.default)
@@ -139,32 +158,168 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tenso
         raise _refusal(func, args, kwargs)
     if not isinstance(source, QuantizedTensor):
         return _store(destination, source.expand(destination.shape))
-    kinds = [(str(q.format), q.hadamard, q.axis, tuple(q.shape), sorted(q.parts())) for q in (destination, source)]
-    if kinds[0] != kinds[1]:
-        raise invalid_value(
-            "copy_", f"{kinds[1][0]} of shape {kinds[1][3]}, axis {kinds[1][2]}",
-            f"{kinds[0][0]} of shape {kinds[0][3]}, axis {kinds[0][2]}, and the same Hadamard and scales",
-            "Copy from source.dequantize() to quantize anew.",
-        )  # fmt: skip
+    _check_kinds("copy_", destination, source, tuple(source.shape), tuple(destination.shape))
+    if _shares_a_scale(destination):  # the bytes mean something else under the scale of the destination
+        return _store(destination, source.dequantize(torch.float32))
     for name, part in destination.parts().items():
         part.copy_(source.parts()[name])
     return destination
 
 
+def _check_kinds(
+    operation: str, q: QuantizedTensor, source: QuantizedTensor, got: tuple[int, ...], needed: tuple[int, ...]
+) -> None:
+    """Refuse to copy the bytes of `source`, whose shape is `got`, into q where they would mean something else."""
+    kinds = [
+        (one.format, one.hadamard, sorted(one.parts()), shape, one.axis - one.dim())
+        for one, shape in ((source, got), (q, needed))
+    ]
+    if kinds[0] != kinds[1]:
+        raise invalid_value(
+            operation, f"{source.format} of shape {got}, axis {source.axis}",
+            f"{q.format} of shape {needed}, axis {q.axis}, and the same Hadamard and scales",
+            "Copy from source.dequantize() to quantize anew.",
+        )  # fmt: skip
+
+
 def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
-    """Quantize plain `values` with q's Cast, into q's storage."""
+    """Quantize plain `values` with q's Cast, into q's storage; a scale that q shares with its root is the root's."""
+    values = values.to(device=q.device, dtype=torch.float32)
+    if not _shares_a_scale(q):
+        return _overwrite(q, values)
+    _check_shared(q)
+    amax = _shared_amax(q.root, q.codes, values)  # type: ignore[arg-type]
+    return _overwrite(q, values, amax, kept=_upper(q))
+
+
+def _overwrite(
+    q: QuantizedTensor, values: torch.Tensor, amax: float | None = None, kept: str | None = None
+) -> QuantizedTensor:
+    """Quantize `values`, under a tensor amax if one is given, into the parts of q but the `kept` one."""
+    fresh = _quantized_like(q, values, amax).parts()
+    for name, part in q.parts().items():
+        if name != kept:
+            part.copy_(fresh[name])
+    return q
+
+
+def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
     from microfloat.torch.ops import quantize
 
-    axis = -2 if q.dim() == 2 and q.axis == 0 else -1
-    fresh = quantize(values.to(device=q.device, dtype=torch.float32), q.cast, axis=axis)
+    return quantize(values, q.cast, axis=-2 if q.dim() == 2 and q.axis == 0 else -1, amax=amax)
+
+
+def _upper(q: QuantizedTensor) -> str:
+    """The part that the most elements share."""
+    return "scale" if q.tensor_scale is None else "tensor_scale"
+
+
+def _shares_a_scale(q: QuantizedTensor) -> bool:
+    """A slice of a tensor whose scale, tensor scale or row scales serve elements outside of the slice too."""
+    root, upper = q.root, getattr(q, _upper(q))
+    if root is None or upper.dim() == 0:
+        return root is not None
+    if q.format.block[1] is not None and q.tensor_scale is None:
+        return False  # blocks are never torn
+    if root is UNKNOWN or q.shape[q.axis] != root.shape[root.axis]:
+        return True
+    own = getattr(root, _upper(root))
+    return upper.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()  # row scales in another order
+
+
+def _check_shared(q: QuantizedTensor) -> None:
+    """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
+    is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
+    is_whole = getattr(q, _upper(q)).dim() == 0
+    if q.root is UNKNOWN or not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
+        raise NotSupportedError(
+            f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
+            "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode. "
+            "Write the whole tensor instead: q.copy_(values)."
+        )
+
+
+def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tensor) -> float:
+    """The amax behind the scale of the whole `root`, which covers `values` when this returns.
+
+    `codes`: those that the values will replace. A scale that is too small grows by a power of two, under which the
+    codes of the root keep their values (down to subnormals). Where nothing but zeros stays, it becomes that of
+    `values`.
+    """
+    two_level = root.cast.rule.two_level
+    upper = float(getattr(root, _upper(root)))
+    held = upper * (root.format.element.max if two_level is None else two_level.capacity)
+    finite = values.masked_fill(~values.isfinite(), 0.0)
+    needed = float(finite.abs().amax()) if values.numel() else 0.0
+    if not 0.0 < held < math.inf or _nonzero_bytes(root, root.codes) == _nonzero_bytes(root, codes):
+        amax = needed
+    elif needed <= held * _ROUNDING:
+        return held
+    else:
+        amax = min(held * 2.0 ** math.ceil(math.log2(needed / held)), torch.finfo(torch.float32).max)
+    _overwrite(root, root.dequantize(torch.float32), amax)
+    return amax
+
+
+_ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come out a little smaller
+
+
+def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
+    """How many bytes of `codes` hold anything but zeros, of either sign."""
+    sign = q.format.element.sign_code
+    signs = sign | sign << 4 if q.format.element.codes_per_byte == 2 else sign
+    return int(codes.view(torch.uint8).bitwise_and(~signs & 0xFF).count_nonzero())
+
+
+@_register(aten.index_put_.default)
+def _index_put(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+    """Replace whole rows, chosen by indices or masks of the leading axes, by plain or quantized ones."""
+    q, indices, values, *accumulate = args
+    if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
+        raise _refusal(func, args, kwargs)
+    leading = q.shape[:-1]
+    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
+    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
+        raise invalid_value(
+            "indices", f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "indices of leading axes, the contraction axis being the last, and blocks of one row",
+            "Write whole slices, or quantize the changed values anew.",
+        )  # fmt: skip
+    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
+    rows = numbers[tuple(slice(None) if index is None else index for index in indices)]
+    is_shared = _shares_a_scale(q) or getattr(q, _upper(q)).dim() == 0
+    if isinstance(values, QuantizedTensor):
+        replaced_shape = (*rows.shape, q.shape[-1])
+        if values.numel() == math.prod(replaced_shape):  # torch leaves leading axes of one entry away
+            replaced_shape = replaced_shape[-values.dim() :]
+        _check_kinds("index_put_", q, values, tuple(values.shape), replaced_shape)
+    if is_shared or not isinstance(values, QuantizedTensor):
+        plain = values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values
+        values = plain.to(device=q.device, dtype=torch.float32).expand(*rows.shape, q.shape[-1])
+    places, amax, kept = torch.unravel_index(rows.reshape(-1), leading), None, None
+    if is_shared:
+        _check_shared(q)
+        replaced = _bytes(q.codes)[torch.unravel_index(rows.unique(), leading)]
+        amax, kept = _shared_amax(q if q.root is None else q.root, replaced, values), _upper(q)
+    if not isinstance(values, QuantizedTensor):
+        values = _quantized_like(q, values.reshape(-1, q.shape[-1]), amax)
     for name, part in q.parts().items():
-        part.copy_(fresh.parts()[name])
+        if name != kept:
+            fresh = _bytes(values.parts()[name])
+            at = (rows.reshape(-1),) if name == "tensor_scale" else places
+            _bytes(part)[at] = fresh.reshape(-1, fresh.shape[-1])
     return q
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    """Codes as integers, for operators that do not know float8."""
+    return part if part.dtype == torch.float32 else part.view(torch.uint8)
 
 
 @_register(
     aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.addcmul_.default,
-    aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default,
+    aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
+    aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
 def _in_place_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
     """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs."""
@@ -178,6 +333,75 @@ def _in_place_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+@_register(aten.cat.default)
+def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+    """The parts side by side; tensors that keep one scale for several blocks must agree on it."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(q, QuantizedTensor) for q in tensors):
+        raise _refusal(func, args, kwargs)
+    joined = func([q.new_empty(q.shape, device="meta") for q in tensors], dim)
+    first, dim = tensors[0], dim % tensors[0].dim()
+    for q in tensors[1:]:
+        _check_kinds(
+            "cat", first, q, (*q.shape[:dim], *q.shape[dim + 1 :]), (*first.shape[:dim], *first.shape[dim + 1 :])
+        )
+    lead = 0 if first.dim() == 2 else dim  # the axis of codes that `dim` is, unless it is the contraction axis
+    along = -1 if dim == first.axis else lead
+    _check_joints(tensors, dim, along)
+    scale_axis = (1 if along == -1 else 0) if first.format.is_tile else along
+    tensor_scale = None
+    if first.tensor_scale is not None and first.tensor_scale.dim() and along != -1:
+        rows = [q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors]
+        tensor_scale = torch.cat(rows, lead).view(-1, 1)
+    elif first.tensor_scale is not None:
+        tensor_scale = _common(tensors, "tensor_scale")
+    is_common = first.format.is_per_tensor or (along == -1 and first.format.block[1] is None)
+    return QuantizedTensor(
+        torch.cat([_bytes(q.codes) for q in tensors], along).view(first.codes.dtype),
+        _common(tensors, "scale") if is_common else torch.cat([q.scale for q in tensors], scale_axis),
+        tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
+    )  # fmt: skip
+
+
+def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> None:
+    """Every tensor but the last must end with a whole block."""
+    first = tensors[0]
+    unit, inner = 1, 1
+    if along == -1:
+        unit = _contraction_unit(first)
+    elif first.format.is_tile:
+        unit, inner = first.format.block[0] or 1, math.prod(first.codes.shape[1:-1])
+    if (along > 0 and first.format.is_tile) or any(q.shape[dim] * inner % unit for q in tensors[:-1]):
+        raise invalid_value(
+            "tensors", f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
+            f"whole blocks: multiples of {unit} along the first or the contraction axis, but for the last length",
+            "Blocks cannot be torn apart; quantize the joined tensor.",
+        )  # fmt: skip
+
+
+def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
+    """The scale that all tensors have."""
+    parts = [getattr(q, name) for q in tensors]
+    if _operators.is_tracing(parts[0]) or not all(torch.equal(_raw(part), _raw(parts[0])) for part in parts):
+        raise invalid_value(
+            "tensors", f"{tensors[0].format} tensors, whose {name} is one for all blocks", "equal ones, in eager mode",
+            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
+        )  # fmt: skip
+    return parts[0].clone()
+
+
+@_register(aten.stack.default)
+def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(q, QuantizedTensor) for q in tensors):
+        raise _refusal(func, args, kwargs)
+    func([q.new_empty(q.shape, device="meta") for q in tensors], dim)
+    return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
 
 
 # ---- products ----------------------------------------------------------------------------------------------------
@@ -206,46 +430,28 @@ def _matmul(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Ten
 # ---- shapes ------------------------------------------------------------------------------------------------------
 
 
-@_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
-def _regroup(q: QuantizedTensor, size: Sequence[int], stride: Sequence[int] | None = None) -> QuantizedTensor:
+@_view(
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_shape=True,
+)  # fmt: skip
+def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """Another division of the leading axes; the contraction axis stays last and as long as it is."""
-    shape = _infer(q, size)
+    shape = tuple(shape)
+    if shape == tuple(q.shape):
+        return _detach.__wrapped__(q)  # type: ignore[attr-defined]
     length = q.shape[q.axis] if q.shape else 1
-    if tuple(shape) == tuple(q.shape):
-        return q.map_parts(lambda part: part.view(part.shape))
     last_stays = (shape[-1] if shape else 1) == length
     if not last_stays or q.axis != max(q.dim() - 1, 0):
         raise invalid_value(
-            "shape", f"{tuple(shape)} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
+            "shape", f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
             f"a shape whose last axis is the contraction axis, {length} long",
             "View and reshape regroup leading axes only; dequantize for anything else.",
         )  # fmt: skip
-    return QuantizedTensor.from_operand(q.to_operand(), q.cast, axis=max(len(shape) - 1, 0), shape=shape, dtype=q.dtype)
-
-
-def _infer(q: QuantizedTensor, size: Sequence[int]) -> tuple[int, ...]:
-    shape = [int(entry) for entry in size]
-    if shape.count(-1) == 1:
-        rest = math.prod(entry for entry in shape if entry != -1)
-        shape[shape.index(-1)] = q.numel() // rest if rest else 0
-    if math.prod(shape) != q.numel() or any(entry < 0 for entry in shape):
-        raise invalid_value("shape", tuple(size), f"a shape of {q.numel()} elements")
-    return tuple(shape)
-
-
-@_view(aten.unsqueeze.default)
-def _unsqueeze(q: QuantizedTensor, dim: int) -> QuantizedTensor:
-    shape = list(q.shape)
-    shape.insert(dim % (q.dim() + 1), 1)
-    return _regroup.__wrapped__(q, shape)  # type: ignore[attr-defined]
-
-
-@_view(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(q: QuantizedTensor, dim: int | Sequence[int] | None = None) -> QuantizedTensor:
-    named = range(q.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    dropped = {entry % max(q.dim(), 1) for entry in named}
-    shape = [size for position, size in enumerate(q.shape) if not (position in dropped and size == 1)]
-    return _regroup.__wrapped__(q, shape)  # type: ignore[attr-defined]
+    axis, scale = max(len(shape) - 1, 0), q.scale
+    if not (q.format.is_per_tensor or q.format.is_tile):
+        scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
+    codes = q.codes.view(codes_shape(shape, axis, q.codes.shape[-1]))
+    return q.view_of(codes, scale, q.tensor_scale, shape=shape, axis=axis)
 
 
 @_view(aten.t.default)
@@ -269,9 +475,7 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
         return _detach.__wrapped__(q)  # type: ignore[attr-defined]
     shape = tuple(q.shape[dim] for dim in order)
     if q.dim() == 2:
-        return QuantizedTensor(
-            q.codes, q.scale, q.tensor_scale, q.cast, axis=1 - q.axis, shape=shape, dtype=q.dtype
-        )  # fmt: skip
+        return q.view_of(q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
     if order[-1] != q.dim() - 1 or q.format.is_tile:
         raise invalid_value(
             "dims", f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
@@ -279,9 +483,9 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
             "Beyond matrices only leading axes may be permuted; dequantize first.",
         )  # fmt: skip
     scale = q.scale if q.format.is_per_tensor else q.scale.permute(order)
-    return QuantizedTensor(
-        q.codes.permute(order), scale, _rows_permuted(q, order), q.cast, axis=q.axis, shape=shape, dtype=q.dtype
-    )
+    row_scales = _rows_permuted(q, order)
+    is_copy = row_scales is not q.tensor_scale
+    return q.view_of(q.codes.permute(order), scale, row_scales, shape=shape, is_slice=is_copy)
 
 
 def _rows_permuted(q: QuantizedTensor, order: Sequence[int]) -> torch.Tensor | None:
@@ -304,11 +508,16 @@ def _slice(
     return _slice_contraction(q, first, last, step) if dim == q.axis else _slice_rows(q, dim, first, last, step)
 
 
+def _contraction_unit(q: QuantizedTensor) -> int:
+    """Elements along C that belong together: a block, a byte, a group of the Hadamard transform."""
+    block = q.format.block[1] or 1
+    return math.lcm(block, q.format.element.codes_per_byte, q.hadamard.size if q.hadamard else 1)
+
+
 def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> QuantizedTensor:
     """Cut C at block boundaries (and at whole bytes, and whole groups of the Hadamard transform)."""
     length = q.shape[q.axis]
-    block = q.format.block[1] or 1
-    unit = math.lcm(block, q.format.element.codes_per_byte, q.hadamard.size if q.hadamard else 1)
+    block, unit = q.format.block[1] or 1, _contraction_unit(q)
     if step != 1 or first % unit or (last % unit and last != length):
         raise _torn(q, q.axis, f"[{first}:{last}:{step}]", unit)
     per_byte = q.format.element.codes_per_byte
@@ -316,7 +525,7 @@ def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> 
     codes = q.codes[..., first // per_byte : -(-stored_last // per_byte)]
     scale = q.scale if q.format.block[1] is None else q.scale[..., first // block : -(-last // block)]
     shape = [last - first if dim == q.axis else size for dim, size in enumerate(q.shape)]
-    return QuantizedTensor(codes, scale, q.tensor_scale, q.cast, axis=q.axis, shape=shape, dtype=q.dtype)
+    return q.view_of(codes, scale, q.tensor_scale, shape=shape, is_slice=True)
 
 
 def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) -> QuantizedTensor:
@@ -338,7 +547,7 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
         scale = scale[window]
     if tensor_scale is not None and tensor_scale.dim():
         tensor_scale = tensor_scale.view(*q.codes.shape[:-1], 1)[window].reshape(-1, 1)
-    return QuantizedTensor(codes, scale, tensor_scale, q.cast, axis=q.axis, shape=shape, dtype=q.dtype)
+    return q.view_of(codes, scale, tensor_scale, shape=shape, is_slice=True)
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
@@ -359,10 +568,12 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
             "dim", f"{dim}, the contraction axis of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
             "a leading axis", "What is left would have no contraction axis; dequantize first.",
         )  # fmt: skip
-    index = index % q.shape[dim] if q.shape[dim] else index
+    index = index % q.shape[dim]
     row = _slice.__wrapped__(q, dim, index, index + 1)  # type: ignore[attr-defined]
     shape = [size for position, size in enumerate(q.shape) if position != dim]
-    return QuantizedTensor.from_operand(row.to_operand(), q.cast, axis=len(shape) - 1, shape=shape, dtype=q.dtype)
+    if q.dim() == 2:  # a row of a matrix, whichever its contraction axis is
+        return row.view_of(row.codes, row.scale, row.tensor_scale, shape=shape, axis=0)
+    return _regroup.__wrapped__(row, shape)  # type: ignore[attr-defined]
 
 
 @_view(aten.split.Tensor)

@@ -10,19 +10,24 @@ from typing import Any
 
 import torch
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
-from microfloat.recipes.core import as_scaled_format
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference._elements import codes_dtype
 
-__all__ = ["QuantizedTensor"]
+__all__ = ["UNKNOWN", "QuantizedTensor"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FIXED = ("cast", "axis")
+_NO_STORAGE = (
+    "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, q.dequantize(), or torch.save for a file "
+    "(for safetensors, save q.parts() under names of their own)."
+)
+UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
 class QuantizedTensor(torch.Tensor):
@@ -35,10 +40,14 @@ class QuantizedTensor(torch.Tensor):
     * `format`, `hadamard`: those of the Cast. `axis`: the contraction axis of `shape`, >= 0.
     * `shape`, `dtype`: those of the original; `dtype` is what `dequantize` and products return unless told otherwise.
 
+    * `root`: the tensor that a slice was cut from, None for a tensor with scales of its own.
+    * `stride()` is that of the codes, counted in elements; the contraction axis is the innermost one in memory.
+
     Made by `microfloat.torch.quantize` or `QuantizedTensor.from_parts`. Knows moving, cloning, saving, shape operations
     that respect the blocks, and products with another QuantizedTensor. Any other operation raises InvalidTypeError:
     nothing dequantizes in silence. In-place arithmetic (an optimizer's step) dequantizes, applies and requantizes with
-    the same Cast. Source: docs/numerics.md 7.
+    the same Cast. Writing into a slice leaves the rest of the tensor as it is: where both share one scale, the values
+    are quantized under that scale, which grows by a power of two first if it is too small. Source: docs/numerics.md 7.
     """
 
     codes: torch.Tensor
@@ -46,22 +55,25 @@ class QuantizedTensor(torch.Tensor):
     tensor_scale: torch.Tensor | None
     cast: Cast
     axis: int
+    root: "QuantizedTensor | None"
 
     @staticmethod
     def __new__(
         cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Any, dtype: torch.dtype,
+        axis: int, shape: Any, dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> "QuantizedTensor":  # fmt: skip
-        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), strides=_strides(codes, axis, shape, cast.format), dtype=dtype, device=codes.device
+        )
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Any, dtype: torch.dtype,
+        axis: int, shape: Any, dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> None:  # fmt: skip
         self.codes, self.scale, self.tensor_scale = codes, scale, tensor_scale
         # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
         self.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
-        self.axis = axis
+        self.axis, self.root = axis, root
 
     # ---- construction and the operand form -------------------------------------------------------------------------
 
@@ -76,9 +88,12 @@ class QuantizedTensor(torch.Tensor):
         None is that of the codes (unpacked), which have their contraction axis last. Raises InvalidValueError for
         shapes that do not fit each other, InvalidTypeError for dtypes.
         """
-        fmt = as_scaled_format(format)
-        one_level = fmt.scale.name == "E4M3" and tensor_scale is None
-        cast = Cast(fmt, "one_level_e4m3" if one_level else None, hadamard=hadamard)
+        if not isinstance(format, str | ScaledFormat):
+            raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
+        if hadamard is not None and not isinstance(hadamard, Hadamard):
+            raise invalid_type("hadamard", type(hadamard), "None or Hadamard(16, sign_mask)")
+        cast = _operators.constant_cast_of_parts(format, tensor_scale is None, hadamard)
+        fmt = cast.format
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of {codes_dtype(fmt.element)}")
         if shape is None:
@@ -86,12 +101,15 @@ class QuantizedTensor(torch.Tensor):
             shape = (*codes.shape[:-1], last)
             if normalize_axis(axis, len(shape)) != len(shape) - 1:
                 shape = (shape[1], shape[0])
-        shape = tuple(int(size) for size in shape)
+        shape = _as_shape(shape)
         axis = normalize_axis(axis, len(shape))
         if dtype not in _DTYPES:
             raise invalid_type("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
         _check_parts(codes, scale, tensor_scale, cast, axis, shape)
-        return cls(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=dtype)
+        parts = (
+            part if part is None or not part.requires_grad else part.detach() for part in (codes, scale, tensor_scale)
+        )
+        return cls(*parts, cast, axis=axis, shape=shape, dtype=dtype)
 
     @classmethod
     def from_operand(
@@ -165,6 +183,19 @@ class QuantizedTensor(torch.Tensor):
             axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
         )  # fmt: skip
 
+    def view_of(
+        self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, shape: Any,
+        axis: int | None = None, is_slice: bool = False,
+    ) -> "QuantizedTensor":  # fmt: skip
+        """A tensor of these parts, which share storage with this one; a slice remembers what it is cut from."""
+        root = self.root
+        if is_slice and root is None:
+            root = UNKNOWN if _operators.is_tracing(self.codes) else self.map_parts(lambda part: part)
+        return QuantizedTensor(
+            codes, scale, tensor_scale, self.cast, axis=self.axis if axis is None else axis, shape=shape,
+            dtype=self.dtype, root=root,
+        )  # fmt: skip
+
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The CPU copy of a parameter's initial value that `quantized_model_init` was asked to keep, or None."""
         return self.__dict__.get("_high_precision_init_val")
@@ -184,7 +215,7 @@ class QuantizedTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.parts()), (self.cast, self.axis, self.dtype)
+        return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None)
 
     def _stable_hash_for_caching(self) -> str:
         parts = [(name, part.dtype, tuple(part.shape)) for name, part in self.parts().items()]
@@ -192,10 +223,11 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(parts: Any, context: Any, outer_size: Any, outer_stride: Any) -> "QuantizedTensor":
-        cast, axis, dtype = context
+        cast, axis, dtype, is_slice = context
         return QuantizedTensor(
-            parts["codes"], parts["scale"], parts.get("tensor_scale"), cast, axis=axis, shape=outer_size, dtype=dtype
-        )
+            parts["codes"], parts["scale"], parts.get("tensor_scale"), cast, axis=axis, shape=outer_size, dtype=dtype,
+            root=UNKNOWN if is_slice else None,
+        )  # fmt: skip
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         def described(part: torch.Tensor) -> str:
@@ -213,25 +245,55 @@ class QuantizedTensor(torch.Tensor):
         """Itself, or a copy whose codes and scales are contiguous."""
         if all(part.is_contiguous() for part in self.parts().values()):
             return self
-        return self.map_parts(lambda part: part.contiguous())
+        return self.map_parts(lambda part: part.clone(memory_format=torch.contiguous_format))
 
-    def numpy(self, *, force: bool = False) -> Any:
-        raise self._refusal("numpy")
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Parts may be replaced by parts that fit; what says how to read them is fixed."""
+        if name in _FIXED and name in self.__dict__:
+            raise NotSupportedError(
+                f"{name}: got an assignment, but {name} of a QuantizedTensor is fixed. "
+                "Make another tensor with QuantizedTensor.from_parts."
+            )
+        if name in ("codes", "scale", "tensor_scale") and "axis" in self.__dict__:
+            parts = {"codes": self.codes, "scale": self.scale, "tensor_scale": self.tensor_scale, name: value}
+            _check_parts(*parts.values(), self.cast, self.axis, tuple(self.shape))
+        super().__setattr__(name, value)
 
-    def item(self) -> Any:
-        raise self._refusal("item")
+    @property
+    def data(self) -> "QuantizedTensor":  # type: ignore[override]
+        """This tensor detached; assigning another QuantizedTensor takes over its parts."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
-    def tolist(self) -> Any:
-        raise self._refusal("tolist")
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, QuantizedTensor):
+            got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
+            raise invalid_type(
+                "data", got, "a QuantizedTensor", "Write values with copy_(values), which quantizes them."
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        taken = ("codes", "scale", "tensor_scale", "cast", "axis", "root")
+        vars(self).update({name: vars(value)[name] for name in taken})
 
-    def __array__(self, *arguments: Any, **options: Any) -> Any:
-        raise self._refusal("__array__")
+    def share_memory_(self) -> "QuantizedTensor":
+        """Move codes and scales to shared memory; returns this tensor."""
+        for part in self.parts().values():
+            part.share_memory_()
+        return self
 
-    def _refusal(self, operation: str) -> Exception:
-        return invalid_type(
-            operation, f"a QuantizedTensor ({self.format})", "a plain tensor",
-            "Call .dequantize() first; nothing dequantizes in silence.",
-        )  # fmt: skip
+    def is_shared(self) -> bool:
+        """All parts are in shared memory."""
+        return all(part.is_shared() for part in self.parts().values())
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if not _operators.is_tracing(self.codes):
+            raise self._refusal("untyped_storage", _NO_STORAGE)
+        return super().untyped_storage()
+
+    def _refusal(
+        self, operation: str, remedy: str = "Call .dequantize() first; nothing dequantizes in silence."
+    ) -> Exception:
+        return invalid_type(operation, f"a QuantizedTensor ({self.format})", "a plain tensor", remedy)
 
     # ---- copies and files ------------------------------------------------------------------------------------------
 
@@ -242,7 +304,7 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             result = torch.nn.Parameter(result, requires_grad=self.requires_grad)
         memo[id(self)] = result
-        own = {*self.parts(), "tensor_scale", "cast", "axis", "_is_param"}
+        own = {*self.parts(), "tensor_scale", "cast", "axis", "root", "_is_param"}
         for name, value in self.__dict__.items():
             if name not in own:
                 setattr(result, name, copy.deepcopy(value, memo))
@@ -254,8 +316,9 @@ class QuantizedTensor(torch.Tensor):
             "cast": cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
             "requires_grad": self.requires_grad if is_parameter else None,
         }  # fmt: skip
-        codes = self.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
-        return _rebuild_quantized_tensor, (codes, self.scale, self.tensor_scale, description)
+        whole = self if self.root is None else self.clone()  # a slice is saved as a tensor of its own
+        codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
+        return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
 
 def _rebuild_quantized_tensor(
@@ -274,19 +337,24 @@ def _rebuild_quantized_tensor(
     return torch.nn.Parameter(q, requires_grad=description["requires_grad"])  # type: ignore[return-value]
 
 
-def _refuse_arithmetic() -> None:
-    """Replace Python's binary operators, since torch turns a TypeError inside them into NotImplemented.
+def _refuse_methods() -> None:
+    """Replace what torch would answer past `__torch_dispatch__`.
 
-    Without this ``q == x`` would fall back to identity, and ``q + x`` would lose the message.
+    It turns a TypeError inside a binary operator into NotImplemented, so that ``q == x`` would fall back to identity;
+    and what asks for memory would read address zero, since a QuantizedTensor has no storage but those of its parts.
     """
 
-    def refusing(name: str) -> Any:
-        def operator(self: QuantizedTensor, other: Any) -> Any:
-            raise self._refusal(name)
+    def refusing(name: str, *remedy: str) -> Any:
+        def method(self: QuantizedTensor, *arguments: Any, **options: Any) -> Any:
+            raise self._refusal(name, *remedy)
 
-        operator.__name__ = name
-        return operator
+        method.__name__ = name
+        return method
 
+    for name in ("numpy", "item", "tolist", "__array__", "apply_", "map_"):
+        setattr(QuantizedTensor, name, refusing(name))
+    for name in ("storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__"):
+        setattr(QuantizedTensor, name, refusing(name, _NO_STORAGE))
     arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
     for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), *["eq", "ne", "lt", "le", "gt", "ge"]):
         setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__"))
@@ -295,7 +363,7 @@ def _refuse_arithmetic() -> None:
     QuantizedTensor.__rmatmul__ = lambda self, other: torch.matmul(other, self)  # type: ignore[method-assign]
 
 
-_refuse_arithmetic()
+_refuse_methods()
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor])
 
 
@@ -325,8 +393,9 @@ def _check_parts(
                 raise invalid_value(name, "a tensor", f"None for {fmt.name} under rule {cast.scale_rule!r}")
             continue
         dtype, part_shape = expected
-        if not isinstance(part, torch.Tensor) or part.dtype != dtype:
-            got = part.dtype if isinstance(part, torch.Tensor) else type(part)
+        if not isinstance(part, torch.Tensor) or isinstance(part, QuantizedTensor) or part.dtype != dtype:
+            is_plain = isinstance(part, torch.Tensor) and not isinstance(part, QuantizedTensor)
+            got = part.dtype if is_plain else type(part)
             raise invalid_type(name, got, f"a tensor of {dtype} for {fmt.name}", "View or convert it first.")
         if tuple(part.shape) != tuple(part_shape):
             raise invalid_value(
@@ -336,3 +405,48 @@ def _check_parts(
             )  # fmt: skip
         if part.device != codes.device:
             raise invalid_value(name, f"a tensor on {part.device}", f"one on {codes.device}, where the codes are")
+        if any(size > 1 and not stride for size, stride in zip(part.shape, part.stride(), strict=True)):
+            raise invalid_value(
+                name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
+                "Call .contiguous() first.",
+            )  # fmt: skip
+    _check_width(codes, fmt)
+
+
+def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
+    """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
+    bits = fmt.element.bits
+    is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
+    if bits in (4, 8) or not codes.numel() or is_hidden:
+        return
+    largest = int(codes.max())
+    if largest >> bits:
+        raise invalid_value(
+            "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {fmt.name}, one per byte",
+            "Unpack packed codes first.",
+        )  # fmt: skip
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    """`shape` as a tuple of sizes."""
+    if not isinstance(shape, tuple | list) or not all(
+        isinstance(size, int | torch.SymInt) and not isinstance(size, bool) and size >= 0 for size in shape
+    ):
+        raise invalid_value(
+            "shape", repr(shape), "a tuple of sizes, ints >= 0", "It is the shape of the original tensor."
+        )
+    return tuple(shape)
+
+
+def _strides(codes: torch.Tensor, axis: int, shape: Any, fmt: ScaledFormat) -> tuple[int, ...]:
+    """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost."""
+    *leading, last = codes.stride()
+    if codes.is_contiguous():  # padding of a row shows where rows are strided only
+        leading, last = [max(shape[axis], 1)] if shape else [], 1
+        for size in reversed(codes.shape[1:-1]):
+            leading.insert(0, leading[0] * max(size, 1))
+    else:
+        leading = [stride * fmt.element.codes_per_byte for stride in leading]
+    if len(shape) < 2:
+        return (last,) * len(shape)
+    return (last, leading[0]) if len(shape) == 2 and axis == 0 else (*leading, last)

@@ -1,0 +1,233 @@
+"""Writes through slices of QuantizedTensors change nothing else; rows are replaced, tensors joined at whole blocks."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import microfloat.torch as mf
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from microfloat.formats import FORMATS
+from microfloat.recipes import Cast, Hadamard
+from microfloat.torch import QuantizedTensor
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+one_row_formats = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_tile], ids=str)
+shared = pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"])
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def error(values, wanted):
+    return ((values - wanted).norm() / wanted.norm()).item()
+
+
+@every_format
+@pytest.mark.parametrize("base", ["zeros", "noise"])
+@pytest.mark.parametrize("source", ["plain", "quantized"])
+def test_shards_of_very_different_size_are_loaded_one_by_one(fmt, base, source):
+    """As serving engines load q, k and v into one weight: each as precise as in the cast of all three together."""
+    shards = [randn(128, 80) * size for size in (1, 10, 100)]
+    weight = nn.Parameter(mf.quantize(torch.zeros(384, 80) if base == "zeros" else randn(384, 80), fmt), False)
+    for position, shard in enumerate(shards):
+        weight.data.narrow(0, 128 * position, 128).copy_(shard if source == "plain" else mf.quantize(shard, fmt))
+    together = mf.quantize(torch.cat(shards), fmt).dequantize()
+    rounds = 1.05 if source == "plain" else 1.7  # codes of another scale are rounded once more
+    for loaded, expected, shard in zip(weight.data.dequantize().split(128), together.split(128), shards, strict=True):
+        assert error(loaded, shard) < rounds * error(expected, shard)
+
+
+VIEWS = {
+    "slice": lambda t: t[16:32], "narrow": lambda t: t.narrow(0, 16, 16), "split": lambda t: t.split(16)[1],
+    "columns": lambda t: t[:, 128:], "transposed": lambda t: t.t()[128:], "slice of a slice": lambda t: t[16:][:16],
+    "detached": lambda t: t[16:32].detach(), "regrouped": lambda t: t.view(2, 32, 144)[1],
+    "through an axis": lambda t: t.unsqueeze(0)[0][32:],
+}  # fmt: skip
+WRITES = {
+    "zeros": lambda t: t.zero_(), "ones": lambda t: t.fill_(1.0), "larger": lambda t: t.copy_(torch.full(t.shape, 3e4)),
+    "grown": lambda t: t.mul_(1000), "stepped": lambda t: t.add_(torch.full(t.shape, 50.0), alpha=-1),
+    "infinite": lambda t: t.copy_(torch.full(t.shape, float("inf"))),
+}  # fmt: skip
+
+
+@shared
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_write_through_a_slice_changes_nothing_else(name, view, write):
+    q = mf.quantize(randn(64, 144).clamp(min=0.3), name)
+    window = VIEWS[view](q)
+    other, before = VIEWS["slice"](q) if view != "slice" else q[32:48], q.dequantize()
+    outside = torch.ones(64, 144, dtype=torch.bool)
+    VIEWS[view](outside).zero_()
+    expected = before.clone()
+    WRITES[write](VIEWS[view](expected))
+    WRITES[write](window)
+    values = q.dequantize()
+    # A scale that grew by a power of two keeps what is no subnormal under it, but for the scale's own rounding.
+    coarse = 3e4 / 448 * 2**-9 if write == "larger" else 0.0
+    torch.testing.assert_close(values[outside], before[outside], rtol=1e-6, atol=coarse)
+    largest = values.abs().max() if write == "infinite" else None
+    if largest is not None:
+        assert torch.equal(values[~outside], largest.expand_as(values[~outside]))
+    else:
+        torch.testing.assert_close(values[~outside], expected[~outside], rtol=0.3, atol=0.02)
+    assert torch.equal(VIEWS["slice"](q).dequantize() if view != "slice" else q[32:48].dequantize(), other.dequantize())
+
+
+@shared
+def test_what_fits_leaves_every_other_byte(name):
+    q = mf.quantize(randn(64, 48), name)
+    untouched = q[32:].clone()
+    for factor in (1.0, 0.5, 1.0):
+        q[:32].copy_(q[:32].dequantize() * factor)
+        assert torch.equal(q[32:], untouched)
+
+
+@shared
+def test_the_last_rows_with_values_choose_the_scale(name):
+    """A weight that is zeros but for the slice, as before loading, gets the scale of the slice."""
+    q, values = mf.quantize(torch.zeros(64, 48), name), randn(32, 48) * 1e-4
+    q[32:].copy_(values)
+    assert torch.equal(q[32:].dequantize(), mf.quantize(values, name).dequantize())
+
+
+def test_slices_that_share_row_scales_are_not_written_to():
+    for q in (mf.quantize(randn(32, 64), "fp8_row"), mf.quantize(randn(32, 64), "nvfp4_row")):
+        before = q.clone()
+        with pytest.raises(NotSupportedError, match=r"write into a slice: got \(32, 16\) of .* q.copy_\(values\)"):
+            q[:, :16].zero_()
+        assert torch.equal(q, before)
+    deep = mf.quantize(randn(4, 6, 32), "nvfp4_row")
+    for window in (deep[:, 2:4], deep.permute(1, 0, 2)):
+        with pytest.raises(NotSupportedError, match="write into a slice"):
+            window.zero_()
+    before = deep.dequantize()
+    deep[2:].zero_()
+    assert torch.equal(deep.dequantize(), torch.cat([before[:2], torch.zeros(2, 6, 32)]))
+    transformed = mf.quantize(randn(32, 64), Cast("nvfp4", hadamard=Hadamard()))
+    with pytest.raises(NotSupportedError, match="no Hadamard transform"):
+        transformed[:16].zero_()
+
+
+@shared
+def test_copies_of_a_slice_are_tensors_of_their_own(name):
+    q = mf.quantize(randn(64, 48), name)
+    buffer = io.BytesIO()
+    torch.save((q, q[16:32]), buffer)
+    buffer.seek(0)
+    base, loaded = torch.load(buffer, weights_only=True)
+    for whole, part in (
+        (q, q[16:32].clone()), (q, copy.deepcopy(q[16:32])), (base, loaded), (q, q[16:32].to(torch.float16)),
+        (q, q[::2].contiguous() if name != "nvfp4_2d" else q[16:32].clone()),
+    ):  # fmt: skip
+        before = whole.clone()
+        part.fill_(500.0)
+        assert torch.equal(whole, before)
+        torch.testing.assert_close(part.dequantize(), torch.full_like(part, 500.0), rtol=0.01, atol=0)
+
+
+def test_a_slice_that_came_through_a_compiler_is_not_written_to():
+    q = mf.quantize(randn(64, 48), "fp8_tensor")
+    names, context = q[:16].__tensor_flatten__()
+    again = QuantizedTensor.__tensor_unflatten__({n: getattr(q[:16], n) for n in names}, context, (16, 48), (48, 1))
+    with pytest.raises(NotSupportedError, match="eager mode"):
+        again.zero_()
+    before = q.clone()
+    with pytest.raises(Exception, match="write into a slice"):
+        torch.compile(lambda q: q[:16].zero_(), fullgraph=True, backend="aot_eager")(q)
+    assert torch.equal(q, before)
+
+
+# ---- rows by index
+
+
+@one_row_formats
+def test_rows_replaced_by_index(fmt):
+    rows = randn(2, 64) * 3
+    plain = mf.quantize(rows, fmt)
+    for index in (
+        torch.tensor([1, 5]), torch.tensor([0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool), [1, 5], torch.tensor([[1, 5]]),
+    ):  # fmt: skip
+        for source in (rows, plain):
+            q = mf.quantize(randn(8, 64), fmt)
+            before = q.dequantize()
+            q[index] = source.reshape(*torch.empty(8)[index].shape, 64)
+            values = q.dequantize()
+            kept = torch.tensor([0, 2, 3, 4, 6, 7])
+            torch.testing.assert_close(values[kept], before[kept], rtol=1e-6, atol=0.02 if fmt.is_per_tensor else 0)
+            assert error(values[[1, 5]], rows) < 0.16
+            if not (fmt.is_per_tensor or fmt.tensor_scale == "tensor"):
+                assert torch.equal(values[[1, 5]], plain.dequantize())
+    deep = mf.quantize(randn(3, 4, 64), fmt)
+    deep[torch.tensor([2, 0]), torch.tensor([1, 3])] = rows
+    assert error(torch.stack([deep[2, 1].dequantize(), deep[0, 3].dequantize()]), rows) < 0.16
+
+
+@every_format
+def test_rows_replaced_by_slice(fmt):
+    q, other = mf.quantize(randn(256, 64), fmt), mf.quantize(randn(128, 64) * 3, fmt)
+    kept = q[:128].dequantize()
+    q[128:] = other
+    assert error(q[128:].dequantize(), other.dequantize()) < 0.16
+    torch.testing.assert_close(q[:128].dequantize(), kept, rtol=1e-6, atol=0.02 if fmt.is_per_tensor else 0)
+
+
+def test_rows_that_cannot_be_replaced():
+    q, tiled, row = mf.quantize(randn(8, 64), "mxfp8"), mf.quantize(randn(32, 64), "nvfp4_2d"), torch.tensor([1])
+    for refused in (
+        lambda: q.__setitem__((row, row), 0.0), lambda: q.__setitem__(q.dequantize() > 0, 1.0),
+        lambda: tiled.__setitem__(row, 0.0), lambda: q.t().__setitem__((slice(None), row), 0.0),
+    ):  # fmt: skip
+        with pytest.raises(InvalidValueError, match=r"indices: got those of . axes"):
+            refused()
+    with pytest.raises(InvalidValueError, match="index_put_: got nvfp4"):
+        q[torch.tensor([1])] = mf.quantize(randn(1, 64), "nvfp4")
+    with pytest.raises(InvalidTypeError, match=r"index_put_.*q\.copy_\(values\)"):
+        q.index_put_((torch.tensor([1]),), torch.ones(1, 64), accumulate=True)
+    with pytest.raises(IndexError):
+        q[torch.tensor([8])] = torch.ones(64)
+
+
+# ---- joining
+
+
+@every_format
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_joined_tensors(fmt, axis):
+    whole = mf.quantize(randn(300, 272), fmt, axis=axis)
+    values, cut = whole.dequantize(), 256
+    assert torch.equal(torch.cat([whole[:cut], whole[cut:]]), whole)
+    assert torch.equal(torch.cat([whole[:, :cut], whole[:, cut:]], dim=1), whole)
+    assert torch.equal(torch.cat([whole[:cut], whole[cut:]]).dequantize(), values)
+    joined = torch.cat([whole[:cut], whole[cut:]])
+    joined.zero_()
+    assert torch.equal(whole.dequantize(), values)
+    if axis == -1:
+        stacked = torch.stack([whole[:128], whole[128:256]])
+        assert torch.equal(stacked.dequantize(), torch.stack([values[:128], values[128:256]]))
+        deep = whole[:256].view(2, 128, 272)
+        if not fmt.is_tile:
+            joined = torch.cat([deep[:, :50], deep[:, 50:]], dim=1)
+            assert torch.equal(joined.dequantize(), values[:256].view(2, 128, 272))
+
+
+def test_tensors_that_cannot_be_joined():
+    a, b = mf.quantize(randn(40, 40), "mxfp8"), mf.quantize(randn(40, 40), "nvfp4")
+    tiles = mf.quantize(randn(40, 40), "nvfp4_2d")
+    for refused, message in (
+        (lambda: torch.cat([a, b]), "cat: got nvfp4"),
+        (lambda: torch.cat([a, a], 1), r"tensors: got lengths \[40, 40\] along axis 1"),
+        (lambda: torch.cat([tiles, tiles]), "multiples of 16"),
+        (lambda: torch.cat([b, mf.quantize(9 * randn(40, 40), "nvfp4")]), "tensor_scale is one for all .* quantize"),
+        (lambda: torch.cat([a, mf.quantize(randn(40, 40), "mxfp8", axis=-2)]), "axis 0"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidValueError, match=message):
+            refused()
+    with pytest.raises(IndexError):
+        torch.cat([a, a], 2)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([a, a[:, :32]], 0)
