@@ -82,13 +82,26 @@ def _view(*operators: Any, by_shape: bool = False) -> Callable[[Callable[..., An
     return add
 
 
+def _view_of(
+    q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, shape: Any,
+    axis: int | None = None, is_slice: bool = False,
+) -> QuantizedTensor:  # fmt: skip
+    """A tensor of these parts, which share storage with those of q; a slice remembers what it is cut from."""
+    root = q.root
+    if is_slice and root is None:
+        root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
+    return QuantizedTensor(
+        codes, scale, tensor_scale, q.cast, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root
+    )
+
+
 # ---- copies ------------------------------------------------------------------------------------------------------
 
 
 @_view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _detach(q: QuantizedTensor) -> QuantizedTensor:
     tensor_scale = None if q.tensor_scale is None else q.tensor_scale.detach()
-    return q.view_of(q.codes.detach(), q.scale.detach(), tensor_scale, shape=q.shape)
+    return _view_of(q, q.codes.detach(), q.scale.detach(), tensor_scale, shape=q.shape)
 
 
 @_register(aten.clone.default)
@@ -451,7 +464,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
     codes = q.codes.view(codes_shape(shape, axis, q.codes.shape[-1]))
-    return q.view_of(codes, scale, q.tensor_scale, shape=shape, axis=axis)
+    return _view_of(q, codes, scale, q.tensor_scale, shape=shape, axis=axis)
 
 
 @_view(aten.t.default)
@@ -475,7 +488,7 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
         return _detach.__wrapped__(q)  # type: ignore[attr-defined]
     shape = tuple(q.shape[dim] for dim in order)
     if q.dim() == 2:
-        return q.view_of(q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
+        return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
     if order[-1] != q.dim() - 1 or q.format.is_tile:
         raise invalid_value(
             "dims", f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
@@ -485,7 +498,7 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
     scale = q.scale if q.format.is_per_tensor else q.scale.permute(order)
     row_scales = _rows_permuted(q, order)
     is_copy = row_scales is not q.tensor_scale
-    return q.view_of(q.codes.permute(order), scale, row_scales, shape=shape, is_slice=is_copy)
+    return _view_of(q, q.codes.permute(order), scale, row_scales, shape=shape, is_slice=is_copy)
 
 
 def _rows_permuted(q: QuantizedTensor, order: Sequence[int]) -> torch.Tensor | None:
@@ -525,7 +538,7 @@ def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> 
     codes = q.codes[..., first // per_byte : -(-stored_last // per_byte)]
     scale = q.scale if q.format.block[1] is None else q.scale[..., first // block : -(-last // block)]
     shape = [last - first if dim == q.axis else size for dim, size in enumerate(q.shape)]
-    return q.view_of(codes, scale, q.tensor_scale, shape=shape, is_slice=True)
+    return _view_of(q, codes, scale, q.tensor_scale, shape=shape, is_slice=True)
 
 
 def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) -> QuantizedTensor:
@@ -547,7 +560,7 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
         scale = scale[window]
     if tensor_scale is not None and tensor_scale.dim():
         tensor_scale = tensor_scale.view(*q.codes.shape[:-1], 1)[window].reshape(-1, 1)
-    return q.view_of(codes, scale, tensor_scale, shape=shape, is_slice=True)
+    return _view_of(q, codes, scale, tensor_scale, shape=shape, is_slice=True)
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
@@ -572,7 +585,7 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     row = _slice.__wrapped__(q, dim, index, index + 1)  # type: ignore[attr-defined]
     shape = [size for position, size in enumerate(q.shape) if position != dim]
     if q.dim() == 2:  # a row of a matrix, whichever its contraction axis is
-        return row.view_of(row.codes, row.scale, row.tensor_scale, shape=shape, axis=0)
+        return _view_of(row, row.codes, row.scale, row.tensor_scale, shape=shape, axis=0)
     return _regroup.__wrapped__(row, shape)  # type: ignore[attr-defined]
 
 

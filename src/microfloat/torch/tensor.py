@@ -183,19 +183,6 @@ class QuantizedTensor(torch.Tensor):
             axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
         )  # fmt: skip
 
-    def view_of(
-        self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, shape: Any,
-        axis: int | None = None, is_slice: bool = False,
-    ) -> "QuantizedTensor":  # fmt: skip
-        """A tensor of these parts, which share storage with this one; a slice remembers what it is cut from."""
-        root = self.root
-        if is_slice and root is None:
-            root = UNKNOWN if _operators.is_tracing(self.codes) else self.map_parts(lambda part: part)
-        return QuantizedTensor(
-            codes, scale, tensor_scale, self.cast, axis=self.axis if axis is None else axis, shape=shape,
-            dtype=self.dtype, root=root,
-        )  # fmt: skip
-
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The CPU copy of a parameter's initial value that `quantized_model_init` was asked to keep, or None."""
         return self.__dict__.get("_high_precision_init_val")
