@@ -33,6 +33,9 @@ CASES = [
     ("saved_tensors_may_travel", ()),
     ("in_place_after_three_dimensions", ()),
     ("double_backward_is_refused", ()),
+    ("operands_are_checked_once_for_all", ()),
+    ("a_computed_bias_is_not_dropped", ()),
+    ("transforms_are_refused", ()),
 ]
 
 

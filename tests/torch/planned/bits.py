@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
 from microfloat.torch import planned
 from tests.torch.planned.setting import (
@@ -198,3 +199,44 @@ def saved_tensors_may_travel(device):
                     y.backward(dy)
                 grads.append((x.grad, layer.weight.grad, *[buffer.clone() for buffer in layer.buffers()]))
             assert_same(*grads, recipe)
+
+
+def operands_are_checked_once_for_all(device):
+    """A bias that does not fit is refused before a plan is made, also beside a plan for one that fits."""
+    with native_on(device):
+        layer, (x, _) = make(Float8CurrentScaling(), device, bias=True), inputs(device)
+        bias = layer.bias
+        layer(x)
+        for shape, dtype in (((1, N), bias.dtype), ((N - 1,), bias.dtype), ((N,), torch.float64)):
+            layer.bias = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+            with pytest.raises(MicrofloatError, match=r"^bias: "):
+                layer(x)
+        for elsewhere in ("meta", "cpu") if device == "cuda" else ():
+            layer.bias = torch.nn.Parameter(torch.ones(N, dtype=bias.dtype, device=elsewhere))
+            with pytest.raises(MicrofloatError, match=rf"^bias: .*{elsewhere}"):
+                layer(x)
+        with pytest.raises(MicrofloatError, match=r"^x: .*sparse"):
+            layer(x.detach().to_sparse())
+        with pytest.raises(MicrofloatError, match="is_first_microbatch"):
+            layer(x, is_first_microbatch="yes")
+
+
+def a_computed_bias_is_not_dropped(device):
+    """A parametrized bias is no parameter of the layer itself."""
+    with native_on(device):
+        layer, (x, _) = make(Float8CurrentScaling(), device, bias=True), inputs(device)
+        y = layer(x)
+        torch.nn.utils.parametrize.register_parametrization(layer, "bias", torch.nn.Identity())
+        assert torch.equal(layer(x), y)
+
+
+def transforms_are_refused(device):
+    """A tangent or a batch of gradients never reaches a plan."""
+    with native_on(device):
+        layer, (x, _) = make(Float8CurrentScaling(), device), inputs(device)
+        layer.weight.requires_grad_(False)
+        with forward_ad.dual_level(), pytest.raises(NotSupportedError, match="forward-mode"):
+            layer(forward_ad.make_dual(x.detach(), x.detach()))
+        y = layer(x)
+        with pytest.raises(NotSupportedError, match="one gradient at a time"):
+            torch.autograd.grad(y, x, torch.stack([torch.ones_like(y)] * 2), is_grads_batched=True)
