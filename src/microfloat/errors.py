@@ -50,8 +50,20 @@ class CheckpointError(MicrofloatError, ValueError):
     """A file is truncated, corrupted, or not what it claims to be."""
 
 
+_MOST_SHOWN = 200
+
+
+def _shown(got: object) -> str:
+    """A value as text, cut where it is long."""
+    try:
+        text = str(got)
+    except ValueError:  # an int of more digits than Python prints
+        return f"an int of {got.bit_length()} bits" if isinstance(got, int) else type(got).__name__
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _compose(argument: str, got: object, needed: str, remedy: str) -> str:
-    text = f"{argument}: got {got}, needed {needed}."
+    text = f"{argument}: got {_shown(got)}, needed {needed}."
     return f"{text} {remedy}" if remedy else text
 
 

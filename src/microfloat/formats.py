@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import ml_dtypes
 import numpy as np
 
+from microfloat.arguments import check_bool, check_choice, check_int, check_name, check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 
 __all__ = [
@@ -27,11 +28,26 @@ __all__ = [
 ]  # fmt: skip
 
 
+# The stock elements by name, written below; their names stand for their numbers everywhere.
+ELEMENTS: dict[str, "ElementFormat"] = {}
+# Magnitudes lie in [2^-60, 2^60] and the largest is 4 or more, so that the factor max / amax, its reciprocal and the
+# powers of two of E8M0 are normal float32 numbers for every amax. A scale takes up any other choice of the bias.
+_LARGEST_EXPONENT = 60
+_LEAST_MAX = 4.0
+_LARGEST_BLOCK = 1 << 30
+# A scale format is known by its name.
+_SCALE_BITS = {"E8M0": 8, "E4M3": 8, "FP32": 32}
+
+
 @dataclass(frozen=True)
 class ElementFormat:
     """A sign-magnitude float of at most 8 bits: ``(-1)^s * (2^mb + m) * 2^(e - bias - mb)``, subnormal at e = 0.
 
-    `max` is the largest finite value; encoding saturates to it. `has_inf` and `has_nan` say which codes are taken.
+    `max` is the largest finite value, a normal one; encoding saturates to it. Above it are no codes without `has_inf`
+    and `has_nan`, codes of NaN with `has_nan` alone, and with both those of the largest exponent, where mantissa 0 is
+    infinity. `max` is 4 or more (a scale takes up any other choice of `bias`), magnitudes lie in [2^-60, 2^60], and the
+    names of the stock elements stand for their numbers alone. Raises InvalidTypeError and InvalidValueError, which name
+    the field.
     Source: OCP Microscaling Formats v1.0, section 5.3; docs/numerics.md 1.1.
     """
 
@@ -44,12 +60,52 @@ class ElementFormat:
     has_nan: bool
 
     def __post_init__(self) -> None:
+        check_name("ElementFormat.name", self.name)
+        check_int("ElementFormat.exponent_bits", self.exponent_bits, 1, 6)
+        check_int("ElementFormat.mantissa_bits", self.mantissa_bits, 1, 6)
         if not 4 <= self.bits <= 8:
             raise invalid_value("ElementFormat", f"{self.bits} bits", "4 to 8 bits (1 + exponent_bits + mantissa_bits)")
-        if self.mantissa_bits < 1 or self.exponent_bits < 1:
+        check_int("ElementFormat.bias", self.bias, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+        check_bool("ElementFormat.has_inf", self.has_inf)
+        check_bool("ElementFormat.has_nan", self.has_nan)
+        self._check_max()
+        stock = ELEMENTS.get(self.name)
+        if stock is not None and stock != self:
             raise invalid_value(
-                "ElementFormat", f"E{self.exponent_bits}M{self.mantissa_bits}", "at least one exponent and mantissa bit"
-            )
+                "ElementFormat.name", f"{self.name!r} for other numbers than those of the stock element",
+                "a name of its own",
+            )  # fmt: skip
+
+    def _check_max(self) -> None:
+        """`max` is a normal value of the format, and the codes above it are exactly infinity and NaN."""
+        limit = 2.0**_LARGEST_EXPONENT
+        needed = f"the largest finite value, a number in [{_LEAST_MAX:g}, 2^{_LARGEST_EXPONENT}]"
+        object.__setattr__(self, "max", check_number("ElementFormat.max", self.max, needed, _LEAST_MAX, limit))
+        if self.step < 1 / limit:
+            needed = f"one with which the smallest value is at least 2^-{_LARGEST_EXPONENT}"
+            raise invalid_value("ElementFormat.bias", self.bias, needed)
+        codes = range(1 << self.mantissa_bits, self.sign_code)  # of the normal values
+        if self.max_code not in codes or self._magnitude(self.max_code) != self.max:
+            near = min((self._magnitude(code) for code in codes), key=lambda value: abs(value - self.max))
+            raise invalid_value(
+                "ElementFormat.max", f"{self.max:g}", f"a normal value of E{self.exponent_bits}M{self.mantissa_bits} "
+                f"with bias {self.bias}", f"The nearest is {near:g}.",
+            )  # fmt: skip
+        above = self.sign_code - 1 - self.max_code
+        taken = 1 << self.mantissa_bits if self.has_inf else above if self.has_nan else 0
+        if above != taken or (self.has_nan and not above) or (self.has_inf and not self.has_nan):
+            raise invalid_value(
+                "ElementFormat.max", f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, "
+                f"has_nan={self.has_nan}", "no code above max without infinity and NaN, at least one with NaN alone, "
+                "those of the largest exponent with infinity and NaN (never infinity alone)",
+                f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}.",
+            )  # fmt: skip
+
+    def _magnitude(self, code: int) -> float:
+        """The value of a positive code, were all codes numbers."""
+        exponent, mantissa = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
+        whole = mantissa + (1 << self.mantissa_bits if exponent else 0)
+        return whole * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
     @property
     def bits(self) -> int:
@@ -103,6 +159,11 @@ class ScaleFormat:
     name: str
     bits: int
 
+    def __post_init__(self) -> None:
+        check_choice("ScaleFormat.name", self.name, _SCALE_BITS)
+        if check_int("ScaleFormat.bits", self.bits, 1, 64) != _SCALE_BITS[self.name]:
+            raise invalid_value("ScaleFormat.bits", self.bits, f"{_SCALE_BITS[self.name]}, as {self.name} has them")
+
     @property
     def dtype(self) -> np.dtype:
         """NumPy dtype of stored scales: uint8 bytes for E8M0 and E4M3, float32 otherwise."""
@@ -128,13 +189,15 @@ class ScaledFormat:
     tensor_scale: str | None = None
 
     def __post_init__(self) -> None:
+        check_name("ScaledFormat.name", self.name)
         if not isinstance(self.element, ElementFormat):
             raise invalid_type("ScaledFormat.element", type(self.element), "an ElementFormat such as formats.E4M3")
         if not isinstance(self.scale, ScaleFormat):
             raise invalid_type("ScaledFormat.scale", type(self.scale), "a ScaleFormat such as formats.SCALE_E8M0")
         is_pair = isinstance(self.block, tuple | list) and len(self.block) == 2
         sizes_fine = is_pair and all(
-            size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1) for size in self.block
+            size is None or (isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= _LARGEST_BLOCK)
+            for size in self.block
         )
         if not sizes_fine or (self.block[0] is None and self.block[1] is not None):
             raise invalid_value(
@@ -142,8 +205,8 @@ class ScaledFormat:
                 "(None, None) = per tensor",
             )  # fmt: skip
         object.__setattr__(self, "block", tuple(self.block))
-        if self.tensor_scale not in (None, "tensor", "row"):
-            raise invalid_value("ScaledFormat.tensor_scale", repr(self.tensor_scale), "None, 'tensor' or 'row'")
+        if self.tensor_scale is not None:
+            check_choice("ScaledFormat.tensor_scale", self.tensor_scale, ("tensor", "row"))
         if self.tensor_scale is not None and self.scale.name != "E4M3":
             raise invalid_value(
                 "ScaledFormat.tensor_scale", repr(self.tensor_scale), "None for this scale format",
@@ -206,7 +269,7 @@ E5M2 = ElementFormat("E5M2", 5, 2, bias=15, max=57344.0, has_inf=True, has_nan=T
 E3M2 = ElementFormat("E3M2", 3, 2, bias=3, max=28.0, has_inf=False, has_nan=False)
 E2M3 = ElementFormat("E2M3", 2, 3, bias=1, max=7.5, has_inf=False, has_nan=False)
 E2M1 = ElementFormat("E2M1", 2, 1, bias=1, max=6.0, has_inf=False, has_nan=False)
-ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1)}
+ELEMENTS.update((element.name, element) for element in (E4M3, E5M2, E3M2, E2M3, E2M1))
 
 SCALE_E8M0 = ScaleFormat("E8M0", 8)
 SCALE_E4M3 = ScaleFormat("E4M3", 8)

@@ -6,7 +6,7 @@ whether the encode factor is rounded to a power of two; E4M3 rules (NVFP4) in th
 
 from dataclasses import dataclass
 
-from microfloat.errors import invalid_value, unknown_name
+from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
 
 __all__ = ["SCALE_RULES", "ScaleRule", "TwoLevel", "e8m0_threshold", "resolve_scale_rule"]
@@ -116,7 +116,9 @@ def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:
 def resolve_scale_rule(name: str | None, fmt: ScaledFormat) -> str:
     """The canonical rule name for `fmt` (None = its default); InvalidValueError for a rule of another family."""
     name = fmt.default_scale_rule if name is None else name
-    canonical = _ALIASES.get(name, name) if isinstance(name, str) else repr(name)
+    if not isinstance(name, str):
+        raise invalid_type("scale_rule", type(name), "the name of a rule, such as 'rceil', or None")
+    canonical = _ALIASES.get(name, name)
     if canonical not in SCALE_RULES:
         raise unknown_name("scale_rule", name, [*SCALE_RULES, *_ALIASES])
     rule = SCALE_RULES[canonical]

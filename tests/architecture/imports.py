@@ -9,7 +9,7 @@ from pathlib import Path
 LAYERS = (
     ("_version",),
     ("errors",),
-    ("_environment", "chips", "support"),
+    ("_environment", "arguments", "chips", "support"),
     ("formats",),
     ("scale_rules", "operand_shapes"),
     ("recipes",),

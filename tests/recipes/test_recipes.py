@@ -165,7 +165,7 @@ def test_round_trip_through_json(recipe):
 
 
 def test_an_element_of_a_users_own_survives_the_round_trip():
-    element = formats.ElementFormat("E4M3", 4, 3, bias=8, max=240.0, has_inf=False, has_nan=True)
+    element = formats.ElementFormat("E4M3B8", 4, 3, bias=8, max=240.0, has_inf=False, has_nan=False)
     fmt = formats.ScaledFormat("mine", element, formats.SCALE_E8M0, (1, 64))
     recipe = CustomRecipe(Gemm(fmt, fmt), Gemm(None, None), Gemm(None, None))
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))).fprop.lhs.format.element == element
@@ -184,10 +184,13 @@ def test_a_callable_is_not_written_in_silence():
     ("data", "message"),
     [
         ([], "data: got list"),
-        ({}, r"data: got keys \[\]"),
+        ({}, r"data: got a dictionary without \['recipe', 'fields'\]"),
         ({"recipe": "MXFP9BlockScaling", "fields": {}}, "Did you mean 'MXFP8BlockScaling'"),
-        ({"recipe": "MXFP8BlockScaling", "fields": {"scale_rul": "floor"}}, "what MXFP8BlockScaling.to_dict writes"),
-        ({"recipe": "CustomRecipe", "fields": {"fprop": {}}}, "what CustomRecipe.to_dict writes"),
+        (
+            {"recipe": "MXFP8BlockScaling", "fields": {"scale_rul": "floor"}},
+            r"fields: got a dictionary with \['scale_rul'\], needed",
+        ),
+        ({"recipe": "CustomRecipe", "fields": {"fprop": {}}}, r"fields: got a dictionary without \['dgrad', 'wgrad'\]"),
         ({"recipe": "MXFP8BlockScaling", "fields": {"scale_rule": "flor"}}, "Did you mean 'floor'"),
     ],
 )

@@ -305,6 +305,10 @@ def decode(codes: Array, element: ElementFormat) -> Array:
     normal = (magnitude << (23 - mantissa_bits)) + np.uint32((127 - element.bias) << 23)
     subnormal = bits_of(mantissa.astype(jnp.float32) * np.float32(element.step))
     bits = where((magnitude >> mantissa_bits) == 0, subnormal, normal)
+    if element.has_nan:  # an element of a user's own: the stock ones that have NaN have a float8 dtype
+        infinity = (mantissa == 0) & element.has_inf
+        taken = where(infinity, np.uint32(INFINITY_BITS), np.uint32(INFINITY_BITS | (_HIDDEN_BIT >> 1)))
+        bits = where(magnitude > np.uint32(element.max_code), taken, bits)
     sign = (wide & np.uint32(element.sign_code)) << (32 - element.bits)
     return as_float(bits | sign)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
@@ -26,7 +27,6 @@ from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array, check_backend, check_dtype
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Recipe
-from microfloat.recipes.core import check_choice
 
 __all__ = ["DotGeneral", "Einsum", "dot_general", "einsum"]
 

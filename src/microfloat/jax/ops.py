@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax import _explicit
@@ -23,7 +24,6 @@ from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
 from microfloat.jax.backends import casts, reference, select
 from microfloat.recipes import Cast, Delayed, as_cast
-from microfloat.recipes.core import check_choice
 
 __all__ = ["WIDE_DTYPES", "check_array", "dequantize", "quantize", "scaled_matmul"]
 

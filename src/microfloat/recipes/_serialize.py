@@ -2,10 +2,12 @@
 
 import functools
 import json
+from dataclasses import fields
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
+from microfloat.arguments import check_choice, check_keys
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
-from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe
+from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
 
 __all__ = ["cast_from_data", "cast_of", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
 
@@ -17,14 +19,16 @@ def _format_to_data(fmt: ScaledFormat) -> str | dict:
 
 def format_from_data(data: str | dict) -> ScaledFormat:
     if isinstance(data, str):
-        if data not in FORMATS:
-            raise unknown_name("format", data, FORMATS)
-        return FORMATS[data]
-    values = dict(data)
-    values["element"] = ElementFormat(**values["element"])
-    values["scale"] = ScaleFormat(**values["scale"])
-    values["block"] = tuple(values["block"])
-    return ScaledFormat(**values)
+        return as_scaled_format(data)
+    element, scale = (
+        cls(**check_keys(name, check_keys("format", data, _names(ScaledFormat))[name], _names(cls)))
+        for name, cls in (("element", ElementFormat), ("scale", ScaleFormat))
+    )
+    return ScaledFormat(**{**data, "element": element, "scale": scale})
+
+
+def _names(cls: type) -> list[str]:
+    return [entry.name for entry in fields(cls)]
 
 
 def _not_serializable(argument: str, value: object) -> InvalidValueError:
@@ -55,25 +59,29 @@ def cast_of(contents: str) -> Cast:
 def cast_from_data(data: dict | None) -> Cast | None:
     if data is None:
         return None
-    scaling = dict(data["scaling"])
+    check_keys("cast", data, _names(Cast))
+    scaling = data["scaling"]
+    if not isinstance(scaling, dict):
+        raise invalid_type("scaling", type(scaling), "a dictionary")
     kinds = {"Current": Current, "Delayed": Delayed}
-    kind = scaling.pop("kind")
-    if kind not in kinds:
-        raise unknown_name("scaling.kind", kind, kinds)
-    hadamard = Hadamard(**data["hadamard"]) if data["hadamard"] else None
-    fmt = format_from_data(data["format"])
-    return Cast(fmt, data["scale_rule"], data["rounding"], hadamard, kinds[kind](**scaling))
+    check_choice("scaling.kind", scaling.get("kind"), kinds)
+    kind = kinds[scaling["kind"]]
+    numbers = {**check_keys("scaling", scaling, ["kind", *_names(kind)])}
+    del numbers["kind"]
+    transform = data["hadamard"]
+    hadamard = None if transform is None else Hadamard(**check_keys("hadamard", transform, _names(Hadamard)))
+    return Cast(format_from_data(data["format"]), data["scale_rule"], data["rounding"], hadamard, kind(**numbers))
 
 
 def recipe_to_dict(recipe: Recipe) -> dict:
     """``{"recipe": class name, "fields": {...}}``; casts are written out for a CustomRecipe."""
     if isinstance(recipe, NamedRecipe):
-        fields = {}
+        values = {}
         for name, value in recipe.arguments().items():
             if callable(value):
                 raise _not_serializable(name, value)
-            fields[name] = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-        return {"recipe": type(recipe).__name__, "fields": fields}
+            values[name] = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+        return {"recipe": type(recipe).__name__, "fields": values}
     gemms = {}
     for name in GEMMS:
         gemm = getattr(recipe, name)
@@ -88,23 +96,17 @@ def recipe_from_dict(data: dict) -> Recipe:
     """Rebuild the recipe that `recipe_to_dict` described."""
     from microfloat import recipes
 
-    if not isinstance(data, dict):
-        raise invalid_type("data", type(data), "the dictionary that Recipe.to_dict returns")
-    if not {"recipe", "fields"} <= data.keys():
-        raise invalid_value("data", f"keys {sorted(data)}", "the keys 'recipe' and 'fields'")
+    check_keys("data", data, ("recipe", "fields"))
     classes = {cls.__name__: cls for cls in (*recipes.FAMILIES, recipes.CustomRecipe, Recipe)}
-    if data["recipe"] not in classes:
-        raise unknown_name("recipe", data["recipe"], classes)
-    cls, fields = classes[data["recipe"]], data["fields"]
-    try:
-        if issubclass(cls, NamedRecipe):
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-        gemms = {
-            name: Gemm(cast_from_data(entry["lhs"]), cast_from_data(entry["rhs"]), entry["accumulate"], entry["path"])
-            for name, entry in fields.items()
-        }
-        return cls(**gemms)
-    except (KeyError, TypeError) as error:
-        raise invalid_value(
-            "data", f"fields {sorted(fields)} ({error})", f"what {cls.__name__}.to_dict writes"
-        ) from error
+    check_choice("recipe", data["recipe"], classes)
+    cls, values = classes[data["recipe"]], data["fields"]
+    if issubclass(cls, NamedRecipe):
+        check_keys("fields", values, cls().arguments(), all_of_them=False)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    check_keys("fields", values, GEMMS)
+    gemms = {}
+    for name, entry in values.items():
+        check_keys(name, entry, _names(Gemm))
+        lhs, rhs = (cast_from_data(entry[side]) for side in ("lhs", "rhs"))
+        gemms[name] = Gemm(lhs, rhs, entry["accumulate"], entry["path"])
+    return cls(**gemms)

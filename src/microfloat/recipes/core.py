@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
+from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 __all__ = [
     "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe",
-    "as_cast", "as_scaled_format", "check_bool", "check_choice",
+    "as_cast", "as_scaled_format",
 ]  # fmt: skip
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -27,6 +28,7 @@ OPERANDS = {
 }  # fmt: skip
 
 
+_LONGEST_HISTORY = 1 << 20
 _FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 
 
@@ -37,10 +39,9 @@ class Current:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.amax_epsilon, int | float) and not isinstance(self.amax_epsilon, bool)
-        if not (is_number and 0.0 <= self.amax_epsilon <= _FLOAT32_MAX):
-            raise invalid_value("amax_epsilon", self.amax_epsilon, "a number >= 0 in the range of float32")
-        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+        needed = "a number >= 0 in the range of float32"
+        epsilon = check_number("amax_epsilon", self.amax_epsilon, needed, 0.0, _FLOAT32_MAX)
+        object.__setattr__(self, "amax_epsilon", epsilon)
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,11 @@ class Delayed:
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
-            raise invalid_type("margin", type(self.margin), "an int (a power of two of headroom)")
-        if not -64 <= self.margin <= 64:
-            raise invalid_value("margin", self.margin, "an int in [-64, 64]")
-        if (
-            isinstance(self.amax_history_len, bool)
-            or not isinstance(self.amax_history_len, int)
-            or self.amax_history_len < 1
-        ):
-            raise invalid_value("amax_history_len", self.amax_history_len, "an int >= 1")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise unknown_name("amax_compute_algo", self.amax_compute_algo, ["max", "most_recent"])
-        if not isinstance(self.reduce_amax, bool):
-            raise invalid_type("reduce_amax", type(self.reduce_amax), "a bool")
+        check_int("margin", self.margin, -64, 64)
+        check_int("amax_history_len", self.amax_history_len, 1, _LONGEST_HISTORY)
+        if not callable(self.amax_compute_algo):
+            check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        check_bool("reduce_amax", self.reduce_amax)
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,9 @@ class Hadamard:
     sign_mask: int = 0xD7E8
 
     def __post_init__(self) -> None:
-        if self.size != 16:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size != 16:
             raise invalid_value("Hadamard.size", self.size, "16", "The transform is defined for blocks of 16 only.")
-        if not isinstance(self.sign_mask, int) or not 0 <= self.sign_mask <= 0xFFFF:
-            raise invalid_value("Hadamard.sign_mask", self.sign_mask, "an int in [0, 0xFFFF]; 0 means no signs")
+        check_int("Hadamard.sign_mask", self.sign_mask, 0, 0xFFFF)
 
     def __repr__(self) -> str:
         return f"Hadamard({self.size}, {self.sign_mask:#06x})"
@@ -112,8 +103,7 @@ class Cast:
         fmt = as_scaled_format(self.format, "Cast.format")
         object.__setattr__(self, "format", fmt)
         object.__setattr__(self, "scale_rule", resolve_scale_rule(self.scale_rule, fmt))
-        if self.rounding not in ("nearest", "stochastic"):
-            raise unknown_name("rounding", self.rounding, ["nearest", "stochastic"])
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(16, sign_mask)")
         if not isinstance(self.scaling, Current | Delayed):
@@ -236,10 +226,8 @@ class Gemm:
                 object.__setattr__(self, name, _default_cast(as_scaled_format(cast, f"Gemm.{name}")))
             elif cast is not None and not isinstance(cast, Cast):
                 raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
-        if self.accumulate not in ("fast", "split", "exact"):
-            raise unknown_name("accumulate", self.accumulate, ["fast", "split", "exact"])
-        if self.path not in ("exact", "folded", "auto"):
-            raise unknown_name("path", self.path, ["exact", "folded", "auto"])
+        check_choice("accumulate", self.accumulate, ("fast", "split", "exact"))
+        check_choice("path", self.path, ("exact", "folded", "auto"))
         if self.lhs is not None and self.rhs is not None:
             self._check_pair(self.lhs, self.rhs)
 
@@ -340,15 +328,3 @@ class NamedRecipe(Recipe):
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments and their effective values."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
-
-
-def check_bool(argument: str, value: object) -> None:
-    """Refuse anything but True or False, so that strings such as "false" never switch something on."""
-    if not isinstance(value, bool):
-        raise invalid_type(argument, type(value), "True or False")
-
-
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value outside `choices`, naming the nearest."""
-    if value not in choices:
-        raise unknown_name(argument, value, choices)

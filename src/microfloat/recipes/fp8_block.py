@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from microfloat.arguments import check_bool
 from microfloat.errors import invalid_value
 from microfloat.formats import FP8_1x128, FP8_128x128
-from microfloat.recipes.core import Cast, Gemm, NamedRecipe, check_bool
+from microfloat.recipes.core import Cast, Gemm, NamedRecipe
 from microfloat.recipes.fp8_format import Format, as_format
 
 __all__ = ["Float8BlockScaling"]
@@ -31,10 +32,10 @@ class Float8BlockScaling(NamedRecipe):
         check_bool("use_f32_scales", self.use_f32_scales)
         for name in ("x", "w", "dy"):
             block = getattr(self, name)
-            block = tuple(block) if isinstance(block, list) else block
-            if block not in _FORMATS:
+            are_ints = isinstance(block, tuple | list) and all(type(size) is int for size in block)
+            if not are_ints or tuple(block) not in _FORMATS:
                 raise invalid_value(name, block, "a block of (1, 128) or (128, 128)")
-            object.__setattr__(self, name, block)
+            object.__setattr__(self, name, tuple(block))
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from microfloat.arguments import check_bool
 from microfloat.formats import E5M2, FP8_TENSOR, FP8_TENSOR_E5M2
-from microfloat.recipes.core import Cast, Current, Gemm, NamedRecipe, check_bool
+from microfloat.recipes.core import Cast, Current, Gemm, NamedRecipe
 from microfloat.recipes.fp8_format import Format, as_format
 
 __all__ = ["Float8CurrentScaling"]
@@ -23,6 +24,7 @@ class Float8CurrentScaling(NamedRecipe):
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_format", as_format(self.fp8_format, (Format.E4M3, Format.HYBRID)))
         check_bool("use_power_2_scales", self.use_power_2_scales)
+        object.__setattr__(self, "amax_epsilon", Current(self.amax_epsilon).amax_epsilon)
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from microfloat.arguments import check_bool, check_choice
 from microfloat.formats import FP8_ROW, FP8_TENSOR
-from microfloat.recipes.core import Cast, Gemm, NamedRecipe, check_bool, check_choice
+from microfloat.recipes.core import Cast, Gemm, NamedRecipe
 from microfloat.recipes.fp8_format import Format, as_format
 
 __all__ = ["Float8RowScaling"]

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from microfloat.arguments import check_choice
 from microfloat.formats import MXFP6_E2M3, MXFP6_E3M2
-from microfloat.recipes.core import Cast, Gemm, NamedRecipe, check_choice
+from microfloat.recipes.core import Cast, Gemm, NamedRecipe
 
 __all__ = ["MXFP6BlockScaling"]
 

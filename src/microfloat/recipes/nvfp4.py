@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from microfloat._environment import toggle
+from microfloat.arguments import check_bool
 from microfloat.formats import NVFP4, NVFP4_2D
-from microfloat.recipes.core import Cast, Gemm, Hadamard, NamedRecipe, check_bool
+from microfloat.recipes.core import Cast, Gemm, Hadamard, NamedRecipe
 
 __all__ = ["NVFP4BlockScaling"]
 

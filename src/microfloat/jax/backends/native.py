@@ -29,6 +29,7 @@ from microfloat.jax._bits import FLOAT8, where
 from microfloat.jax._tiles import from_tiles, spread, to_tiles
 from microfloat.jax.backends import cuda, kernels, reference
 from microfloat.jax.backends.cuda import capability
+from microfloat.kernels.families import is_stock
 from microfloat.support import Support
 
 __all__ = ["Choice", "bf16_values", "capability", "choose", "gemm"]
@@ -58,11 +59,17 @@ def choose(
     formats = (kind_a.format, kind_b.format)
     names = " x ".join(fmt.name for fmt in formats)
     name = f"sm_{chip[0]}{chip[1]}"
+    foreign = [fmt.element.name for fmt in formats if not is_stock(fmt.element)]
+    if foreign:
+        reason = f"{foreign[0]} is not one of the stock elements: decoded to float32"
+        return Choice("reference", "decode to float32, float32 dot", Support(True, False, reason))
     if all(reference.scale_is_outer(fmt) for fmt in formats):
-        if chip >= (8, 9):
+        are_fp8 = all(fmt.element.name in FLOAT8 for fmt in formats)
+        if chip >= (8, 9) and are_fp8:
             reason = f"FP8 tensor cores of {name}; tensor and row scales multiply the float32 result"
             return Choice("fp8", "FP8 dot, scales in the epilogue", Support(True, True, reason))
-        reason = f"{name} has no FP8 tensor cores: decoded to bfloat16, exactly"
+        missing = f"{name} has no FP8 tensor cores" if are_fp8 else f"no tensor cores multiply {names} by their codes"
+        reason = f"{missing}: decoded to bfloat16, exactly"
         return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
     if chip >= (10, 0) and _is_mx_pair(kind_a, kind_b):
         reason = f"block-scaled dot of {name} through jax.nn.scaled_matmul; not yet run on the hardware"

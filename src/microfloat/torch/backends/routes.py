@@ -131,7 +131,8 @@ def _fp8_route(lhs: Cast, rhs: Cast, chip: Chip) -> Route:
         name = "blocks" if kind == "block" else "fp8"
         return Route(name, "codes", "codes", kernel, True, f"{chip.name} multiplies FP8 on tensor cores")
     if kind in ("tensor", "row"):
-        reason = f"{chip.name} has no FP8 tensor cores; products are exact, no faster than bfloat16"
+        missing = f"{chip.name} has no FP8 tensor cores" if eight_bit else "no GEMM multiplies these codes"
+        reason = f"{missing}; products are exact, no faster than bfloat16"
         kernel = "decode to bfloat16, vendor GEMM, scales in the epilogue"
         return Route("values", "codes", "codes", kernel, False, reason)
     if _is_power_of_two(lhs) and _is_power_of_two(rhs):

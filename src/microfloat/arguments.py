@@ -1,0 +1,69 @@
+"""Checks of plain values that constructors take: errors that name the field, and the value in its one form."""
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from microfloat.errors import invalid_type, invalid_value, unknown_name
+
+__all__ = ["check_bool", "check_choice", "check_int", "check_keys", "check_name", "check_number"]
+
+
+def check_int(argument: str, value: object, least: int, most: int) -> int:
+    """`value` itself, an int (no bool, no float) in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid_type(argument, type(value), f"an int in [{least}, {most}]")
+    if not least <= value <= most:
+        raise invalid_value(argument, value, f"an int in [{least}, {most}]")
+    return value
+
+
+def check_number(argument: str, value: object, needed: str, least: float, most: float) -> float:
+    """`value` as a float in [least, most]; NaN is outside. `needed` says so in words."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise invalid_type(argument, type(value), needed)
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float holds
+        number = math.inf
+    if not least <= number <= most:
+        raise invalid_value(argument, value, needed)
+    return number
+
+
+def check_bool(argument: str, value: object) -> None:
+    """Refuse anything but True or False, so that strings such as "false" never switch something on."""
+    if not isinstance(value, bool):
+        raise invalid_type(argument, type(value), "True or False")
+
+
+def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a value outside `choices`, naming the nearest."""
+    choices = list(choices)
+    if not isinstance(value, str):
+        raise invalid_type(argument, type(value), "one of " + ", ".join(map(repr, choices)))
+    if value not in choices:
+        raise unknown_name(argument, value, choices)
+
+
+def check_name(argument: str, value: object) -> None:
+    """Refuse what is no name: it must be a string with something in it."""
+    if not isinstance(value, str):
+        raise invalid_type(argument, type(value), "a name, as a string")
+    if not value.strip():
+        raise invalid_value(argument, repr(value), "a name that is not empty")
+
+
+def check_keys(argument: str, data: object, keys: Iterable[str], *, all_of_them: bool = True) -> Mapping[str, Any]:
+    """`data` itself, a dictionary with exactly these keys, or with some of them."""
+    if not isinstance(data, Mapping):
+        raise invalid_type(argument, type(data), "a dictionary")
+    expected = list(keys)
+    unknown = [key for key in data if key not in expected]
+    missing = [key for key in expected if key not in data] if all_of_them else []
+    if unknown or missing:
+        found = [f"without {missing}"] if missing else []
+        found += [f"with {unknown}"] if unknown else []
+        raise invalid_value(argument, f"a dictionary {' and '.join(found)}", f"the keys {expected} and no others")
+    return data

@@ -1,0 +1,47 @@
+"""Elements of a user's own in JAX: the oracle's bytes and values, and no GEMM on units that know stock ones only."""
+
+import numpy as np
+import pytest
+
+import microfloat.jax as mj
+from microfloat import reference
+from microfloat.formats import E2M1, E3M2, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
+from microfloat.jax.backends import native
+from microfloat.jax.backends import reference as emulation
+from microfloat.recipes import Cast
+from tests.formats.elements import wild_matrix
+
+E3M4 = ElementFormat("E3M4", 3, 4, bias=3, max=31.0, has_inf=False, has_nan=False)
+E3M4_IEEE = ElementFormat("E3M4_IEEE", 3, 4, bias=3, max=15.5, has_inf=True, has_nan=True)
+E2M1_NAN = ElementFormat("E2M1_NAN", 2, 1, bias=1, max=4.0, has_inf=False, has_nan=True)
+
+
+@pytest.mark.parametrize("element", [E3M4, E3M4_IEEE, E2M1_NAN], ids=str)
+def test_bytes_and_values_are_the_oracles(element):
+    x = wild_matrix()
+    for scale, block in ((SCALE_FP32, (1, None)), (SCALE_E8M0, (3, 5))):
+        cast = Cast(ScaledFormat("mine", element, scale, block))
+        ours, oracle = mj.quantize(x, cast), reference.quantize(x, cast)
+        assert np.asarray(ours.codes).tobytes() == oracle.codes.tobytes()
+        assert np.asarray(ours.scale).tobytes() == oracle.scale.tobytes()
+        np.testing.assert_array_equal(np.asarray(ours.dequantize()), reference.dequantize(oracle))
+    codes = np.arange(1 << element.bits, dtype=np.uint8)
+    from microfloat import formats
+    from microfloat.jax._bits import decode
+
+    np.testing.assert_array_equal(np.asarray(decode(codes, element)), formats.decode(codes, element))
+
+
+@pytest.mark.parametrize("chip", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("element", "scale", "block", "way"),
+    [
+        (E3M4, SCALE_E8M0, (1, 32), "reference"), (E3M4, SCALE_FP32, (None, None), "reference"),
+        (E2M1, SCALE_FP32, (1, None), "bf16"), (E3M2, SCALE_FP32, (None, None), "bf16"),
+    ],
+)  # fmt: skip
+def test_no_unit_takes_codes_that_it_does_not_know(chip, element, scale, block, way):
+    kind = emulation.kind_of(Cast(ScaledFormat("mine", element, scale, block)), 64)
+    choice = native.choose(kind, kind, chip)
+    assert (choice.way, choice.support.accelerated) == (way, False)
+    assert "E3M4 is not one of the stock elements" in choice.support.reason or way == "bf16"
