@@ -1,6 +1,7 @@
 """autocast: nesting, islands, exceptions, threads, async tasks, precedence, re-entry, backward afterwards."""
 
 import asyncio
+import contextlib
 import contextvars
 import copy
 import functools
@@ -239,6 +240,23 @@ def test_a_region_ends_with_the_last_autocast_in_it_and_has_failed_if_one_was_le
     with mf.autocast():  # the step that is taken again
         layer(2 * x)
     assert layer.scaling_x_scale == 448 / 3
+
+
+def test_a_context_that_outlives_its_autocast_has_regions_of_its_own() -> None:
+    """A task or thread that was started inside an autocast keeps its recipe; its steps are not that autocast's."""
+
+    def steps(layer, wrapped: bool) -> torch.Tensor:
+        for size in (1.0, 2.0, 3.0):
+            with mf.autocast(recipe=recipe) if wrapped else contextlib.nullcontext():
+                layer(size * torch.ones(4, 16))
+        return layer.scaling_x_scale
+
+    recipe = DelayedScaling(amax_history_len=4)
+    with mf.autocast(recipe=recipe):
+        inherited = contextvars.copy_context()
+    for wrapped in (False, True):
+        layer = mf.Linear(16, 8, recipe=recipe)
+        assert inherited.run(steps, layer, wrapped) == torch.tensor(448.0) / 3
 
 
 def test_decorated_generators_run_under_it_step_by_step(layer) -> None:

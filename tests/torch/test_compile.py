@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 
 import pytest
@@ -332,8 +333,11 @@ def test_delayed_scaling_state_is_that_of_eager() -> None:
 
 def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
-    with pytest.raises(Exception, match="Call the compiled function"):
-        compiled(layer)(torch.randn(4, 16))
+    with mf.autocast():
+        left = contextvars.copy_context()  # what a task sees that was started in it
+    for context in (contextvars.Context(), left):
+        with pytest.raises(Exception, match="Call the compiled function"):
+            context.run(compiled(layer), torch.randn(4, 16))
 
 
 def test_saved_operands_lie_as_their_fake_promises() -> None:

@@ -92,7 +92,9 @@ class autocast:
             outer = ambient()
             enabled, recipe, calibrating, group, backend = self._state[:5]
             region, tapes = (None, (None, None)) if outer is None else (outer.region, outer[6:8])
-            if region is None and (enabled or calibrating):
+            # Closed: the context was copied inside an autocast that has been left. A replay belongs to its forward.
+            ended = region is None or (region.closed and tapes[1] is None)
+            if ended and (enabled or calibrating):
                 scaling.flush_backward()
                 region = scaling.Region()
             state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer)

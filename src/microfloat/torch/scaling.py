@@ -296,7 +296,7 @@ def record_compiled(
     layer = numbered(number)
     if slot == "dy":
         region, group = _COMPILED.get(layer, (region, group))
-    elif region is None:
+    elif region is None or region.closed:
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
             "enclosing one, because its exit is what updates the scales. Call the compiled function inside "

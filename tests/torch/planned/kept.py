@@ -1,6 +1,7 @@
 """What lasts from call to call: plans, kept weights, fold counts, the state of delayed scaling."""
 
 import contextlib
+import contextvars
 
 import torch
 
@@ -197,6 +198,9 @@ def regions(device):
                     alone = first(3 * x)  # a region of its own, which also rolls dy
                     kept.append(alone.detach())
                     alone.sum().backward()
+                with mf.autocast(recipe=recipe):
+                    left = contextvars.copy_context()  # what a task sees that was started in it
+                kept += [left.run(first, 5 * x).detach(), first.scaling_x_scale.clone()]
                 for layer in (first, second):
                     mf.update_scaling(layer)
                     kept += [buffer.clone() for buffer in layer.buffers()]

@@ -249,7 +249,7 @@ class Linear(nn.Linear):
         scaling.flush_layer(self)
         own_region = None
         call.region = state.region if state is not None else None
-        if call.region is None:
+        if call.region is None or call.region.closed:
             call.region = own_region = scaling.Region()
         call.records = torch.is_grad_enabled()
         call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
