@@ -285,6 +285,23 @@ def test_an_autocast_inside_compiled_code_is_a_named_error_or_runs_in_eager_mode
         assert torch.equal(torch.compile(inside, backend="aot_eager")(x), function(x))
 
 
+def test_a_backward_outside_the_autocast_recomputes_what_ran_inside() -> None:
+    layer = mf.Linear(32, 32)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda y: layer(y).relu(), x, use_reentrant=False)
+
+    gradients = []
+    for run in (lambda x: layer(x).relu(), compiled(function)):
+        x = torch.linspace(-2, 3, 256).reshape(8, 32).requires_grad_()
+        layer.zero_grad()
+        with mf.autocast(recipe=MXFP8BlockScaling()):
+            y = run(x)
+        y.square().sum().backward()
+        gradients.append([x.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_island_around_a_compiled_pinned_layer() -> None:
     layer = mf.Linear(32, 16, recipe=MXFP8BlockScaling())
     function = compiled(layer)

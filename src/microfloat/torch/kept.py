@@ -2,8 +2,8 @@
 
 A flag that the caller forgot must cost time and never correctness, so what is kept says what it was made from. torch
 counts the writes to a tensor (`_version`), but not those of its fused optimizers; these are seen by a hook that every
-optimizer runs after its step. Writes that neither counts (through ``.data``, by a kernel of one's own, in the replay of
-a CUDA graph) cannot be seen.
+optimizer runs after its step. Writes that neither counts (through ``.data``, by a collective, by a kernel of one's own,
+in the replay of a CUDA graph) cannot be seen.
 """
 
 import weakref
