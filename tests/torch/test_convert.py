@@ -168,6 +168,21 @@ def test_fused_encoder_path_does_not_bypass_converted_layers() -> None:
         assert torch.equal(encoder(x), plain)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_passes_no_nested_tensors_to_converted_layers() -> None:
+    """torch packs padded batches into nested tensors in inference."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 32)
+    padding = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    with torch.no_grad():
+        plain = encoder(x, src_key_padding_mask=padding)
+        mf.convert(encoder, "mxfp8")
+        converted = encoder(x, src_key_padding_mask=padding)
+        assert not torch.equal(converted[~padding], plain[~padding])
+        mf.revert(encoder)
+        assert torch.equal(encoder(x, src_key_padding_mask=padding), plain)
+
+
 LEFT_ALONE = (
     "lm_head", "model.lm_head", "lm_head.dense", "embed_out", "classifier", "score", "output", "module.output",
     "router", "router.classifier", "layers.1.ffn.router.layer", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate",

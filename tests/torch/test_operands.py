@@ -184,6 +184,34 @@ def test_transforms_are_refused_by_name(name: str) -> None:
         TRANSFORMS[name](mf.Linear(64, 16, recipe="mxfp8"))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["grad", "vjp", "vmap"])
+def test_transforms_in_compiled_code_are_refused_too(name: str) -> None:
+    """Dynamo traces through them, and gradients of zero came out."""
+    layer = mf.Linear(64, 16, recipe="mxfp8")
+    function = {
+        "grad": lambda x: torch.func.grad(lambda x: layer(x).sum())(x),
+        "vjp": lambda x: torch.func.vjp(layer, x)[1](torch.ones(4, 16))[0],
+        "vmap": lambda x: torch.vmap(layer)(x),
+    }[name]
+    try:
+        with pytest.raises(NotSupportedError, match=r"torch\.func"):
+            torch.compile(function, backend="eager")(X)
+    finally:
+        torch._dynamo.reset()  # which leaves a frame that raised alone from then on
+
+
+def test_transforms_of_fused_layers_are_refused_too() -> None:
+    norm, layer = nn.RMSNorm(64), mf.Linear(64, 16, recipe="mxfp8")
+    with pytest.raises(NotSupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: fused.norm_linear(x, norm, layer).sum())(X)
+
+
+def test_symbolic_tracing_says_how() -> None:
+    with pytest.raises(InvalidTypeError, match=r"^x: .*is_leaf_module"):
+        torch.fx.symbolic_trace(nn.Sequential(mf.Linear(64, 16, recipe="mxfp8")))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_transforms_of_high_precision_run() -> None:
     layer = mf.Linear(64, 16)

@@ -109,7 +109,8 @@ def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> No
 
 def _check_linear_tensor(argument: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise invalid_type(argument, type(tensor), "a torch.Tensor")
+        leaf = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
+        raise invalid_type(argument, type(tensor), "a torch.Tensor", leaf if type(tensor).__name__ == "Proxy" else "")
     if tensor.is_nested or tensor.layout != torch.strided:
         got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
         if tensor.is_nested:

@@ -26,6 +26,7 @@ from microfloat.torch.linear import (
     linear_backward,
     linear_forward,
     refuse_double_backward,
+    refuse_transforms,
 )
 from microfloat.torch.seeds import draw_seed
 
@@ -71,6 +72,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if not pinned or layer._pin_token != tokens.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
         return layer._plain(x)
+    refuse_transforms(x)
     layer._check_input(x)
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):

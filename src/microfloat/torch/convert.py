@@ -319,6 +319,8 @@ def revert(model: nn.Module) -> nn.Module:
             handle = module.__dict__.pop("_microfloat_slow_path", None)
             if handle is not None:
                 handle.remove()
+        if module.__dict__.pop("_microfloat_nested", False):
+            module.use_nested_tensor = True  # type: ignore[assignment]
     _shield_from_ddp(model)
     if left:
         warnings.warn(
@@ -334,8 +336,12 @@ def _no_op_hook(module: nn.Module, arguments: Any) -> None:
 
 
 def _keep_slow_paths(model: nn.Module) -> None:
-    """nn.TransformerEncoderLayer's fused inference path reads weights past our forward; a hook switches it off."""
+    """Switch off torch's inference paths of encoders, which read weights past our forward or pass nested tensors on."""
     for module in model.modules():
+        nests = isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False)
+        if nests and any(isinstance(child, Linear) for child in module.modules()):
+            module.use_nested_tensor = False  # type: ignore[assignment]
+            module.__dict__["_microfloat_nested"] = True
         if not isinstance(module, nn.TransformerEncoderLayer) or "_microfloat_slow_path" in module.__dict__:
             continue
         if any(isinstance(child, Linear) for child in (module.linear1, module.linear2)):

@@ -27,7 +27,7 @@ from microfloat.torch._checks import check_features, check_like, check_rows, is_
 from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
 from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
-from microfloat.torch.linear import LinearCall, autocast_dtype
+from microfloat.torch.linear import LinearCall, autocast_dtype, refuse_transforms
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.producers import ACTIVATIONS
 from microfloat.torch.tensor import QuantizedTensor
@@ -156,6 +156,7 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
     )  # fmt: skip
     if plain:
         return None
+    refuse_transforms(x)
     compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
         return None
