@@ -165,7 +165,9 @@ def _delayed_linear(
     group, region = (None, None) if state is None else (state.group, state.region)
     replayed = scaling.recomputation(layer, state)
     records = replayed is None and torch.is_grad_enabled()
-    alone = region is None or region.closed  # closed: the context was copied inside an autocast that has been left
+    if region is not None and region.closed:  # the context was copied inside an autocast that has been left
+        region = None
+    alone = region is None
     if replayed is not None:
         given = plan.given(_aligned(replayed["x"]), None), plan.given(_aligned(replayed["w"]), None)
     else:
@@ -182,9 +184,9 @@ def _delayed_linear(
     if is_first_microbatch is not None:
         kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
         w_cast = w_cast if is_new else None  # codes of an earlier call were recorded then
-    if records and not alone:
+    if records and region is not None:
         scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
-    call = _Delayed(weakref.ref(layer), group, scaling.CLOSED_REGION if alone else region, records)
+    call = _Delayed(weakref.ref(layer), group, scaling.CLOSED_REGION if region is None else region, records)
     if plan.wants_dx or plan.wants_dw or (torch.is_grad_enabled() and bias is not None and bias.requires_grad):
         y = _apply(x, weight, bias, plan, call, *given, kept)
     else:
