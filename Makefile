@@ -27,10 +27,10 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 setup-demo:
-	@$(SETUP) torch,cli,plot
+	@$(SETUP) torch,examples
 
 setup-test:
-	@$(SETUP) torch,triton,jax,cli,plot,dev
+	@$(SETUP) torch,triton,jax,examples,dev
 
 demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)

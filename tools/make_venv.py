@@ -1,6 +1,6 @@
 """Make or refresh the virtual environment that `make` works in; standard library only.
 
-    python3 tools/make_venv.py --venv .venv --extras torch,cli,plot
+    python3 tools/make_venv.py --venv .venv --extras torch,examples
 
 What is installed is pinned by constraints.txt. A stamp inside the environment holds a digest of pyproject.toml,
 constraints.txt, this file and the interpreter, so a second call returns at once and a change reinstalls.

@@ -115,9 +115,20 @@ def test_every_direct_dependency_is_pinned_exactly(repository):
     assert len({_canonical(line) for line in pins}) == len(pins)
 
 
-def test_the_core_needs_three_packages(repository):
+def test_the_core_needs_two_packages(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    assert {_canonical(requirement) for requirement in project["dependencies"]} == {"numpy", "ml-dtypes", "safetensors"}
+    assert {_canonical(requirement) for requirement in project["dependencies"]} == {"numpy", "ml-dtypes"}
+
+
+def test_extras_serve_something(repository):
+    """What an extra installs is imported by the library or, for `examples`, by the examples and the pictures."""
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folders = {name: ["src"] for name in set(extras) - {"dev"}} | {"examples": ["examples", "docs"]}
+    for extra, names in folders.items():
+        text = "\n".join(path.read_text() for name in names for path in (repository / name).rglob("*.py"))
+        for requirement in extras[extra]:
+            package = _canonical(requirement)
+            assert re.search(rf"^\s*(import|from) {package}\b", text, re.M), f"{extra}: nothing imports {package}"
 
 
 def test_the_extras_that_make_installs_exist(repository):

@@ -17,7 +17,7 @@ PAGES = [
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.exists()
 ]
-OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "typer"}
+OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "safetensors"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -122,7 +122,7 @@ def test_bash_blocks_with_wrong_names_are_found(tmp_path):
         "make no-such-target PYTHON=python3  # remark",
         "make test",
         "python examples/no_such.py",
-        'pip install "microfloat[nope,cli]"',
+        'pip install "microfloat[nope,torch]"',
     ]
     (block,) = code_blocks(_page(tmp_path, "\n".join(["```bash", *commands, "```"])), "bash")
     assert list(missing_in(block, ROOT)) == ["make no-such-target", "examples/no_such.py", "extra nope"]

@@ -7,9 +7,10 @@ next to the boundaries of E4M3 (block scales) and E2M1 (codes), and every test a
 import numpy as np
 import pytest
 
+from microfloat import reference
 from microfloat.formats import E2M1, E4M3, NVFP4, decode, encode
-from microfloat.recipes import Cast
-from microfloat.reference import quantize
+from microfloat.recipes import Cast, Hadamard
+from microfloat.reference import _hadamard, quantize
 from microfloat.scale_rules import SCALE_RULES
 
 f32 = np.float32
@@ -154,3 +155,25 @@ def test_a_zero_or_infinite_amax_means_the_capacity(rule):
         assert np.array_equal(q.codes, expected.codes)
         assert np.array_equal(q.scale, expected.scale)
         assert q.tensor_scale == 1
+
+
+HUGE = np.stack([np.full(16, 1e38), np.linspace(-8.6e37, 8.6e37, 16), np.full(16, 8e37)]).astype(np.float32)
+
+
+def test_the_hadamard_transform_of_finite_values_near_the_largest_is_nan():
+    """Butterflies come first and the factor 1/4 last; the matrix that holds the factor stays finite."""
+    with np.errstate(all="ignore"):
+        transformed = _hadamard.hadamard_transform(HUGE[:1], Hadamard(16, 0))
+    assert not np.isfinite(transformed).all()
+    matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)], np.float32) / 4
+    assert np.isfinite(HUGE[:1].astype(np.float64) @ matrix).all()
+    for cast in (Cast("nvfp4", hadamard=Hadamard(16, 0)), Cast("mxfp8", hadamard=Hadamard())):
+        oracle = reference.quantize(HUGE, cast)
+        assert np.isnan(reference.dequantize(oracle)[0]).any()
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        import microfloat.torch as mf
+
+        ours = mf.quantize(torch.from_numpy(HUGE), cast)
+        assert ours.codes.view(torch.uint8).numpy().tobytes() == oracle.codes.tobytes()
+        assert ours.scale.numpy().tobytes() == oracle.scale.tobytes()
+        np.testing.assert_array_equal(ours.dequantize().numpy(), reference.dequantize(oracle))

@@ -37,11 +37,11 @@ def test_on_a_gpu(name, backend):
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
-def test_modules_one_by_one_give_nearly_the_same(name):
+def test_modules_one_by_one_give_the_same_but_for_the_gradients_of_a_norm(name):
     torch.manual_seed(0)
     model = Mlp("rms", True, False, from_name(name), "reference", "cpu")
     x = torch.randn(2, 20, fused_cases.WIDTH).bfloat16()
-    results = []
+    results, linears = [], []
     for run in (
         lambda x: model.fused(x, "silu"),
         lambda x: model.down(F.silu(model.gate(model.norm(x))) * model.up(model.norm(x))),
@@ -52,8 +52,11 @@ def test_modules_one_by_one_give_nearly_the_same(name):
         y = run(leaf)
         y.sum().backward()
         results.append([y.detach(), leaf.grad, *(parameter.grad for parameter in model.parameters())])
+        linears.append([layer.weight.grad for layer in (model.gate, model.up, model.down)])
     assert results[0][0].shape == (2, 20, fused_cases.OUT)
     assert torch.equal(results[0][0], results[1][0])
+    for got, want in zip(*linears, strict=True):
+        assert torch.equal(got, want)
     for got, want in zip(*results, strict=True):
         # Gradients of a norm are rounded to bfloat16 at other places: three roundings of 2^-9 at most.
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 3 * 2.0**-8

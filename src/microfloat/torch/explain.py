@@ -20,7 +20,7 @@ from microfloat.recipes.core import GEMMS, NamedRecipe
 from microfloat.recipes.names import as_recipe
 from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch.backends import check_name
-from microfloat.torch.backends.plans import CastRow, GemmRow, cast_rows, gemm_row
+from microfloat.torch.backends.plans import CastRow, GemmRow, cast_rows, gemm_row, operands_of
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -249,10 +249,8 @@ def _where(device: object, target: torch.device, chip: Chip | None) -> str:
 
 def _absent(recipe: Recipe, name: str) -> GemmRow:
     """The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware."""
-    operands = " x ".join(
-        "high precision" if cast is None else cast.format.name for cast in getattr(recipe, name).casts
-    )
-    return GemmRow(name, operands, "-", "-", Support(False, False, "torch sees no CUDA device on this machine"))
+    missing = Support(False, False, "torch sees no CUDA device on this machine")
+    return GemmRow(name, operands_of(getattr(recipe, name)), "-", "-", missing)
 
 
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:

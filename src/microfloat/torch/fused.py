@@ -9,7 +9,9 @@ They compute what the modules would one by one, with the same casts, seeds and s
 its dtype before it is cast (docs/numerics.md, section 6). What they save is memory and traffic: neither the normed
 value nor the activation's is kept for backward, only its codes, and on a GPU delayed and block casts are written by the
 kernel that computes the value. Where nothing can be fused (a layer in high precision, compiled code, which fuses by
-itself) the modules run.
+itself) the modules run. Outputs and the gradients of the Linears have the bits of the modules one by one; the gradients
+of a norm are torch's own on a GPU where all dtypes agree, else float32 arithmetic that is rounded once, which differs
+from torch's by rounding.
 """
 
 from dataclasses import dataclass
