@@ -185,8 +185,8 @@ def test_an_encoder_passes_no_nested_tensors_to_converted_layers() -> None:
 
 LEFT_ALONE = (
     "lm_head", "model.lm_head", "lm_head.dense", "embed_out", "classifier", "score", "output", "module.output",
-    "router", "router.classifier", "layers.1.ffn.router.layer", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate",
-    "q_proj.lora_A.default", "q_proj.lora_B", "layers.0.lora_a",
+    "cls.predictions.decoder", "router", "router.classifier", "layers.1.ffn.router.layer", "layers.0.mlp.gate",
+    "layers.0.mlp.shared_expert_gate", "q_proj.lora_A.default", "q_proj.lora_B", "layers.0.lora_a",
 )  # fmt: skip
 CONVERTED = (
     "layers.0.mlp.gate_proj", "layers.0.mlp.gate_up_proj", "layer.0.output.dense", "layers.0.attention.output",
@@ -444,3 +444,21 @@ def test_weights_that_were_stored_as_codes_work_after_revert() -> None:
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model[0].weight, stored)
     model(X).sum().backward()
+
+
+def test_scaling_state_made_on_meta_follows_weights_that_were_assigned() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64))
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64))
+    for each in (plain, model):
+        mf.convert(each, DelayedScaling(amax_history_len=4))
+    with pytest.warns(UserWarning, match="starts fresh"):
+        model.load_state_dict(weights, assign=True)
+    for _ in range(3):
+        results = [each(X) for each in (plain, model)]
+        assert torch.equal(*results)
+        for y in results:
+            y.sum().backward()
+    assert model[0].scaling_x_scale == plain[0].scaling_x_scale != 1

@@ -21,6 +21,7 @@ def _anywhere(*names: str) -> tuple[str, ...]:
 # to gain. `output` and `proj_out` are heads at the top of a model only, or under the name that a wrapper gives it.
 DEFAULT_EXCLUDE = (
     *_anywhere("lm_head", "lm_head.*", "embed_out", "classifier", "score", "head", "qa_outputs", "output_projection"),
+    *_anywhere("predictions.decoder"),
     *(prefix + name for name in ("output", "proj_out") for prefix in ("", "model.", "module.", "_orig_mod.")),
     *_anywhere("router", "router.*", "gate", "gate.wg", "shared_expert_gate"),
     *_anywhere("lora_*"),

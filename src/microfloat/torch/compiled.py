@@ -112,7 +112,7 @@ def abstract_linear(
 
 
 def _check_buffers(layer: Any) -> None:
-    if not scaling.has_buffers(layer):
+    if not scaling.has_buffers(layer) or (layer.scaling_x_scale.is_meta and not layer.weight.is_meta):
         raise NotSupportedError(
             "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
             "Convert the model with the DelayedScaling recipe first, or run one step in eager mode."

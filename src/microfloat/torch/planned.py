@@ -160,7 +160,7 @@ def _delayed_linear(
     x_cast, w_cast = plan.recipe.fprop.casts
     buffers = layer._buffers
     history = buffers.get("scaling_x_amax_history")
-    if history is None or history.shape[0] != x_cast.scaling.amax_history_len:
+    if history is None or history.is_meta or history.shape[0] != x_cast.scaling.amax_history_len:
         scaling.ensure_buffers(layer, x_cast.scaling)
     group, region = (None, None) if state is None else (state.group, state.region)
     replayed = scaling.recomputation(layer, state)

@@ -123,13 +123,16 @@ def has_buffers(layer: nn.Module) -> bool:
 
 
 def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
-    """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes."""
+    """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes.
+
+    Buffers on meta are made anew where the weight has got its values meanwhile (``load_state_dict(assign=True)``).
+    """
     length = delayed.amax_history_len
-    device = _tensor(layer.weight).device
     for slot in SLOTS:
         scale_name, history_name = buffer_names(slot)
         history = layer._buffers.get(history_name)
-        if history is None:
+        if history is None or history.is_meta:
+            device = _tensor(layer.weight).device
             layer.register_buffer(scale_name, torch.ones((), dtype=torch.float32, device=device))
             layer.register_buffer(history_name, torch.zeros(length, dtype=torch.float32, device=device))
         elif history.shape[0] != length:
