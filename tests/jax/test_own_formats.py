@@ -8,7 +8,7 @@ from microfloat import reference
 from microfloat.formats import E2M1, E3M2, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 from microfloat.jax.backends import native
 from microfloat.jax.backends import reference as emulation
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm
 from tests.formats.elements import wild_matrix
 
 E3M4 = ElementFormat("E3M4", 3, 4, bias=3, max=31.0, has_inf=False, has_nan=False)
@@ -45,3 +45,10 @@ def test_no_unit_takes_codes_that_it_does_not_know(chip, element, scale, block, 
     choice = native.choose(kind, kind, chip)
     assert (choice.way, choice.support.accelerated) == (way, False)
     assert "E3M4 is not one of the stock elements" in choice.support.reason or way == "bf16"
+
+
+def test_delayed_scaling_goes_by_the_largest_value_of_the_element():
+    cast = Cast(ScaledFormat("mine", E3M4, SCALE_FP32, (None, None)), scaling=Delayed(amax_history_len=2))
+    state = mj.scaling.init(CustomRecipe(*[Gemm(cast, cast)] * 3))
+    slot = state.x._replace(amax_history=state.x.amax_history.at[0].set(2.0))
+    assert float(mj.scaling.advance(slot, state.rules[0]).scale_enc) == 31.0 / 2.0

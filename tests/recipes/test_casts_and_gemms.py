@@ -6,9 +6,10 @@ import pickle
 import pytest
 
 from microfloat import formats
-from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.formats import FORMATS, MXFP8, NVFP4, ScaledFormat
 from microfloat.recipes import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, MXFP8BlockScaling, as_cast
+from microfloat.recipes.core import NamedRecipe
 
 ROTATED = Cast("nvfp4", hadamard=Hadamard())
 
@@ -164,3 +165,47 @@ def test_recipes_need_three_gemms():
 def test_a_recipe_is_not_a_cast():
     with pytest.raises(InvalidTypeError, match=r"A Recipe has six Casts; take one, for example recipe\.fprop\.lhs"):
         as_cast(MXFP8BlockScaling())
+
+
+# --- recipes of a user's own
+
+
+def _own(decorate, **namespace):
+    namespace = {"_table": lambda self: (Gemm("mxfp8", "mxfp8"),) * 3, **namespace}
+    return decorate(type("Mine", (NamedRecipe,), namespace))
+
+
+frozen = dataclasses.dataclass(frozen=True)
+
+
+def test_a_recipe_of_a_users_own():
+    mine = _own(frozen, __annotations__={"a": int}, a=1)
+    assert mine() == mine(1) != mine(2)
+    assert hash(mine()) == hash(mine(1))
+    assert type("Bare", (MXFP8BlockScaling,), {})("HYBRID").fp8_format.name == "HYBRID"  # adds nothing that compares
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: _own(frozen, _table=lambda self: (Gemm(None, None),) * 2)(),
+            InvalidTypeError,
+            r"Mine\._table\(\): got",
+        ),
+        (lambda: _own(frozen, _table=lambda self: ("mxfp8",) * 3)(), InvalidTypeError, "needed three Gemms"),
+        (lambda: _own(frozen, _table=lambda self: None)(), InvalidTypeError, "got None, needed three Gemms"),
+        (lambda: frozen(type("Mine", (NamedRecipe,), {}))(), NotSupportedError, "Mine: got no method _table"),
+        (lambda: _own(lambda cls: cls, __annotations__={"a": int}, a=1)(), InvalidTypeError, "@dataclass"),
+        (lambda: _own(lambda cls: cls, __init__=NamedRecipe.__post_init__)(), InvalidTypeError, "@dataclass"),
+        (
+            lambda: _own(frozen, __annotations__={"a": list})([1]),
+            InvalidTypeError,
+            r"Mine\.a: got list, needed .* tuple",
+        ),
+    ],
+)
+def test_a_recipe_of_a_users_own_that_cannot_be(make, error, message):
+    """Two that differ must never be equal: compiled code and plans are kept by recipe."""
+    with pytest.raises(error, match=message):
+        make()

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import ELEMENTS, ElementFormat
+from microfloat.formats import ElementFormat
 from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed, Recipe
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 class SlotRule(NamedTuple):
     """What is static about a slot."""
 
-    element: str
+    element: ElementFormat
     delayed: Delayed
 
 
@@ -69,7 +69,7 @@ def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
     for operand, tensor in OPERANDS.items():
         cast = recipe.casts[operand]
         if cast is not None and isinstance(cast.scaling, Delayed):
-            found.setdefault(tensor, SlotRule(cast.format.element.name, cast.scaling))
+            found.setdefault(tensor, SlotRule(cast.format.element, cast.scaling))
     return tuple(found.get(tensor) for tensor in TENSORS)
 
 
@@ -93,7 +93,7 @@ def init(recipe: Recipe) -> DelayedState:
 def advance(slot: Slot, rule: SlotRule) -> Slot:
     """The update at the end of the previous step: a new encode scale, and the rolled history with 0 at index 0."""
     history = from_max_grad(slot.amax_history)
-    scale = next_scale(history, from_max_grad(slot.scale_enc), ELEMENTS[rule.element], rule.delayed)
+    scale = next_scale(history, from_max_grad(slot.scale_enc), rule.element, rule.delayed)
     return Slot(scale, jnp.concatenate([jnp.zeros((1,), jnp.float32), history[2:], history[:1]])[: history.shape[0]])
 
 

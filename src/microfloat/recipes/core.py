@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
-from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
@@ -312,18 +312,42 @@ class Recipe:
 
 @dataclass(frozen=True)
 class NamedRecipe(Recipe):
-    """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each."""
+    """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each.
+
+    A subclass is a frozen dataclass, whose fields compare and hash. Raises InvalidTypeError where it is none, or where
+    `_table` returns anything but three Gemms.
+    """
 
     fprop: Gemm = field(init=False, repr=False, compare=False)
     dgrad: Gemm = field(init=False, repr=False, compare=False)
     wgrad: Gemm = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, gemm in zip(GEMMS, self._table(), strict=True):
+        self._check_class()
+        table = self._table()
+        if not isinstance(table, tuple | list) or [type(gemm) for gemm in table] != [Gemm] * len(GEMMS):
+            raise invalid_type(
+                f"{type(self).__name__}._table()", repr(table), "three Gemms, those of fprop, dgrad, wgrad"
+            )
+        for name, gemm in zip(GEMMS, table, strict=True):
             object.__setattr__(self, name, gemm)
 
+    def _check_class(self) -> None:
+        """What a class defines decides whether two recipes are equal, and with that which of them a cache serves."""
+        cls, name = type(self), type(self).__name__
+        defines = {"__init__", "__annotations__", "__annotate_func__"} & set(vars(cls))
+        if defines and "__dataclass_fields__" not in vars(cls):
+            raise invalid_type(name, "a class with fields or a constructor of its own", "a frozen dataclass",
+                               "Decorate it with @dataclass(frozen=True).")  # fmt: skip
+        for entry in fields(self):
+            try:
+                hash(getattr(self, entry.name, None) if entry.compare else None)
+            except TypeError:
+                needed = "a value that can be hashed, such as a tuple in place of a list"
+                raise invalid_type(f"{name}.{entry.name}", type(getattr(self, entry.name)), needed) from None
+
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
-        raise NotImplementedError
+        raise NotSupportedError(f"{type(self).__name__}: got no method _table, needed one that returns three Gemms.")
 
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments and their effective values."""
