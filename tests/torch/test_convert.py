@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Placement  # noqa: E402
+from microfloat.torch import fused  # noqa: E402
 
 
 class Model(nn.Module):
@@ -431,6 +432,10 @@ def test_errors_name_the_layer_of_a_converted_model() -> None:
     mf.convert(model, "mxfp8")
     with pytest.raises(InvalidTypeError, match=r"^x: .*float64.*layer 'blocks\.0\.0'"):
         model(torch.randn(4, 32).double())
+    down = model.blocks[0][2]
+    down.bias = nn.Parameter(torch.ones(1, 32))
+    with pytest.raises(InvalidValueError, match=r"^bias: .*layer 'blocks\.0\.2'"):
+        fused.norm_mlp(torch.randn(4, 32), nn.RMSNorm(32), model.blocks[0][0], down)
     copied = pickle.loads(pickle.dumps(model.blocks[0][0]))  # which is no part of that model
     with pytest.raises(InvalidTypeError, match=r"float64(?!.*blocks)"):
         copied(torch.randn(4, 32).double())

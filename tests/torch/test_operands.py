@@ -67,7 +67,10 @@ def test_an_operand_that_does_not_fit_is_named(case: str) -> None:
         layer(**call)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_operands_of_fused_layers_are_checked_too() -> None:
+    with pytest.raises(InvalidTypeError, match=r"^x: .*nested"):
+        fused.activation_linear(nested(torch.strided), mf.Linear(64, 16, recipe="mxfp8"))
     gate, down = mf.Linear(64, 16, recipe="mxfp8"), mf.Linear(16, 64, recipe="mxfp8")
     down.bias = parameter(64, device="meta")
     with pytest.raises(InvalidValueError, match=r"^bias: .*meta"):
@@ -220,6 +223,11 @@ def test_transforms_of_high_precision_run() -> None:
             transform(layer)
     with forward_ad.dual_level():
         assert mf.Linear(64, 16, recipe="mxfp8")(X).shape == (4, 16)  # no tangent, nothing to lose
+    with mf.quantized_model_init(recipe="mxfp8"):
+        stored = mf.Linear(64, 16)  # which multiplies decoded codes in high precision
+    for name in ("vmap", "forward_ad"):
+        with pytest.raises(NotSupportedError, match=r"torch\.func"):
+            TRANSFORMS[name](stored)
 
 
 def test_dtensors_are_refused_by_name() -> None:
@@ -242,6 +250,8 @@ def test_dtensors_are_refused_by_name() -> None:
             assert torch.equal(model(X), plain)
         with pytest.raises(NotSupportedError, match=r"^x: got a DTensor"):
             mf.Linear(64, 16, recipe="mxfp8")(distribute_tensor(X, mesh))
+        with pytest.raises(NotSupportedError, match=r"^x: got a DTensor.*to_local"):
+            mf.quantize(distribute_tensor(X, mesh), "mxfp8")
     finally:
         distributed.destroy_process_group()
 

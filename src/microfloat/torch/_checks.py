@@ -38,12 +38,18 @@ def check_tensor(argument: str, x: object) -> None:
         raise invalid_type(
             argument, f"layout {x.layout}", "a dense (strided) tensor", f"Call {argument}.to_dense() first."
         )
+    if hasattr(x, "placements"):
+        raise NotSupportedError(
+            f"{argument}: got a DTensor, needed a plain tensor. Give each rank its part: {argument}.to_local()."
+        )
 
 
 def check_rows(argument: str, x: object) -> None:
     """Raise for what is no tensor of one dimension or more."""
     if not isinstance(x, torch.Tensor):
         raise invalid_type(argument, type(x), "a torch.Tensor")
+    if x.is_nested:
+        raise invalid_type(argument, "a nested tensor", "a dense (strided) tensor", "Give its values() or pad it.")
     if x.dim() == 0:
         raise invalid_value(argument, "shape ()", "a tensor with a last dimension: the features")
 
@@ -123,8 +129,9 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
         )  # fmt: skip
     if hasattr(tensor, "placements"):
         raise NotSupportedError(
-            f"{argument}: got a DTensor, needed a plain tensor: tensor parallelism with DTensors does not run under a "
-            "recipe yet. Leave the layer out of parallelize_module, or run it under autocast(enabled=False)."
+            f"{argument}: got a DTensor, needed a plain tensor: neither tensor parallelism with DTensors nor a weight "
+            "that FSDP2 has not gathered runs under a recipe yet. Leave the layer out of parallelize_module, call the "
+            "module that fully_shard wrapped, or run it under autocast(enabled=False)."
         )
 
 

@@ -128,7 +128,7 @@ def refuse_transforms(*tensors: torch.Tensor | None) -> None:
 
 def refuse_batched(tensor: torch.Tensor) -> None:
     """Raise NotSupportedError for one of the gradients that ``is_grads_batched=True`` takes at once."""
-    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
         _refuse_transform("backward")
 
 

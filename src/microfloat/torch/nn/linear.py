@@ -173,9 +173,13 @@ class Linear(nn.Linear):
                 self._check_input(x)
                 return error
             except MicrofloatError as cause:
-                error = cause
-        if self._path:
-            error.args = (f"{error.args[0]} (In the layer {self._path!r}.)",)
+                return cause
+        return self._with_path(error)
+
+    def _with_path(self, error: MicrofloatError) -> MicrofloatError:
+        layer = f"(In the layer {self._path!r}.)"
+        if self._path and layer not in str(error):
+            error.args = (f"{error} {layer}",)
         return error
 
     def _backend_name(self, state: Ambient | None) -> str:
@@ -186,6 +190,7 @@ class Linear(nn.Linear):
             raise invalid_type("x", type(x), "a torch.Tensor")
         weight, bias = self.weight, self.bias
         if isinstance(weight, QuantizedTensor):
+            refuse_transforms(x)
             self._check_input(x)
             return quantized_linear(x, weight, bias, self._prepare(HIGH_PRECISION, None, x, None))
         if (
@@ -196,10 +201,16 @@ class Linear(nn.Linear):
         return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
 
     def _check_input(self, x: torch.Tensor) -> None:
-        check_linear(x, self.weight, self.bias)
+        try:
+            check_linear(x, self.weight, self.bias)
+        except MicrofloatError as error:
+            raise self._with_path(error) from None
 
     def _check_parameters(self, x: torch.Tensor) -> None:
-        check_linear_parameters(self.weight, self.bias, x)
+        try:
+            check_linear_parameters(self.weight, self.bias, x)
+        except MicrofloatError as error:
+            raise self._with_path(error) from None
 
     def _slow_forward(self, *arguments: Any, **options: Any) -> Any:
         """The forward that nn.Module takes while torch.jit traces."""
