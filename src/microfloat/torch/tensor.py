@@ -118,7 +118,7 @@ class QuantizedTensor(torch.Tensor):
         """Give an operand form the leading axes of the original `shape`; `axis` is normalised (>= 0)."""
         shape = tuple(shape)
         return cls(
-            operand.codes.reshape(codes_shape(shape, axis, operand.codes.shape[1])),
+            operand.codes.contiguous().view(codes_shape(shape, axis, operand.codes.shape[1])),
             operand.scale.reshape(scale_shape(cast.format, shape, axis, tuple(operand.scale.shape))),
             operand.tensor_scale, cast, axis=axis, shape=shape, dtype=dtype,
         )  # fmt: skip

@@ -33,4 +33,13 @@ def quantize(
     device. Arguments are not validated here (`microfloat.torch.quantize` does). Source: docs/numerics.md, 2 to 5.
     """
     x_RC = x.t() if transposed else x
-    return quantize_operand(x_RC, cast, seed=seed, stream=stream, batch=batch, amax=amax, scale_enc=scale_enc)
+    operand = quantize_operand(x_RC, cast, seed=seed, stream=stream, batch=batch, amax=amax, scale_enc=scale_enc)
+    operand.codes, operand.scale = _row_major(operand.codes), _row_major(operand.scale)
+    if operand.tensor_scale is not None:
+        operand.tensor_scale = _row_major(operand.tensor_scale)
+    return operand
+
+
+def _row_major(part: torch.Tensor) -> torch.Tensor:
+    """`part` with the strides of a new tensor, also along axes of size 1."""
+    return part.reshape(-1).view(part.shape)

@@ -6,6 +6,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference._elements import pack_fp4, unpack_fp4
+from microfloat.torch.backends.reference._grid import is_stored_across
 from microfloat.torch.backends.reference._quantize import quantize_operand, tensor_amax
 
 __all__ = ["quantize_both", "transpose_operand"]
@@ -19,7 +20,7 @@ def quantize_both(
     """(x under `row_cast`, x.T under `column_cast`); None for a cast that is None.
 
     Equal casts that commute with transposition are made once (docs/numerics.md 3.1, "Sharing"). `amax` and `scale_enc`
-    go to those casts that take them.
+    go to those casts that take them. Codes and scales of x.T may be transposed views: they lie in memory as x does.
     """
     if row_cast is not None and row_cast == column_cast and row_cast.transposes:
         shared = quantize_operand(x, row_cast, amax=amax, scale_enc=scale_enc)
@@ -38,16 +39,25 @@ def quantize_both(
 
 
 def transpose_operand(operand: Operand) -> Operand:
-    """The operand of x.T, for formats whose blocks commute with transposition and without a Hadamard transform."""
-    fmt, codes = operand.format, operand.codes
-    if fmt.element.codes_per_byte == 2:
-        codes = pack_fp4(unpack_fp4(codes, operand.length).t())
-    else:
-        codes = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-    scale = operand.scale.t().contiguous() if operand.scale.dim() == 2 else operand.scale
+    """The operand of x.T, for formats whose blocks commute with transposition and without a Hadamard transform.
+
+    A view of the same codes where they are one per byte.
+    """
+    codes = operand.codes.t()
+    if operand.format.element.codes_per_byte == 2:  # packed along the other axis now
+        axis = 0 if is_stored_across(operand.codes) else 1
+        stored = codes if axis == 0 else operand.codes
+        unpacked = unpack_fp4(stored, operand.length, axis)
+        packed = [*unpacked.shape]
+        packed[1 - axis] = -(-packed[1 - axis] // 2)
+        stored = codes.new_empty(packed)
+        pack_fp4(unpacked, stored, 1 - axis)
+        codes = stored if axis == 0 else stored.t()
+    scale = operand.scale.t() if operand.scale.dim() == 2 else operand.scale
     return Operand(
-        codes, scale, operand.tensor_scale, fmt, operand.length, operand.rows, power_of_two=operand.power_of_two
-    )
+        codes, scale, operand.tensor_scale, operand.format, operand.length, operand.rows,
+        power_of_two=operand.power_of_two,
+    )  # fmt: skip
 
 
 def _common_amax(x: torch.Tensor, row_cast: Cast, column_cast: Cast) -> torch.Tensor | None:

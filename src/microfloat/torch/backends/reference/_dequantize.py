@@ -4,9 +4,10 @@ import torch
 
 from microfloat.formats import E4M3
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._elements import code_values, decode_codes
-from microfloat.torch.backends.reference._grid import Grid, Workspace
+from microfloat.torch.backends.reference._elements import decode_codes, unpack_fp4
+from microfloat.torch.backends.reference._grid import Grid, Workspace, is_stored_across
 from microfloat.torch.backends.reference._hadamard import inverse
+from microfloat.torch.backends.reference._scales import decode_bytes
 
 __all__ = ["block_scale_values", "decode_scaled", "dequantize"]
 
@@ -27,43 +28,47 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def block_scale_values(operand: Operand) -> torch.Tensor:
-    """Stored block scales as float32, in the shape they are stored in; NaN bytes are NaN."""
+    """Stored block scales as float32, in the shape and memory order that they are stored in; NaN bytes are NaN."""
     scale, kind = operand.scale, operand.format.scale.name
     if kind == "FP32":
         return scale
     if kind == "E4M3":
-        table = code_values(E4M3, scale.device)
-        return table.index_select(0, scale.reshape(-1).to(torch.int32)).view(scale.shape)
+        across = scale.dim() == 2 and is_stored_across(scale)
+        values = decode_bytes(scale.t() if across else scale, E4M3)
+        return values.t() if across else values
     byte = scale.to(torch.int32)
     bits = (byte << 23).masked_fill_(byte == 0, 0x00400000).masked_fill_(byte == 255, 0x7FC00000)
     return bits.view(torch.float32)
 
 
 def decode_scaled(operand: Operand, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """[R, stored C] in `dtype`: code values times float32 `scales` of the format's blocks (None: times nothing)."""
-    rows, columns = operand.rows, operand.stored_length
-    grid = Grid.of(operand.format, rows, columns)
-    per_byte = operand.format.element.codes_per_byte
-    device = operand.codes.device
-    result = torch.empty(rows, columns, dtype=dtype, device=device)
+    """[R, stored C] in `dtype`: code values times float32 `scales` of the format's blocks (None: times nothing).
+
+    The result lies in memory as the codes do: of codes that are read across it is a transposed view.
+    """
+    element, across = operand.format.element, is_stored_across(operand.codes)
+    codes = (operand.codes.t() if across else operand.codes).view(torch.uint8)
+    if scales is not None and across and scales.dim() == 2:
+        scales = scales.t()
+    per_byte, contraction, device = element.codes_per_byte, 0 if across else 1, codes.device
+    shape = (operand.rows, operand.stored_length)
+    result = torch.empty(shape[::-1] if across else shape, dtype=dtype, device=device)
+    grid = Grid.of(operand.format, result, contraction)
     workspace = Workspace(device)
     for chunk in grid.chunks(device):
-        (r, c), (padded_r, padded_c) = chunk.shape, grid.padded(chunk)
-        first = chunk.columns.start // per_byte
-        stored = operand.codes[chunk.rows, first : first + -(-c // per_byte)]
-        if not stored.is_contiguous():
-            stored = workspace.take("stored", tuple(stored.shape), stored.dtype).copy_(stored)
-        values = decode_codes(stored, operand.format.element, workspace)
-        if scales is None:
-            pass
-        elif scales.dim() == 0:
+        (r, c), padded = chunk.shape, grid.padded(chunk)
+        stored = grid.packed_window(codes, chunk, per_byte)
+        if per_byte == 2:
+            stored = unpack_fp4(stored, chunk.shape[contraction], contraction)
+        window = result[chunk.rows, chunk.columns]
+        in_place = dtype == torch.float32 and (r, c) == padded
+        values = window if in_place else workspace.take("values", padded, torch.float32)
+        decode_codes(stored, element, workspace, values[:r, :c])
+        if scales is not None and scales.dim() == 0:
             values.mul_(scales)
-        else:
-            if tuple(values.shape) != (padded_r, padded_c):  # fill up to whole blocks, or drop the last nibble
-                padded = workspace.take("padded", (padded_r, padded_c), torch.float32)
-                padded[:r, :c] = values[:, :c]
-                values = padded
-            window = scales[chunk.block_rows, chunk.block_columns]
-            grid.as_blocks(values).mul_(window[:, None, :, None])
-        result[chunk.rows, chunk.columns] = values[:r, :c]
-    return result
+        elif scales is not None:
+            block_scales = scales[chunk.block_rows, chunk.block_columns]
+            grid.as_blocks(values).mul_(block_scales[:, None, :, None])
+        if not in_place:
+            window.copy_(values[:r, :c])
+    return result.t() if across else result

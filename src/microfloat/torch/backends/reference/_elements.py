@@ -2,10 +2,11 @@
 
 Source: docs/numerics.md 1.1 to 1.4 and 5.4. Everything runs on integer views and one exact float addition or
 multiplication by a power of two, so that it does not matter whether a toolchain's own conversions can be trusted; the
-only conversion used is torch's float32 -> float8, on values that were clamped first.
+only ones used are torch's float32 -> float8, on values that were clamped first, and float16 -> float32, which is exact.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ __all__ = [
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
 _FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
-_TABLES: dict[tuple[ElementFormat, torch.device, bool], torch.Tensor] = {}
+_TABLES: dict[tuple[ElementFormat, torch.device], torch.Tensor] = {}
 
 
 def has_float8_dtype(element: ElementFormat) -> bool:
@@ -89,53 +90,88 @@ def encode_integer(
     return codes.add_(exponent).sub_(((128 - element.bias) << mantissa_bits) & 0xFF).bitwise_or_(sign)
 
 
-def pack_fp4(codes: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [R, C] of 4-bit codes -> [R, ceil(C / 2)]: even columns in the low nibble (docs/numerics.md 1.4)."""
-    if codes.shape[-1] % 2:
+def pack_fp4(codes: torch.Tensor, packed: torch.Tensor, axis: int) -> None:
+    """Pack uint8 4-bit codes in pairs along `axis`, the even one in the low nibble (docs/numerics.md 1.4)."""
+    if axis == 0:
+        odd = codes[1::2]
+        packed[odd.shape[0] :].zero_()  # of an odd number, the last high nibble
+        torch.bitwise_left_shift(odd, 4, out=packed[: odd.shape[0]])
+        packed.bitwise_or_(codes[0::2])
+        return
+    if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    if not codes.numel() and packed is None:  # whose strides no view takes
-        return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2))
-    pairs = codes.contiguous().view(torch.int16)  # low byte = even column
-    pairs = pairs | (pairs >> 4)
-    return pairs.to(torch.uint8) if packed is None else packed.copy_(pairs)
+    if codes.numel():  # the strides of an empty tensor fit no view
+        pairs = codes.contiguous().view(torch.int16)  # low byte = even column
+        packed.copy_(pairs | (pairs >> 4))
 
 
-def unpack_fp4(packed: torch.Tensor, length: int) -> torch.Tensor:
-    """The inverse of `pack_fp4`: uint8 [R, length], one code per byte."""
+def unpack_fp4(packed: torch.Tensor, length: int, axis: int) -> torch.Tensor:
+    """The inverse of `pack_fp4`: uint8, one code per byte, `length` of them along `axis`."""
+    if axis == 0:
+        codes = packed.new_empty((2 * packed.shape[0], packed.shape[1]))
+        torch.bitwise_and(packed, 15, out=codes[0::2])
+        torch.bitwise_right_shift(packed, 4, out=codes[1::2])
+        return codes[:length]
     wide = packed.to(torch.int16)
     pairs = (wide | (wide << 4)).bitwise_and_(0x0F0F)
-    return pairs.view(torch.uint8)[..., :length]
+    return pairs.view(torch.uint8)[:, :length]
 
 
 def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
     """float32 [2^bits]: the exact value of every code."""
-    return _table(element, device, pairs=False)
-
-
-def _table(element: ElementFormat, device: torch.device, pairs: bool) -> torch.Tensor:
-    """`code_values`; or int64 [256], for every byte of packed FP4 the bits of its two float32 values."""
-    key = (element, device, pairs)
-    table = _TABLES.get(key)
+    table = _TABLES.get((element, device))
     if table is None:
-        values = decode(np.arange(1 << element.bits, dtype=np.uint8), element)
-        if pairs:
-            byte = np.arange(256)
-            values = np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.int64).reshape(-1)
         with torch.inference_mode(False):
-            table = torch.from_numpy(np.array(values)).to(device)
+            table = torch.from_numpy(decode(np.arange(1 << element.bits, dtype=np.uint8), element)).to(device)
         if type(table) is torch.Tensor:  # a fake tensor must not outlive its mode
-            _TABLES[key] = table
+            _TABLES[element, device] = table
     return table
 
 
-def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspace) -> torch.Tensor:
-    """float32 [R, C]: the exact values of contiguous stored codes (float8, uint8, or packed FP4: C is even)."""
-    rows, width = codes.shape
-    index = workspace.take("index", (rows * width,), torch.int32)
-    index.copy_(codes.view(torch.uint8).view(-1))
-    if element.codes_per_byte == 2:
-        pairs = workspace.take("pairs", (rows * width,), torch.int64)
-        torch.index_select(_table(element, codes.device, pairs=True), 0, index, out=pairs)
-        return pairs.view(torch.float32).view(rows, 2 * width)
-    values = workspace.take("values", (rows * width,), torch.float32)
-    return torch.index_select(code_values(element, codes.device), 0, index, out=values).view(rows, width)
+class _Shifts(NamedTuple):
+    """How a code becomes a float16: ``value = float16(code << left >> right & mask) * factor``."""
+
+    left: int
+    right: int
+    mask: int
+    factor: float
+    nan_missing: bool  # the code with all magnitude bits set is NaN, and comes out as a number
+
+
+@functools.cache
+def _shifts(element: ElementFormat) -> _Shifts | None:
+    """None where shifts do not give the exact value of every code; all of them are tried here."""
+    right = 5 - element.exponent_bits
+    if right < 0:
+        return None
+    codes = np.arange(1 << element.bits, dtype=np.int16)
+    left, mask = 16 - element.bits, 0x7FFF >> right | -0x8000
+    with np.errstate(over="ignore", invalid="ignore"):
+        factor = np.ldexp(np.float32(1), 15 - element.bias)
+        values = ((codes << left >> right) & np.int16(mask)).view(np.float16).astype(np.float32) * factor
+    exact = decode(codes.astype(np.uint8), element)
+    different = ~((values == exact) | (np.isnan(values) & np.isnan(exact)))
+    is_last = codes & (element.sign_code - 1) == element.sign_code - 1
+    if (different & ~(is_last & np.isnan(exact))).any():
+        return None
+    return _Shifts(left, right, mask, float(factor), bool(different.any()))
+
+
+def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspace, values: torch.Tensor) -> None:
+    """Write the exact values of uint8 codes, one per byte, into float32 `values`."""
+    shape, shifts = tuple(codes.shape), _shifts(element)
+    if shifts is None:
+        table = code_values(element, codes.device)
+        values.copy_(table.index_select(0, codes.reshape(-1).to(torch.int32)).view(shape))
+        return
+    halves = workspace.take("halves", shape, torch.int16).copy_(codes).bitwise_left_shift_(shifts.left)
+    if shifts.right:
+        halves.bitwise_right_shift_(shifts.right).bitwise_and_(shifts.mask)
+    values.copy_(halves.view(torch.float16))
+    if shifts.factor != 1:
+        values.mul_(shifts.factor)
+    if shifts.nan_missing:
+        last = element.sign_code - 1
+        magnitudes = torch.bitwise_and(codes, last, out=workspace.take("magnitudes", shape, torch.uint8))
+        if codes.device.type != "cpu" or (codes.numel() and int(magnitudes.amax()) == last):
+            values.masked_fill_(magnitudes == last, float("nan"))

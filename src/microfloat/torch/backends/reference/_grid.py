@@ -1,4 +1,9 @@
-"""An operand form [R, C] divided into blocks, and cut into chunks that stay in a CPU's cache."""
+"""A matrix divided into blocks, and cut into chunks that stay in a CPU's cache.
+
+Everything here and in the modules that cast works on a matrix *as it lies in memory*, [r, c] with c contiguous: the
+operand form [R, C] itself, or its transpose where the operand form was read across (x.T of a stored x). Which of its
+axes a product contracts is a number, `contraction`: 1 or 0. So no cast moves an element of a large matrix.
+"""
 
 import math
 import threading
@@ -9,14 +14,13 @@ import torch
 
 from microfloat.formats import ScaledFormat
 
-__all__ = ["Chunk", "Grid", "Workspace", "chunk_budget"]
+__all__ = ["Chunk", "Grid", "Workspace", "chunk_budget", "is_stored_across"]
 
 # Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (1 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
 _CPU_CHUNK_PER_THREAD = 1 << 18
 _MOST_THREADS = 8  # more of them share chunks of the same size, so that kept temporaries stay below 100 MB
 _DEVICE_CHUNK = 1 << 26
-_LOWEST_STRIP = 128  # rows of a chunk that is read across its storage, so that every read is long enough
 
 
 def chunk_budget(device: torch.device) -> int:
@@ -24,6 +28,11 @@ def chunk_budget(device: torch.device) -> int:
     if device.type != "cpu":
         return _DEVICE_CHUNK
     return _CPU_CHUNK_PER_THREAD * min(torch.get_num_threads(), _MOST_THREADS)
+
+
+def is_stored_across(x_RC: torch.Tensor) -> bool:
+    """Whether neighbours in memory are neighbours along the rows axis."""
+    return x_RC.stride(0) < x_RC.stride(1) and x_RC.shape[0] > 1
 
 
 def _ceil_to(value: int, multiple: int) -> int:
@@ -81,41 +90,54 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks of `block` elements (sizes >= 1) over [rows, columns]."""
+    """Blocks of `block` elements (sizes >= 1) over [rows, columns] in memory; `contraction` is the axis of products."""
 
     rows: int
     columns: int
     block: tuple[int, int]
     is_per_tensor: bool
+    contraction: int = 1
 
     @staticmethod
-    def of(fmt: ScaledFormat, rows: int, columns: int) -> "Grid":
-        """The grid of a format; a per-tensor format has blocks of whole rows here, all with one scale."""
-        block_rows, block_columns = fmt.block
+    def of(fmt: ScaledFormat, x: torch.Tensor, contraction: int) -> "Grid":
+        """The grid of a format over `x`; a per-tensor format has blocks of whole rows here, all with one scale."""
+        rows, columns = x.shape
         if fmt.is_per_tensor:
-            return Grid(rows, columns, (1, max(columns, 1)), True)
-        return Grid(rows, columns, (block_rows or max(rows, 1), block_columns or max(columns, 1)), False)
+            return Grid(rows, columns, (1, max(columns, 1)), True, contraction)
+        block = fmt.block if contraction else fmt.block[::-1]
+        return Grid(rows, columns, (block[0] or max(rows, 1), block[1] or max(columns, 1)), False, contraction)
 
     @property
     def blocks(self) -> tuple[int, int]:
         """Rows and columns of the grid; empty extents have no block."""
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
-    def chunks(self, device: torch.device, *, across: bool = False) -> Iterator[Chunk]:
-        """Windows that cover the matrix; they start at multiples of the block, columns also at multiples of 16.
+    def packed(self, codes_per_byte: int) -> tuple[int, int]:
+        """Shape of the stored codes, which are packed along the contraction axis."""
+        if self.contraction:
+            return self.rows, -(-self.columns // codes_per_byte)
+        return -(-self.rows // codes_per_byte), self.columns
 
-        `across`: the matrix is stored column by column, so chunks should be several rows high.
-        """
+    def packed_window(self, codes: torch.Tensor, chunk: "Chunk", codes_per_byte: int) -> torch.Tensor:
+        """The stored codes of a chunk; a view."""
+        cut = [chunk.rows, chunk.columns]
+        packed = cut[self.contraction]
+        cut[self.contraction] = slice(packed.start // codes_per_byte, -(-packed.stop // codes_per_byte))
+        return codes[cut[0], cut[1]]
+
+    def chunks(self, device: torch.device) -> Iterator[Chunk]:
+        """Windows that cover the matrix; they start at multiples of the block, and of 16 along the contraction."""
         if not self.rows or not self.columns:
             return
         budget = chunk_budget(device)
         block_rows, block_columns = self.block
-        unit = 16 if self.is_per_tensor else math.lcm(block_columns, 16)
-        column_step = _ceil_to(self.columns, unit)
-        if self.is_per_tensor or block_columns < self.columns:
-            height = max(block_rows, _LOWEST_STRIP if across else 1)
-            column_step = min(column_step, max(unit, budget // height // unit * unit))
-        row_step = max(block_rows, budget // column_step // block_rows * block_rows)
+        units = [1 if self.is_per_tensor else block_rows, 1 if self.is_per_tensor else block_columns]
+        units[self.contraction] = math.lcm(units[self.contraction], 16)
+        row_unit, column_unit = units
+        column_step = _ceil_to(self.columns, column_unit)
+        if row_unit * column_step > budget:
+            column_step = max(column_unit, budget // row_unit // column_unit * column_unit)
+        row_step = max(row_unit, budget // column_step // row_unit * row_unit)
         for row in range(0, self.rows, row_step):
             row_stop = min(row + row_step, self.rows)
             for column in range(0, self.columns, column_step):

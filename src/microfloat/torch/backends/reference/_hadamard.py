@@ -7,40 +7,35 @@ makes every butterfly an operation on whole rows.
 import torch
 
 from microfloat.recipes import Hadamard
-from microfloat.torch.backends.reference._grid import Chunk, Grid, Workspace
-from microfloat.torch.backends.reference._load import load_float32
+from microfloat.torch.backends.reference._grid import Grid, Workspace
 
 __all__ = ["inverse", "transform"]
 
 
 def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
-    """bfloat16 [R, C rounded up to 16]: ``bf16(bf16(x) diag(sgn) H / 4)`` per 16 columns, zero-padded."""
-    rows, length = x_RC.shape
-    padded = -(-length // hadamard.size) * hadamard.size
-    result = torch.empty(rows, padded, dtype=torch.bfloat16, device=x_RC.device)
-    workspace = Workspace(x_RC.device)
-    signs = _signs(hadamard, x_RC.device)
-    for chunk in Grid(rows, length, (1, hadamard.size), False).chunks(x_RC.device, across=True):
-        values_CR = _load_contraction_first(x_RC, chunk, hadamard.size, workspace)
-        values_CR.view(values_CR.shape[0] // hadamard.size, hadamard.size, chunk.shape[0]).mul_(signs)
-        values_CR = _butterflies(values_CR, hadamard.size, workspace).mul_(0.25)
-        columns = slice(chunk.columns.start, chunk.columns.start + values_CR.shape[0])
-        narrow_CR = workspace.take("narrow", tuple(values_CR.shape), torch.bfloat16).copy_(values_CR)
-        narrow_RC = workspace.take("narrow_across", (values_CR.shape[1], values_CR.shape[0]), torch.bfloat16)
-        result[chunk.rows, columns] = narrow_RC.copy_(narrow_CR.t())
-    return result
+    """bfloat16 [R, C rounded up to 16]: ``bf16(bf16(x) diag(sgn) H / 4)`` per 16 columns, zero-padded.
 
-
-def _load_contraction_first(x_RC: torch.Tensor, chunk: Chunk, size: int, workspace: Workspace) -> torch.Tensor:
-    """float32 [C of the chunk, up to a multiple of `size`, R of the chunk], rounded to bfloat16."""
-    rows, columns = chunk.shape
-    values_CR = workspace.take("contraction_first", (-(-columns // size) * size, rows), torch.float32)
-    part = x_RC[chunk.rows, chunk.columns]
-    load_float32(part.t(), values_CR[:columns], workspace)
-    values_CR[columns:].zero_()
-    if x_RC.dtype != torch.bfloat16:
-        values_CR.copy_(values_CR.to(torch.bfloat16))
-    return values_CR
+    A transposed view: it lies in memory with the contraction axis first.
+    """
+    x_CR, size = x_RC.t(), hadamard.size
+    length, rows = x_CR.shape
+    result_CR = torch.empty(-(-length // size) * size, rows, dtype=torch.bfloat16, device=x_CR.device)
+    workspace = Workspace(x_CR.device)
+    signs = _signs(hadamard, x_CR.device)
+    for chunk in Grid(length, rows, (size, 1), False, contraction=0).chunks(x_CR.device):
+        part = x_CR[chunk.rows, chunk.columns]
+        padded, columns = -(-part.shape[0] // size) * size, part.shape[1]
+        if part.dtype != torch.bfloat16:
+            part = part.to(torch.bfloat16)
+        if part.stride(1) != 1:  # read across: transpose it in two bytes, which torch does faster than while widening
+            part = part.contiguous()
+        values_CR = workspace.take("contraction_first", (padded, columns), torch.float32)
+        values_CR[: part.shape[0]] = part
+        values_CR[part.shape[0] :].zero_()
+        values_CR.view(padded // size, size, columns).mul_(signs)
+        values_CR = _butterflies(values_CR, size, workspace).mul_(0.25)
+        result_CR[chunk.rows.start : chunk.rows.start + padded, chunk.columns] = values_CR
+    return result_CR.t()
 
 
 def inverse(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:

@@ -8,6 +8,7 @@ contraction and are multiplied into the operands: one more rounding of 2^-24 per
 docs/numerics.md 8.3. bfloat16 is not used: its GEMM is 3 to 5 times slower on CPUs without bf16 units.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,11 @@ def _scale_accumulator(accumulator: torch.Tensor, a_scale: torch.Tensor | None, 
     """
     if a_scale is None and b_scale is None:
         return
+    if accumulator.device.type == "cpu" and all(scale is None or scale.dim() == 0 for scale in (a_scale, b_scale)):
+        alpha = math.prod(float(scale) for scale in (a_scale, b_scale) if scale is not None)  # exact in float64
+        if 2.0**-126 <= alpha < 2.0**127:
+            accumulator.mul_(alpha)
+            return
     one = torch.ones((), dtype=torch.float64, device=accumulator.device)
     left = one if a_scale is None else a_scale.double()
     right = one if b_scale is None else b_scale.double().t()

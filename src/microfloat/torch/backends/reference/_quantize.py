@@ -1,7 +1,8 @@
 """`quantize`: one matrix in operand form becomes codes and scales, chunk by chunk.
 
-Legend: R = rows of the operand form, C = its contraction length. Whole-tensor and whole-row amaxes are measured first;
-then every chunk is widened to float32 (exact), scaled, and encoded while it is in the cache.
+Legend: R = rows of the operand form, C = its contraction length; x and everything else without these letters is as the
+matrix lies in memory (`_grid`). Whole-tensor and whole-row amaxes are measured first; then every chunk is widened to
+float32 (exact), scaled, and encoded while it is in the cache.
 """
 
 from dataclasses import dataclass
@@ -20,9 +21,8 @@ from microfloat.torch.backends.reference._elements import (
     pack_fp4,
 )  # fmt: skip
 from microfloat.torch.backends.reference._four_over_six import four_over_six_scales
-from microfloat.torch.backends.reference._grid import Chunk, Grid, Workspace
+from microfloat.torch.backends.reference._grid import Chunk, Grid, Workspace, is_stored_across
 from microfloat.torch.backends.reference._hadamard import transform
-from microfloat.torch.backends.reference._load import is_stored_across, load_float32
 from microfloat.torch.backends.reference._random import random_bytes
 from microfloat.torch.backends.reference._scales import INFINITY_BITS, BlockScales, TensorLevel
 
@@ -39,83 +39,97 @@ class _Noise:
     stream: int
     batch: int
 
-    def window(self, chunk: Chunk, shape: tuple[int, int]) -> torch.Tensor:
+    def window(self, chunk: Chunk, shape: tuple[int, int], contraction: int) -> torch.Tensor:
         """The bytes of a chunk, padding included."""
         rows, columns = chunk.rows.start, chunk.columns.start
         windows = range(rows, rows + shape[0]), range(columns, columns + shape[1])
-        return random_bytes(self.seed, *windows, stream=self.stream, batch=self.batch)
+        return random_bytes(self.seed, *windows, stream=self.stream, batch=self.batch, contraction=contraction)
 
 
 def quantize_operand(
     x_RC: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0,
     amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of the package's `quantize`."""
+    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of the package's `quantize`.
+
+    Codes and scales lie in memory as x does: of an x that is read across they are transposed views.
+    """
     x_RC = x_RC.detach()
     rows, length = x_RC.shape
     if cast.hadamard is not None:
         x_RC = transform(x_RC, cast.hadamard)
-    fmt, device = cast.format, x_RC.device
-    grid = Grid.of(fmt, *x_RC.shape)
-    codes = x_RC.new_empty((rows, -(-grid.columns // fmt.element.codes_per_byte)), dtype=codes_dtype(fmt.element))
-    level, whole = _whole_tensor_scales(x_RC, cast, grid, amax, scale_enc)
+    across = x_RC.numel() > 0 and is_stored_across(x_RC)
+    x = x_RC.t() if across else x_RC
+    fmt, device = cast.format, x.device
+    grid = Grid.of(fmt, x, contraction=0 if across else 1)
+    codes = x.new_empty(grid.packed(fmt.element.codes_per_byte), dtype=codes_dtype(fmt.element))
+    level, whole = _whole_tensor_scales(x, cast, grid, amax, scale_enc)
     if whole is not None:
         stored = whole.stored.reshape(())
-    elif x_RC.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
+    elif x.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
         stored = _empty_row_scales(grid.blocks[0], cast, device, level)
     else:
-        stored = x_RC.new_empty(grid.blocks, dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8)
+        stored = x.new_empty(grid.blocks, dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8)
     noise = _Noise(seed, stream, batch) if cast.is_stochastic and seed is not None else None
     workspace = Workspace(device)
-    for chunk in grid.chunks(device, across=is_stored_across(x_RC)):
-        values = _load(x_RC, chunk, grid, workspace)
+    for chunk in grid.chunks(device):
+        values = _load(x, chunk, grid, workspace)
         blocks = grid.as_blocks(values)
         scales = whole
         if scales is None:
-            scales = _block_scales(blocks, cast, level.rows(chunk.rows) if level else None, workspace)
+            rows_level = level.window(chunk, grid.contraction) if level else None
+            scales = _block_scales(blocks, cast, rows_level, workspace, grid.contraction)
             stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
     two_level = cast.rule.two_level
     tensor_scale = level.stored if level is not None and two_level is not None and two_level.tensor_scale else None
+    if across:
+        codes, stored = codes.t(), stored.t() if stored.dim() == 2 else stored
+        tensor_scale = tensor_scale.t() if tensor_scale is not None and tensor_scale.dim() == 2 else tensor_scale
     return Operand(codes, stored, tensor_scale, fmt, rows, length, cast.hadamard, cast.rule.power_of_two)
 
 
-def tensor_amax(x: torch.Tensor, *, per_row: bool = False) -> torch.Tensor:
-    """float32 amax of all of `x` [R, C], shape (), or of every row, [R, 1]. NaN is ignored, infinity counts."""
-    return _amax_bits(x.detach(), per_row)[1].view(torch.float32)
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """float32 (): amax of all of matrix `x`. NaN is ignored, infinity counts."""
+    x = x.detach()
+    return _amax_bits(x.t() if is_stored_across(x) else x)[1].view(torch.float32)
 
 
-def _amax_bits(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(with NaN above infinity, NaN ignored) as int32 magnitude bits, () or [R, 1]."""
-    shape = (x.shape[0], 1) if per_row else ()
-    raw, clean = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
-    if x.numel() == 0:
-        return raw, clean
-    if not per_row and is_stored_across(x):
-        x = x.t()
-    grid = Grid(x.shape[0], x.shape[1], (1, x.shape[1]), not per_row)
+def _amax_bits(x: torch.Tensor, axis: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(with NaN above infinity, NaN ignored) as int32 magnitude bits: (), or of `axis` reduced to 1 alone.
+
+    Where there is no NaN both are the same tensor.
+    """
+    shape = [] if axis is None else [*x.shape]
+    if axis is not None:
+        shape[axis] = 1
+    raw = clean = torch.zeros(shape, dtype=torch.int32, device=x.device)
     workspace = Workspace(x.device)
-    for chunk in grid.chunks(x.device, across=is_stored_across(x)):
+    for chunk in Grid(x.shape[0], x.shape[1], (1, x.shape[1]), True).chunks(x.device):
         bits = _loaded_magnitude_bits(x[chunk.rows, chunk.columns], workspace)
-        raw_part, clean_part = _reduce(bits, (1,) if per_row else (0, 1))
-        for total, partial in ((raw, raw_part), (clean, clean_part)):
-            window = total[chunk.rows] if per_row else total
-            torch.maximum(window, partial.to(torch.int32).reshape(window.shape), out=window)
+        raw_part, clean_part = _reduce(bits, (0, 1) if axis is None else (axis,))
+        window = () if axis is None else (chunk.rows, slice(None)) if axis == 1 else (slice(None), chunk.columns)
+        if clean_part is not raw_part and clean is raw:
+            clean = raw.clone()
+        for total, partial in ((raw, raw_part),) if clean is raw else ((raw, raw_part), (clean, clean_part)):
+            target = total[window]
+            torch.maximum(target, partial.to(torch.int32).view(target.shape), out=target)
     if x.dtype == torch.bfloat16:
-        return raw << 16, clean << 16
+        raw, clean = (raw << 16,) * 2 if clean is raw else (raw << 16, clean << 16)
     return raw, clean
 
 
 def _loaded_magnitude_bits(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """Integers that order like |part|: int16 for bfloat16 (the upper half of float32's), else float32's int32."""
-    if part.dtype == torch.bfloat16 and not is_stored_across(part):
-        narrow = workspace.take("bits", tuple(part.shape), torch.int16)
+    if part.dtype == torch.bfloat16:
+        narrow = workspace.take("narrow", tuple(part.shape), torch.int16)
         return torch.bitwise_and(part.view(torch.int16), 0x7FFF, out=narrow)
-    values = workspace.take("values", tuple(part.shape), torch.float32)
-    load_float32(part, values, workspace)
-    bits = values.view(torch.int32).bitwise_and_(_MAGNITUDE)
-    return bits if part.dtype != torch.bfloat16 else (bits >> 16).to(torch.int16)
+    bits = workspace.take("bits", tuple(part.shape), torch.int32)
+    if part.dtype == torch.float32:
+        return torch.bitwise_and(part.view(torch.int32), _MAGNITUDE, out=bits)
+    bits.view(torch.float32).copy_(part)
+    return bits.bitwise_and_(_MAGNITUDE)
 
 
 def _reduce(bits: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,23 +149,26 @@ def _maximum(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _whole_tensor_scales(
-    x_RC: torch.Tensor, cast: Cast, grid: Grid, amax: torch.Tensor | None, scale_enc: torch.Tensor | None
+    x: torch.Tensor, cast: Cast, grid: Grid, amax: torch.Tensor | None, scale_enc: torch.Tensor | None
 ) -> tuple[TensorLevel | None, BlockScales | None]:
     """(upper level of a two-level rule, scales of a per-tensor format), each None where the format has none."""
     constants, fmt = cast.rule.two_level, cast.format
     level = None
     if constants is not None and not constants.tensor_scale:
-        level = _scales.tensor_level(x_RC.new_ones((), dtype=torch.float32), constants)
+        level = _scales.tensor_level(x.new_ones((), dtype=torch.float32), constants)
     elif constants is not None:
-        level_amax = tensor_amax(x_RC, per_row=fmt.tensor_scale == "row") if amax is None else amax
-        level = _scales.tensor_level(level_amax, constants)
+        if amax is None:
+            amax = _amax_bits(x, grid.contraction if fmt.tensor_scale == "row" else None)[1].view(torch.float32)
+        elif fmt.tensor_scale == "row" and grid.contraction == 0:
+            amax = amax.t()
+        level = _scales.tensor_level(amax, constants)
     if not grid.is_per_tensor:
         return level, None
     if scale_enc is not None:
         return level, _scales.scales_of_encode_factor(scale_enc)
     if constants is None and fmt.scale.name == "FP32" and amax is not None:
         return level, _scales.fp32_scales(amax, cast)
-    raw, clean = _amax_bits(x_RC, per_row=False)
+    raw, clean = _amax_bits(x)
     return level, _scales_of_amax(raw, clean, cast, level)
 
 
@@ -166,7 +183,9 @@ def _scales_of_amax(raw: torch.Tensor, clean: torch.Tensor, cast: Cast, level: T
     return BlockScales(scales.stored, scales.encode, None, elements_may_be_nan=raw is not clean)
 
 
-def _block_scales(blocks: torch.Tensor, cast: Cast, level: TensorLevel | None, workspace: Workspace) -> BlockScales:
+def _block_scales(
+    blocks: torch.Tensor, cast: Cast, level: TensorLevel | None, workspace: Workspace, contraction: int
+) -> BlockScales:
     """Scales of every block of float32 `blocks` [blocks, rows, blocks, columns]."""
     bits, constants = workspace.take("bits", tuple(blocks.shape), torch.int32), cast.rule.two_level
     torch.bitwise_and(blocks.view(torch.int32), _MAGNITUDE, out=bits)
@@ -175,7 +194,7 @@ def _block_scales(blocks: torch.Tensor, cast: Cast, level: TensorLevel | None, w
     raw, clean = _reduce(bits, (1, 3))
     if constants is not None and constants.four_over_six is not None and level is not None:
         amax = clean.view(torch.float32)
-        scales = four_over_six_scales(blocks, amax, cast.format.element, constants, level, workspace)
+        scales = four_over_six_scales(blocks, amax, cast.format.element, constants, level, workspace, contraction)
         return _with_nan(scales, raw, clean)
     return _scales_of_amax(raw, clean, cast, level)
 
@@ -189,18 +208,17 @@ def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor) -> Bl
 
 
 def _empty_row_scales(count: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
-    zeros = torch.zeros(count, 1, 1, 1, dtype=torch.int32, device=device)
-    rows_level = level.rows(slice(0, count)) if level else None
-    return _scales_of_amax(zeros, zeros, cast, rows_level).stored.view(count, 1)
+    zeros = torch.zeros(count, 1, dtype=torch.int32, device=device)
+    return _scales_of_amax(zeros, zeros, cast, level).stored
 
 
-def _load(x_RC: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> torch.Tensor:
+def _load(x: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> torch.Tensor:
     """A float32 copy of a chunk, zero-padded to whole blocks."""
     shape, (rows, columns) = grid.padded(chunk), chunk.shape
     values = workspace.take("values", shape, torch.float32)
     if shape != (rows, columns):
         values.zero_()
-    load_float32(x_RC[chunk.rows, chunk.columns], values[:rows, :columns], workspace)
+    values[:rows, :columns] = x[chunk.rows, chunk.columns]
     return values
 
 
@@ -219,16 +237,16 @@ def _encode_chunk(
             window.view(torch.uint8).masked_fill_(nan_blocks[:rows, :columns], element.nan_code)
         return
     is_nan = values.isnan() if scales.elements_may_be_nan else nan_blocks
-    random_bytes = noise.window(chunk, grid.padded(chunk)) if noise else None
+    random_bytes = noise.window(chunk, grid.padded(chunk), grid.contraction) if noise else None
     unpacked = encode_integer(values, element, random_bytes, workspace)
     if is_nan is not None:
         unpacked.masked_fill_(is_nan, element.nan_code)
     unpacked = unpacked[:rows, :columns]
+    window = grid.packed_window(codes.view(torch.uint8), chunk, element.codes_per_byte)
     if element.codes_per_byte == 2:
-        half = chunk.columns.start // 2
-        pack_fp4(unpacked, codes[chunk.rows, half : half + -(-columns // 2)])
+        pack_fp4(unpacked, window, grid.contraction)
     else:
-        codes.view(torch.uint8)[chunk.rows, chunk.columns] = unpacked
+        window.copy_(unpacked)
 
 
 def _spread(per_block: torch.Tensor, values: torch.Tensor, grid: Grid) -> torch.Tensor:

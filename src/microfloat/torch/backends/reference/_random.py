@@ -21,39 +21,44 @@ def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch
     same; what an arithmetic shift leaves above them is masked away where a word is next multiplied.
     """
     c0, c1, c2, c3 = counter
-    for key_0, key_1 in zip(*_key_schedule(seed), strict=True):
+    key_0, key_1 = seed.tolist() if seed.device.type == "cpu" else seed.unbind()
+    for _ in range(_ROUNDS):
         product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
         c0 = _mixed(product_2, c1, key_0)
         c2 = _mixed(product_0, c3, key_1)
         c1, c3 = product_2, product_0
+        key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
-def _key_schedule(seed: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """The two key words of every round: ``(seed + round * weyl) mod 2^32``."""
-    rounds = torch.arange(_ROUNDS, dtype=torch.int64, device=seed.device)
-    return ((seed[0] + rounds * _WEYL_0) & _LOW).unbind(), ((seed[1] + rounds * _WEYL_1) & _LOW).unbind()
-
-
-def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
     """``high(product) ^ low(word) ^ key``."""
     high = product >> 32
-    if high.shape == torch.broadcast_shapes(high.shape, word.shape):
-        return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_LOW)
-    return (high ^ word).bitwise_xor_(key).bitwise_and_(_LOW)
+    high = high.bitwise_xor_(word) if high.shape == word.shape else high ^ word
+    return high.bitwise_xor_(key).bitwise_and_(_LOW)
 
 
-def random_bytes(seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0) -> torch.Tensor:
-    """uint8 [rows, columns]: byte ``col % 16`` of ``Philox((col // 16, row, stream, batch), seed)``.
+def random_bytes(
+    seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0, contraction: int = 1
+) -> torch.Tensor:
+    """uint8 [rows, columns] of a matrix in memory, whose axis `contraction` is C of the operand form [R, C].
 
-    `rows` and `columns` are ranges of the operand form, `columns` starting at a multiple of 16: a window of a larger
-    matrix has that matrix's bytes.
+    Element (R, C) has byte ``C % 16`` of ``Philox((C // 16, R, stream, batch), seed)``. The range of C starts at a
+    multiple of 16: a window of a larger matrix has that matrix's bytes.
     """
     device = seed.device
-    groups = torch.arange(columns.start // 16, -(-columns.stop // 16), dtype=torch.int64, device=device)
-    row_index = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
+    other, along = (rows, columns) if contraction else (columns, rows)
+    groups = torch.arange(along.start // 16, -(-along.stop // 16), dtype=torch.int64, device=device)
+    others = torch.arange(other.start, other.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
     constants = [torch.full((), value, dtype=torch.int64, device=device) for value in (stream, batch)]
-    words = torch.empty(len(rows), groups.numel(), 4, dtype=torch.int32, device=device)
-    for position, word in enumerate(philox((groups[None, :], row_index[:, None], *constants), seed)):
-        words[..., position] = word  # keeps the low 32 bits
-    return words.view(torch.uint8).flatten(1)[:, : len(columns)]
+    if contraction:
+        words = torch.empty(len(other), groups.numel(), 4, dtype=torch.int32, device=device)
+        for position, word in enumerate(philox((groups[None, :], others[:, None], *constants), seed)):
+            words[..., position] = word  # keeps the low 32 bits
+        return words.view(torch.uint8).flatten(1)[:, : len(along)]
+    result = torch.empty(groups.numel(), 16, len(other), dtype=torch.uint8, device=device)
+    for position, word in enumerate(philox((groups[:, None], others[None, :], *constants), seed)):
+        word = word.to(torch.int32)
+        for byte in range(4):  # the lowest first; of each, uint8 keeps the low 8 bits
+            result[:, 4 * position + byte] = word >> 8 * byte
+    return result.flatten(0, 1)[: len(along)]

@@ -13,10 +13,11 @@ from microfloat.formats import E4M3, ElementFormat
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, e8m0_threshold
 from microfloat.torch.backends.reference._elements import code_values
+from microfloat.torch.backends.reference._grid import Chunk
 
 __all__ = [
-    "FMAX", "INFINITY_BITS", "BlockScales", "TensorLevel", "block_level", "divide", "e8m0_scales", "encode_e4m3",
-    "fp32_scales", "saturates", "scales_of_encode_factor", "tensor_level", "two_level_scales",
+    "FMAX", "INFINITY_BITS", "BlockScales", "TensorLevel", "block_level", "decode_bytes", "divide", "e8m0_scales",
+    "encode_e4m3", "fp32_scales", "saturates", "scales_of_encode_factor", "tensor_level", "two_level_scales",
 ]  # fmt: skip
 
 FMAX = 3.4028234663852886e38
@@ -88,17 +89,21 @@ def scales_of_encode_factor(factor: torch.Tensor) -> BlockScales:
 
 @dataclass(frozen=True)
 class TensorLevel:
-    """The upper of two levels: A clamped, S = capacity / A, the stored scale A / capacity; float32, () or [R, 1]."""
+    """The upper of two levels: A clamped, S = capacity / A, the stored scale A / capacity.
+
+    float32 (), or one per row of the operand form: [R, 1], of a matrix that is read across [1, R].
+    """
 
     amax: torch.Tensor
     encode: torch.Tensor
     stored: torch.Tensor
 
-    def rows(self, rows: slice) -> "TensorLevel":
-        """The same for a window of rows, shaped to meet blocks [r, 1, blocks, columns]."""
+    def window(self, chunk: Chunk, contraction: int) -> "TensorLevel":
+        """The same for the rows of a chunk, shaped to meet its blocks [blocks, rows, blocks, columns]."""
         if self.amax.dim() == 0:
             return self
-        return TensorLevel(*(part[rows].view(-1, 1, 1, 1) for part in (self.amax, self.encode, self.stored)))
+        rows = (chunk.rows, slice(None)) if contraction else (slice(None), chunk.columns)
+        return TensorLevel(*(part[rows][:, None, :, None] for part in (self.amax, self.encode, self.stored)))
 
 
 def tensor_level(amax: torch.Tensor, constants: TwoLevel) -> TensorLevel:
@@ -116,10 +121,11 @@ def tensor_level(amax: torch.Tensor, constants: TwoLevel) -> TensorLevel:
 def encode_e4m3(target: torch.Tensor, smallest: float, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(stored byte, its value) of non-negative float32 block scales, clamped to [smallest, largest] first."""
     codes = target.clamp(smallest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes, _decode_bytes(codes, E4M3)
+    return codes, decode_bytes(codes, E4M3)
 
 
-def _decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+def decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """float32: the values of a few uint8 codes, such as block scales."""
     table = code_values(element, codes.device)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
