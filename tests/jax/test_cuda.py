@@ -22,6 +22,19 @@ LARGE = (16384, 4096, 4096)
 HAS_GPU = cuda.capability() is not None
 
 
+@pytest.mark.parametrize(
+    ("compute_capability", "expected"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("gfx942", None), (None, None), ("", None)]
+)
+def test_gpus_of_other_makers_have_no_compute_capability(monkeypatch, compute_capability, expected):
+    class Device:
+        pass
+
+    Device.compute_capability = compute_capability
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert cuda.capability() == expected
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine that sees one H200. Traces are cached by shape: every test has shapes of its own."""

@@ -5,6 +5,7 @@ Chosen where a program is lowered for CUDA and `capability` names a chip; everyw
 """
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -39,11 +40,9 @@ def capability() -> tuple[int, int] | None:
     """(major, minor) compute capability of the first CUDA device that JAX sees, or None."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return None
-    text = getattr(jax.devices()[0], "compute_capability", None)
-    if not text:
-        return None
-    major, _, minor = str(text).partition(".")
-    return int(major), int(minor or 0)
+    # JAX calls GPUs of other makers gpu too; theirs is a name, such as "gfx942".
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.devices()[0], "compute_capability", "")))
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def converts(element: ElementFormat) -> bool:
