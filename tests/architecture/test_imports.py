@@ -134,6 +134,26 @@ def test_the_torch_front_end_without_torch_names_the_extra(fresh_python):
     )
 
 
+@pytest.mark.parametrize("part", ["jax", "jax.linen", "jax.nnx", "jax.fp8_ops"])
+def test_the_jax_front_ends_without_their_package_name_the_extra(fresh_python, part):
+    package = "jax" if part == "jax" else "flax"
+    if part != "jax":
+        pytest.importorskip("jax", reason="jax is not installed")
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+try:
+    import microfloat.{part}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    done = fresh_python(code)
+    assert done.returncode == 0, done.stderr
+    needed = f"MissingPackageError microfloat.{part} needs the package {package}, which is not installed"
+    assert done.stdout.startswith(needed)
+    assert 'pip install "microfloat[jax]"' in done.stdout
+
+
 def test_a_front_end_that_was_not_imported_is_no_attribute():
     import microfloat
 

@@ -273,8 +273,11 @@ def test_refusals(arguments, error, message):
 
 
 def test_refusals_of_makers():
-    with pytest.raises(TypeError, match=r"recipe: got str.*from_name\('mxfp8'\)"):
-        mj.dot_general("mxfp8")
+    assert mj.dot_general("mxfp8") == mj.dot_general(MXFP8BlockScaling())
+    assert mj.einsum("nvfp4") == mj.einsum(NVFP4BlockScaling())
+    assert mj.scaling.init("delayed").rules == mj.scaling.init(DelayedScaling()).rules
+    with pytest.raises(ValueError, match=r"recipe: got 'fp8_tensor'.*is a format; the recipes that use it: 'delayed'"):
+        mj.dot_general("fp8_tensor")
     with pytest.raises(ValueError, match="backend: got 'triton'"):
         mj.dot_general(MXFP8BlockScaling(), backend="triton")
     with pytest.raises(ValueError, match="residuals: got 'all'"):

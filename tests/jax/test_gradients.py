@@ -104,3 +104,39 @@ def test_a_key_is_needed_by_gradients_only():
     noisy = Cast("mxfp8", rounding="stochastic")
     with pytest.raises(InvalidValueError, match="key: got None"):
         mj.dot_general(CustomRecipe(Gemm(noisy, "mxfp8"), Gemm(None, None), Gemm(None, None)))(X, W, PLAIN)
+
+
+CASTS = ["mxfp8", "mxfp4", "nvfp4", "fp8_tensor", Cast("mxfp8", rounding="stochastic")]
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_gradient_through_quantize_is_refused_by_name(cast):
+    seed = {"seed": 3} if cast is CASTS[-1] else {}
+    for through in (
+        lambda x: mj.quantize(x, cast, **seed).dequantize(),
+        lambda x: mj.scaled_matmul(mj.quantize(x, cast, **seed), mj.quantize(W, cast, **seed)),
+    ):
+        for transform in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+            with pytest.raises(NotSupportedError, match=r"x: got an array that a gradient is taken of.*fake_quantize"):
+                transform(lambda x, through=through: jnp.sum(through(x)))(X)
+    gradient = jax.grad(lambda x: jnp.sum(x * mj.quantize(jax.lax.stop_gradient(x), cast, **seed).dequantize()))(X)
+    np.testing.assert_array_equal(np.asarray(gradient), np.asarray(mj.quantize(X, cast, **seed).dequantize()))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_fake_quantize_goes_straight_through(cast):
+    """The values of dequantize(quantize(x)), the gradient dy, in every mode and order; also for saturated values."""
+    seed = 3 if cast is CASTS[-1] else None
+    x = with_one(np.inf)
+    fake = jax.jit(lambda x: mj.fake_quantize(x, cast, seed=seed))
+    np.testing.assert_array_equal(np.asarray(fake(x)), np.asarray(mj.quantize(x, cast, seed=seed).dequantize()))
+    back = jax.vjp(fake, x)[1]
+    np.testing.assert_array_equal(np.asarray(back(jnp.asarray(DY))[0]), DY)
+    np.testing.assert_array_equal(np.asarray(jax.jvp(fake, (x,), (DY,))[1]), DY)
+    half = jnp.asarray(X, jnp.bfloat16)
+    assert mj.fake_quantize(half, cast, axis=-2, seed=seed).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(jax.vmap(fake)(X[None])), np.asarray(mj.fake_quantize(X, cast, seed=seed))[None]
+    )
+    second = jax.hessian(lambda x: jnp.sum(mj.fake_quantize(x, cast, seed=seed) ** 2))(X[0, :3])
+    np.testing.assert_array_equal(np.asarray(second), 2 * np.eye(3))

@@ -1,6 +1,7 @@
 """The nnx front end: conversion, training with delayed state, reuse, streams, nnx transforms."""
 
 import logging
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 
 import microfloat.jax as mj
-from microfloat.errors import InvalidTypeError
+from microfloat.errors import InvalidTypeError, MicrofloatError, PlacementError
 from microfloat.jax import nnx as mnnx
 from microfloat.recipes import (
     DelayedScaling,
@@ -19,6 +20,7 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Placement,
 )
+from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from tests.jax.compare import relative_error
 from tests.jax.gemms import oracle_gemms
 
@@ -63,8 +65,9 @@ def test_convert_leaves_parameters_alone():
 
 def test_a_model_that_is_one_layer_has_a_name_in_the_report():
     layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    assert str(mnnx.convert(layer, Placement([("*", None)]))) == "the model: high precision"
-    assert str(mnnx.convert(layer, Placement([("x", None)]))).startswith("the model: skipped, no pattern matches")
+    assert "(root)  4 -> 4     high precision  -       the placement says None" in str(
+        mnnx.convert(layer, Placement([("*", None)]))
+    )
 
 
 def test_linear_equals_the_oracle():
@@ -95,17 +98,75 @@ def test_general_layers_and_attention():
 def test_placement_and_report():
     model = Model(nnx.Rngs(0))
     rules = Placement([("first", NVFP4BlockScaling()), ("*", None), ("third", DELAYED)])
+    with pytest.raises(PlacementError, match=r"match no layer: 'third'.*first, second"):
+        mnnx.convert(model, rules)
+    assert model.first.dot_general is jax.lax.dot_general, "a refused call changes nothing"
+    rules = Placement([("first", NVFP4BlockScaling()), ("*", None)])
     report = mnnx.convert(model, rules, filter=lambda name, layer: name != "second")
-    assert report.converted == {"first": NVFP4BlockScaling()}
-    assert report.skipped == {"second": "left out by filter"}
-    assert report.unmatched == ["third"]
-    assert "pattern 'third' matched nothing" in str(report)
+    assert report.converted == ["first"]
+    assert report.rows[0].recipe == NVFP4BlockScaling()
+    assert report.skipped == {"second": "filter returned False"}
+    assert report.share == pytest.approx((32 * 32 + 32) / (32 * 32 + 32 + 32 * 16 + 16))
+    assert "1 of 2 linear layers run in low precision: 66.7% of the model's parameters." in str(report)
     only = mnnx.convert(Model(nnx.Rngs(0)), Placement([("second", DELAYED)]))
-    assert only.skipped == {"first": "no pattern matches"}
-    with pytest.raises(TypeError, match=r"recipe: got str, .*recipes\.from_name\('mxfp8'\)"):
-        mnnx.convert(model, "mxfp8")
+    assert only.skipped == {"first": "no pattern of the placement matches"}
     with pytest.raises(TypeError, match="model: got int"):
         mnnx.convert(1, DELAYED)
+
+
+class Named(nnx.Module):
+    """Layers by the names of published models."""
+
+    def __init__(self, rngs):
+        for name in ("gate_proj", "gate", "router", "lm_head", "classifier", "score"):
+            setattr(self, name, nnx.Linear(4, 4, rngs=rngs))
+
+
+def test_conversion_is_that_of_torch():
+    """Names of recipes, the default exclusion, exclude=, a second pass, revert, and the report's fields."""
+    model = Named(nnx.Rngs(0))
+    report = mnnx.convert(model, "mxfp8")
+    assert report.converted == ["gate_proj"]
+    assert set(report.skipped) == {"gate", "router", "lm_head", "classifier", "score"}
+    assert "gate" in report.skipped["gate"]
+    again = mnnx.convert(model, "mxfp4", exclude=("gate_proj", "score"))
+    assert [(row.name, row.action) for row in again if row.name in ("gate_proj", "gate", "score")] == [
+        ("gate", "converted"), ("gate_proj", "kept"), ("score", "skipped"),
+    ]  # fmt: skip
+    assert [row.action for row in mnnx.convert(model, "mxfp6", exclude=()) if row.name == "gate"] == ["repinned"]
+    x = np.ones((2, 4), np.float32) * 1.1
+    assert mnnx.revert(model) is model
+    np.testing.assert_array_equal(np.asarray(model.gate(x)), x @ model.gate.kernel[...] + model.gate.bias[...])
+    assert mnnx.DEFAULT_EXCLUDE is DEFAULT_EXCLUDE
+    for arguments, message in (
+        ({"exclude": "gate"}, r"exclude: got str.*exclude=\('gate',\)"),
+        ({"exclude": [3]}, "exclude: got list"),
+        ({"exclude": None}, "exclude: got NoneType"),
+        ({"filter": "gate"}, "filter: got str"),
+        ({"recipe": "fp8_tensor"}, "recipe: got 'fp8_tensor'.*is a format"),
+        ({"recipe": DelayedScaling}, "recipe: got the class DelayedScaling"),
+        ({"rngs": 3, "recipe": "nvfp4"}, "rngs: got int"),
+        ({"rngs": nnx.Rngs(params=0), "recipe": "nvfp4"}, "rngs: got an nnx.Rngs with the streams params.*sr_rng"),
+    ):
+        with pytest.raises(MicrofloatError, match=message):
+            mnnx.convert(model, **({"recipe": "mxfp8"} | arguments))
+    assert not mnnx.convert(model, Placement([("*", None)])).converted, "a refused call changes nothing"
+    assert mnnx.convert(model, "nvfp4", rngs=nnx.Rngs(0)).converted == ["gate_proj"], "the default stream serves"
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_gradients_without_the_state_are_noticed(jitted):
+    """Flax's own grad and optimizer leave the scales where they are: a warning says so, and what to use."""
+    model = Model(nnx.Rngs(0))
+    mnnx.convert(model, DELAYED)
+    with pytest.warns(UserWarning, match=r"scales never move.*microfloat\.jax\.nnx\.grad"):
+        (nnx.jit if jitted else lambda f: f)(nnx.grad(mean_square))(model, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+        nnx.grad(mean_square, argnums=1)(model, jnp.asarray(X))
+        nnx.grad(mean_square, argnums=nnx.DiffState(0, (nnx.Param, mnnx.ScaleState)))(model, X)
+        mnnx.grad(mean_square)(model, X)
 
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
@@ -148,7 +209,7 @@ def test_forgotten_state_is_reported(caplog):
     model = Model(nnx.Rngs(0))
     mnnx.convert(model, DELAYED)
     optimizer = mnnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with caplog.at_level(logging.WARNING, logger="microfloat"):
+    with caplog.at_level(logging.WARNING, logger="microfloat"), pytest.warns(UserWarning, match="never move"):
         optimizer.update(model, nnx.grad(mean_square)(model, X))
     assert "no delayed-scaling state for first.dot_general, second.dot_general" in caplog.text
     with pytest.raises(ValueError, match="argnums: got"):
@@ -212,7 +273,8 @@ def test_split_and_merge_through_plain_jax():
     model = Model(nnx.Rngs(0))
     mnnx.convert(model, DELAYED)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    gradient = jax.jit(jax.grad(lambda p: mean_square(nnx.merge(graph, p, rest), X)))(params)
+    with pytest.warns(UserWarning, match="scales never move"):
+        gradient = jax.jit(jax.grad(lambda p: mean_square(nnx.merge(graph, p, rest), X)))(params)
     assert jax.tree.leaves(gradient)[0].shape == (32,)
 
 

@@ -66,8 +66,8 @@ REFUSED = {
     "no dims": (lambda: MX(X, W, None), "dimension_numbers: got None"),
     "einsum axes": (lambda: mj.einsum(MXFP8BlockScaling())("abc,de->ad", X, W), "eqn: got .*3 axes in lhs"),
     # recipes and options
-    "class": (lambda: mj.dot_general(MXFP8BlockScaling), "recipe: got type, needed a Recipe"),
-    "unknown": (lambda: mj.explain("mxfp9"), "name: got 'mxfp9'"),
+    "class": (lambda: mj.dot_general(MXFP8BlockScaling), "recipe: got the class MXFP8BlockScaling.*Call the class"),
+    "unknown": (lambda: mj.explain("mxfp9"), "recipe: got 'mxfp9'"),
     "mesh axes": (lambda: mj.dot_general(MXFP8BlockScaling(), axis_names=3), "axis_names: got 3"),
     "no key": (
         lambda: jax.jit(jax.grad(lambda x: NV(x, W, PLAIN).sum()))(X),

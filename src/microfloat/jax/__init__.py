@@ -1,7 +1,13 @@
 """microfloat for JAX: the same recipes, the same bits; needs jax alone (Flax only for `linen`, `nnx` and `fp8_ops`)."""
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
+
+from microfloat.errors import missing_package
+
+if find_spec("jax") is None:
+    raise missing_package("jax", "microfloat.jax", "jax")
 
 from microfloat.jax import checkpoint_policies, scaling
 from microfloat.jax._dot_general import DotGeneral, Einsum, dot_general, einsum
@@ -14,11 +20,11 @@ from microfloat.jax._explain import (
     is_nvfp4_available,
 )
 from microfloat.jax.array import QuantizedArray
-from microfloat.jax.ops import dequantize, quantize, scaled_matmul
+from microfloat.jax.ops import dequantize, fake_quantize, quantize, scaled_matmul
 
 __all__ = [
     "DotGeneral", "Einsum", "Explanation", "QuantizedArray", "checkpoint_policies", "dequantize", "dot_general",
-    "einsum", "explain", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "einsum", "explain", "fake_quantize", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "quantize", "scaled_matmul", "scaling",
 ]  # fmt: skip
 

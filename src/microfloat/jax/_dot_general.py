@@ -27,31 +27,27 @@ from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array, check_backend, check_dtype
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Recipe
+from microfloat.recipes.names import as_recipe
 
 __all__ = ["DotGeneral", "Einsum", "dot_general", "einsum"]
 
 
 def dot_general(
-    recipe: Recipe, *, backend: str = "auto", axis_names: tuple[str, ...] = (), residuals: str = "low"
+    recipe: Recipe | str, *, backend: str = "auto", axis_names: tuple[str, ...] = (), residuals: str = "low"
 ) -> "DotGeneral":
-    """An op with the signature of `lax.dot_general` that runs `recipe`, forward and backward.
+    """An op with the signature of `lax.dot_general` that runs `recipe` (or the stock recipe of that name).
 
     `backend`: "auto", "reference" or "native". `axis_names`: under ``shard_map(check_vma=False)``, the mesh axes
     that shard the operands (otherwise JAX knows them). `residuals`: "low" keeps quantized operands for the
     backward, "high" the originals. Ops made from equal arguments are equal and hash equal, so they do not retrace.
     """
-    if not isinstance(recipe, Recipe):
-        raise invalid_type("recipe", type(recipe), "a Recipe such as recipes.MXFP8BlockScaling()", _recipe_hint(recipe))
+    recipe = as_recipe(recipe)
     check_choice("residuals", residuals, ("low", "high"))
     if isinstance(axis_names, str):
         axis_names = (axis_names,)
     if not isinstance(axis_names, tuple | list) or not all(isinstance(name, str) for name in axis_names):
         raise invalid_type("axis_names", repr(axis_names), "a tuple of names of mesh axes")
     return DotGeneral(recipe, check_backend(backend), tuple(axis_names), residuals)
-
-
-def _recipe_hint(recipe: object) -> str:
-    return f"Call recipes.from_name({recipe!r})." if isinstance(recipe, str) else ""
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ def place(y: Array, out_sharding: object) -> Array:
     return constrain(y, out_sharding)
 
 
-def einsum(recipe: Recipe, **options: object) -> "Einsum":
+def einsum(recipe: Recipe | str, **options: object) -> "Einsum":
     """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands; the first is always x, the second w.
 
     `options` are those of `dot_general`.

@@ -20,9 +20,9 @@ from microfloat.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
-    from_name,
 )
 from microfloat.recipes.core import GEMMS, OPERANDS
+from microfloat.recipes.names import as_recipe
 from microfloat.support import Support
 
 __all__ = [
@@ -131,7 +131,7 @@ def explain(
         if not callable(subject):
             raise invalid_type("recipe", type(subject), "a Recipe, its name, or a function")
         return _program_dots(subject, *arguments)
-    recipe = from_name(subject) if isinstance(subject, str) else subject
+    recipe = as_recipe(subject)
     check_backend(backend)
     if arguments and hasattr(arguments[0], "shape"):
         if len(arguments) != 3:

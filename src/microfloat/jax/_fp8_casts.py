@@ -9,16 +9,17 @@ from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, custom_jvp, lax
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import unknown_name
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax._bits import bits_of, encode, quotient, rounded, where, widened
+from microfloat.jax._derivatives import straight_through
 from microfloat.jax._max_grad import from_max_grad, is_max_grad
 from microfloat.jax.backends import cuda
 
-__all__ = ["dequantize", "factors", "get_fp8_max", "instead", "qdq", "quantize", "scaled_by"]
+__all__ = ["dequantize", "factors", "get_fp8_max", "qdq", "quantize", "scaled_by"]
 
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
@@ -42,7 +43,7 @@ def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: 
     """
     x, scale, compute = _operands(x, scale, compute_dtype)
     q_dtype = _checked(q_dtype)
-    return instead(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
+    return straight_through(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
 
 
 def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
@@ -51,7 +52,7 @@ def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
     plain = x.astype(dtype) * scale.astype(dtype)
     if not _is_narrow(x.dtype, scale.dtype, dtype):
         return plain
-    return instead(_scaled(_rounded(x, dtype), scale, dtype), plain)
+    return straight_through(_scaled(_rounded(x, dtype), scale, dtype), plain)
 
 
 def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
@@ -62,10 +63,10 @@ def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DType
     x, scale, compute = _operands(x, scale, compute_dtype)
     q_dtype = _checked(q_dtype)
     codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
-    straight = instead(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
+    straight = straight_through(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
     if not _is_narrow(x.dtype, scale.dtype, ratio.dtype):
-        return instead(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
-    return instead(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
+        return straight_through(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
+    return straight_through(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
 
 
 def factors(scale: Array, other: Array) -> tuple[Array, Array]:
@@ -113,18 +114,6 @@ def _rounded(values: Array, dtype: np.dtype) -> Array:
 def _scaled(values: Array, scale: Array, dtype: np.dtype) -> Array:
     """float32 `values`, numbers of `dtype`, times the scale, in `dtype`."""
     return rounded(values * _rounded(scale, dtype), dtype)
-
-
-@custom_jvp
-def instead(exact: Array, plain: Array) -> Array:
-    """`exact`, differentiated as `plain` is: bits have no derivative."""
-    del plain
-    return exact
-
-
-@instead.defjvp
-def _instead_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return instead(*primals), tangents[1].astype(primals[0].dtype)
 
 
 def _clipped_quotient(q_dtype: np.dtype, compute: np.dtype, x: Array, scale: Array) -> Array:

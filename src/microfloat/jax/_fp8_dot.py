@@ -14,6 +14,7 @@ from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._bits import quotient, widened
 from microfloat.jax._collectives import sum_to_type_of
+from microfloat.jax._derivatives import straight_through
 from microfloat.jax._dimensions import DimensionNumbers
 from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded
 
@@ -125,7 +126,7 @@ def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Arr
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     """What the codes stand for, differentiated as the operands that were quantized."""
     return tuple(
-        casts.instead(casts.dequantize(code, operand.dtype, scale), operand)
+        straight_through(casts.dequantize(code, operand.dtype, scale), operand)
         for operand, code, scale in zip(wide, codes, scales, strict=True)
     )
 
@@ -154,7 +155,7 @@ def _without_scales(g_scaled: Array, *scales: Array) -> Array:
     """The gradient of the scaled result, from the dot's own cotangent, which holds the product of both scales."""
     for factor in casts.factors(*scales):
         plain = g_scaled / factor
-        g_scaled = plain if plain.dtype == jnp.float64 else casts.instead(quotient(widened(g_scaled), factor), plain)
+        g_scaled = plain if plain.dtype == jnp.float64 else straight_through(quotient(widened(g_scaled), factor), plain)
     return g_scaled
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from microfloat.errors import InvalidValueError, NotSupportedError, invalid_value
+from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._collectives import (
     like_in_variance,
@@ -26,6 +26,7 @@ from microfloat.jax._collectives import (
     told_axes,
     varying_axes,
 )
+from microfloat.jax._derivatives import no_derivative
 from microfloat.jax._max_grad import from_max_grad
 from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import casts, cuda, reference, select
@@ -216,19 +217,11 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
     return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
 
 
-@jax.custom_jvp
-def _differentiated_once(operands: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The operands of the backward. Codes have no derivative, so a derivative of the backward would be zeros."""
-    return operands
-
-
-@_differentiated_once.defjvp
-def _refuse_second_derivative(_primals: tuple, _tangents: tuple) -> typing.NoReturn:
-    raise NotSupportedError(
-        "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes "
-        "have none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner "
-        "gradient."
-    )
+# Codes have no derivative, so that of a gradient would be zeros.
+_differentiated_once = no_derivative(
+    "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes have "
+    "none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner gradient."
+)
 
 
 def _backward(config: Config, kept: Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:

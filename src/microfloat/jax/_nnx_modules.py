@@ -9,9 +9,10 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from microfloat.errors import invalid_type
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import _dot_general as dots
 from microfloat.jax import scaling
+from microfloat.jax._derivatives import notice_fixed_state
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
 from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array
@@ -50,13 +51,21 @@ class DotGeneral(nnx.Module):
     """
 
     def __init__(
-        self, recipe: Recipe, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
+        self, recipe: Recipe | str, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
     ) -> None:
         self.op = dots.dot_general(recipe, **options)
+        recipe = self.op.recipe
         self.sr_rng: Any = nnx.data(None)
+        if rngs is not None and not isinstance(rngs, nnx.Rngs):
+            raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
         if recipe.is_stochastic and rngs is not None:
-            if not isinstance(rngs, nnx.Rngs):
-                raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
+            if "sr_rng" not in rngs and "default" not in rngs:
+                streams = ", ".join(name for name, value in vars(rngs).items() if isinstance(value, nnx.RngStream))
+                raise invalid_value(
+                    "rngs", f"an nnx.Rngs with the streams {streams or 'none'}",
+                    f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically",
+                    "For instance nnx.Rngs(0, sr_rng=1).",
+                )  # fmt: skip
             stream = rngs["sr_rng"]
             self.sr_rng = stream.split(stacked) if stacked else stream.fork()
         if recipe.is_delayed:
@@ -108,6 +117,8 @@ class DotGeneral(nnx.Module):
         if self.recipe.is_stochastic and (key is not None or self.sr_rng is not None):
             words = call_seed(None, self.sr_rng() if key is None else key, repr(self.recipe))
         state = self._current_state()
+        if state is not None:
+            rhs = notice_fixed_state(check_array("rhs", rhs), state)
         y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
         self._hand_on(handed)
         return y
@@ -170,7 +181,7 @@ class Linear(nnx.Linear):
     """`flax.nnx.Linear` under `recipe` (None: as Flax runs it); same parameters, same names."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, recipe: Recipe | None = None, rngs: nnx.Rngs, **options: Any
+        self, in_features: int, out_features: int, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
         if recipe is not None:
             options["dot_general"] = DotGeneral(recipe, rngs=rngs)
@@ -181,7 +192,7 @@ class LinearGeneral(nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` under `recipe`; same parameters, same names."""
 
     def __init__(
-        self, in_features: Any, out_features: Any, *, recipe: Recipe | None = None, rngs: nnx.Rngs, **options: Any
+        self, in_features: Any, out_features: Any, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
         if recipe is not None:
             options["dot_general"] = DotGeneral(recipe, rngs=rngs)
@@ -197,7 +208,7 @@ class Einsum(nnx.Einsum):
         kernel_shape: Any,
         bias_shape: Any = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:

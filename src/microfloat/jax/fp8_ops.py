@@ -6,6 +6,14 @@ Flax's names there are `max_accumulate`, `merge_state`, `next_state` and `reset_
 whole.
 """
 
+from importlib.util import find_spec
+
+from microfloat.errors import missing_package
+
+if find_spec("flax") is None:
+    raise missing_package("flax", "microfloat.jax.fp8_ops", "jax")
+
+
 from microfloat.jax._fp8_autodiff import in_q, in_qdq, out_dq, out_qdq
 from microfloat.jax._fp8_casts import dequantize, get_fp8_max, qdq, quantize
 from microfloat.jax._fp8_dot import (

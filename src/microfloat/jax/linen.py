@@ -6,12 +6,21 @@ Parameter trees do not change. Delayed scaling adds the collection ``_overwrite_
 its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr_rng": key}``).
 """
 
+from importlib.util import find_spec
+
+from microfloat.errors import missing_package
+
+if find_spec("flax") is None:
+    raise missing_package("flax", "microfloat.jax.linen", "jax")
+
+
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import core as flax_core
 from flax.training import train_state
@@ -20,9 +29,11 @@ from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_type
 from microfloat.jax import _dot_general as dots
+from microfloat.jax._derivatives import notice_fixed_state
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
 from microfloat.jax._flax_state import STATE_NAMES, StateModule
 from microfloat.jax._fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, next_state
+from microfloat.jax._microbatches import chosen, has_stepped, larger, refuse_multi_steps_outside, step_counts
 from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array
 from microfloat.jax.scaling import TENSORS, DelayedState, Slot, slot_rules
@@ -55,6 +66,7 @@ class _DelayedOp(StateModule):
         pairs = {tensor: self.current_state(name) for tensor, name in zip(TENSORS, STATE_NAMES, strict=True)}
         slots = [None if rule is None else Slot(*pairs[tensor]) for tensor, rule in zip(TENSORS, rules, strict=True)]
         state = DelayedState(*slots, rules=rules)
+        rhs = notice_fixed_state(check_array("rhs", rhs), state)
         y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), state)
         for tensor, name in zip(TENSORS, STATE_NAMES, strict=True):
             slot = cast(DelayedState, handed).slot(tensor)  # a state went in
@@ -70,16 +82,16 @@ def _words(module: nn.Module, recipe: Recipe) -> Array | np.ndarray | None:
     return call_seed(None, module.make_rng(SR_STREAM), repr(recipe))
 
 
-def dot_general_cls(recipe: Recipe, **options: Any) -> type[nn.Module]:
+def dot_general_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
     """A linen module class for every place where Flax takes ``dot_general_cls=``; called like `lax.dot_general`.
 
     `options` are those of `microfloat.jax.dot_general`. Equal recipes and options give the same class, named after
-    the recipe, for example ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe.
+    the recipe, for example ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe or its name.
     """
     return _op_class(dots.dot_general(recipe, **options), "dot_general")
 
 
-def einsum_cls(recipe: Recipe, **options: Any) -> type[nn.Module]:
+def einsum_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
     """The same for einsums of two operands: ``cls()(equation, input, kernel)``."""
     return _op_class(dots.dot_general(recipe, **options), "einsum")
 
@@ -122,7 +134,7 @@ def _op_class(op: dots.DotGeneral, kind: str) -> type[nn.Module]:
 class Dense(nn.Dense):
     """`flax.linen.Dense` under `recipe` (None: as Flax runs it); same parameters, same names."""
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         _inject(self, "dot_general_cls")
@@ -132,7 +144,7 @@ class Dense(nn.Dense):
 class DenseGeneral(nn.DenseGeneral):
     """`flax.linen.DenseGeneral` under `recipe`; same parameters, same names."""
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         _inject(self, "dot_general_cls")
@@ -142,7 +154,7 @@ class DenseGeneral(nn.DenseGeneral):
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """Flax's attention with its four projections under `recipe`; the attention itself is untouched."""
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         _inject(self, "qkv_dot_general_cls", "out_dot_general_cls")
@@ -163,8 +175,9 @@ class TrainState(train_state.TrainState):
 
     `params` may be all variables of the model: the optimizer sees ``params["params"]`` only, the state collection
     advances by the consumer rule (docs/jax.md), and every other collection (batch_stats) keeps its value.
-    `apply_fn` accumulates state by maximum over all uses in one call of it; for several calls in one loss, pass it
-    ``max_accumulate(variables)`` of all variables, made once.
+    Under ``tx=optax.MultiSteps(...)`` the state advances when the optimizer steps, by the largest amax of its
+    microbatches. `apply_fn` accumulates state by maximum over all uses in one call of it; for several calls in one
+    loss, pass it ``max_accumulate(variables)`` of all variables, made once.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
@@ -172,17 +185,46 @@ class TrainState(train_state.TrainState):
         if not _has_state(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
         params, collection = self.params["params"], self.params[OVERWRITE_WITH_GRADIENT]
-        updates, opt_state = self.tx.update(grads["params"], self.opt_state, params)
+        inner = self.opt_state.inner if isinstance(self.opt_state, Collected) else self.opt_state
+        updates, inner_after = self.tx.update(grads["params"], inner, params)
+        collection, opt_state = _advanced(collection, grads[OVERWRITE_WITH_GRADIENT], self.opt_state, inner_after)
         advanced = {
             "params": jax.tree.map(lambda value, update: (value + update).astype(value.dtype), params, updates),
-            OVERWRITE_WITH_GRADIENT: next_state(collection, grads[OVERWRITE_WITH_GRADIENT]),
+            OVERWRITE_WITH_GRADIENT: collection,
         }
         return self.replace(step=self.step + 1, params=_replaced(self.params, advanced), opt_state=opt_state, **kwargs)
 
     @classmethod
     def create(cls, *, apply_fn: Callable, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
         """A state at step 0; `apply_fn` is usually ``model.apply``."""
-        return super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
+        state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
+        if not _has_state(params):
+            return state
+        return state.replace(opt_state=_collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
+
+
+class Collected(NamedTuple):
+    """State of an optimizer that steps once per several gradients, and the largest state gradients since it stepped."""
+
+    inner: Any
+    largest: Any
+
+
+def _collecting(opt_state: Any, collection: Any) -> Any:
+    """`opt_state`, with room for state gradients if the optimizer does not step every time."""
+    if not step_counts(opt_state):
+        return opt_state
+    return Collected(opt_state, jax.tree.map(jnp.zeros_like, collection))
+
+
+def _advanced(collection: Any, gradient: Any, before: Any, inner: Any) -> tuple[Any, Any]:
+    """(the state collection, the optimizer's state) after one gradient; `inner` is what the optimizer returned."""
+    if not isinstance(before, Collected):
+        return next_state(collection, gradient), inner
+    stepped = has_stepped(step_counts(before.inner), step_counts(inner))
+    largest = larger(gradient, before.largest)
+    after = chosen(stepped, next_state(collection, largest), collection)
+    return after, Collected(inner, chosen(stepped, jax.tree.map(jnp.zeros_like, largest), largest))
 
 
 def _has_state(variables: Any) -> bool:
@@ -207,7 +249,12 @@ def overwrite_with_gradient(tx: Any) -> Any:
     """An optax transformation for custom loops: state advances by the consumer rule, everything else goes through `tx`.
 
     The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
+    Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches;
+    inside of one it would get an average, which is NotSupportedError.
     """
+    tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
 
     def split(tree: Any) -> tuple[dict[str, Any], Any]:
         if not isinstance(tree, Mapping):
@@ -215,15 +262,20 @@ def overwrite_with_gradient(tx: Any) -> Any:
         return {name: value for name, value in tree.items() if name != OVERWRITE_WITH_GRADIENT}, tree
 
     def init(params: Any) -> Any:
-        return tx.init(split(params)[0])
+        rest, _ = split(params)
+        if OVERWRITE_WITH_GRADIENT not in params:
+            return tx.init(rest)
+        refuse_multi_steps_outside()
+        return _collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise invalid_type("params", "None", "the variables: the new state follows from the old one")
-        rest, new_state = tx.update(split(updates)[0], state, split(params)[0], **extra)
+        inner = state.inner if isinstance(state, Collected) else state
+        rest, new_state = tx.update(split(updates)[0], inner, split(params)[0], **extra)
         if OVERWRITE_WITH_GRADIENT in updates:
             old = params[OVERWRITE_WITH_GRADIENT]
-            new = next_state(old, updates[OVERWRITE_WITH_GRADIENT])
+            new, new_state = _advanced(old, updates[OVERWRITE_WITH_GRADIENT], state, new_state)
             rest = {**rest, OVERWRITE_WITH_GRADIENT: jax.tree.map(lambda after, before: after - before, new, old)}
         return _replaced(updates, rest), new_state
 

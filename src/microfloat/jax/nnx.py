@@ -10,22 +10,36 @@ Parameters are untouched. Delayed-scaling state lives in `ScaleState` variables,
 its gradient is its new value.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from microfloat.errors import missing_package
+
+if find_spec("flax") is None:
+    raise missing_package("flax", "microfloat.jax.nnx", "jax")
+
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
-from microfloat.errors import PlacementError, invalid_type
+from microfloat.errors import invalid_type
 from microfloat.jax._nnx_modules import DotGeneral, Einsum, EinsumOp, Linear, LinearGeneral, ScaleState
 from microfloat.jax._nnx_training import Optimizer, grad, value_and_grad
 from microfloat.recipes import Placement, Recipe
+from microfloat.recipes.names import as_recipe
+from microfloat.recipes.placement import DEFAULT_EXCLUDE
+from microfloat.recipes.report import ConversionReport, ConversionRow
 
 __all__ = [
-    "ConvertReport", "DotGeneral", "Einsum", "EinsumOp", "Linear", "LinearGeneral", "Optimizer", "ScaleState",
-    "convert", "grad", "value_and_grad",
+    "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
+    "LinearGeneral", "Optimizer", "ScaleState", "convert", "grad", "revert", "value_and_grad",
 ]  # fmt: skip
 
 # Layer class -> (attribute to set, module to put there, what Flax runs itself)
@@ -36,61 +50,106 @@ _TARGETS: tuple[tuple[type, str, type, Callable], ...] = (
 )
 
 
-@dataclass
-class ConvertReport:
-    """What `convert` did: names with their recipes, names left alone with the reason, patterns that matched nothing."""
-
-    converted: dict[str, Recipe | None] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    unmatched: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{name or 'the model'}: {repr(recipe) if recipe else 'high precision'}"
-            for name, recipe in self.converted.items()
-        ]
-        lines += [f"{name or 'the model'}: skipped, {reason}" for name, reason in self.skipped.items()]
-        lines += [f"pattern {pattern!r} matched nothing" for pattern in self.unmatched]
-        return "\n".join(lines) or "nothing to convert"
-
-
 def convert(
     model: nnx.Module,
-    recipe: Recipe | Placement,
+    recipe: Recipe | Placement | str,
     *,
     filter: Callable[[str, nnx.Module], bool] | None = None,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
     rngs: nnx.Rngs | None = None,
-) -> ConvertReport:
+) -> ConversionReport:
     """Give every Linear, LinearGeneral and Einsum of `model` (those inside attention too) the recipe's op, in place.
 
-    A `Placement` says which layer runs which recipe by its dotted name; the first pattern that matches decides,
-    None is high precision. ``filter(name, layer)`` leaves out layers for which it is false. `rngs` feeds stochastic
+    `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
+    decides, None is high precision. ``filter(name, layer)`` leaves out layers for which it is false, `exclude` is a
+    list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `rngs` feeds stochastic
     recipes. Parameters are untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked
-    like their kernels. Returns a `ConvertReport`.
+    like their kernels. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other
+    arguments, PlacementError for patterns that match no layer; then nothing changes.
     """
+    _check_model(model)
+    if not isinstance(recipe, Placement):
+        recipe = as_recipe(recipe)
+    if isinstance(exclude, str) or not isinstance(exclude, Sequence) or any(not isinstance(p, str) for p in exclude):
+        hint = f"Write exclude=({exclude!r},)." if isinstance(exclude, str) else "exclude=() excludes nothing."
+        raise invalid_type("exclude", type(exclude), "a sequence of name patterns", hint)
+    if filter is not None and not callable(filter):
+        raise invalid_type("filter", type(filter), "a callable (name, layer) -> bool", "Name patterns go to exclude=.")
+    layers = _layers(model)
+    chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
+    if isinstance(recipe, Placement):
+        chosen = recipe.resolve([name for name, _, _ in layers])
+    made = {}
+    for name, layer, (_, _, op, _) in layers:
+        reason = _refusal(name, layer, exclude, filter)
+        if reason is None and name not in chosen:
+            reason = "no pattern of the placement matches"
+        wanted = chosen[name] if reason is None else None
+        made[name] = reason, wanted and op(wanted, rngs=rngs, stacked=_stacked(layer))
+    rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
+    report = ConversionReport(tuple(rows), _share(model, [layer for _, layer, _ in layers], rows))
+    logging.getLogger("microfloat").info("%s", report)
+    return report
+
+
+def revert(model: nnx.Module) -> nnx.Module:
+    """Put Flax's own products back into every layer of `model`, in place; delayed-scaling state is dropped."""
+    _check_model(model)
+    for _, layer, (_, attribute, _, plain) in _layers(model):
+        if isinstance(getattr(layer, attribute), DotGeneral):
+            setattr(layer, attribute, nnx.static(plain))
+    return model
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nnx.Module):
         raise invalid_type("model", type(model), "an nnx.Module", "For linen use linen.dot_general_cls.")
-    if not isinstance(recipe, Recipe | Placement):
-        hint = f"Call recipes.from_name({recipe!r})." if isinstance(recipe, str) else ""
-        raise invalid_type("recipe", type(recipe), "a Recipe or a Placement", hint)
-    report = ConvertReport()
-    layers = {name: (layer, target) for name, layer, target in _layers(model)}
-    chosen: dict[str, Recipe | None] = dict.fromkeys(layers, recipe) if isinstance(recipe, Recipe) else {}
-    if isinstance(recipe, Placement):
-        chosen, report.unmatched = _placed(recipe, list(layers))
-    for name, (layer, (_, attribute, op, plain)) in layers.items():
-        if name not in chosen:
-            report.skipped[name] = "no pattern matches"
-        elif filter is not None and not filter(name, layer):
-            report.skipped[name] = "left out by filter"
-        elif getattr(layer, "dot_general_cls", None) is not None:
-            report.skipped[name] = "dot_general_cls is set, which Flax prefers"
-        else:
-            one = chosen[name]
-            made = nnx.static(plain) if one is None else nnx.data(op(one, rngs=rngs, stacked=_stacked(layer)))
-            setattr(layer, attribute, made)
-            report.converted[name] = one
-    return report
+
+
+def _refusal(name: str, layer: nnx.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
+    for pattern in exclude:
+        if fnmatchcase(name, pattern):
+            return f"name matches {pattern!r} of exclude (exclude=() converts it)"
+    if keep is not None and not keep(name, layer):
+        return "filter returned False"
+    if getattr(layer, "dot_general_cls", None) is not None:
+        return "dot_general_cls is set, which Flax prefers"
+    return None
+
+
+def _install(name: str, layer: Any, target: tuple, reason: str | None, op: DotGeneral | None) -> ConversionRow:
+    """Put `op` into a layer, or Flax's own product where the placement says None; the row of the report."""
+    _, attribute, _, plain = target
+    before = getattr(layer, attribute)
+    has_recipe = isinstance(before, DotGeneral)
+    shape = _features(layer)
+    if reason is not None:
+        kept = before.recipe if has_recipe else None
+        return ConversionRow(name, shape, "kept" if has_recipe else "skipped", kept, reason)
+    if op is None:
+        if has_recipe:
+            setattr(layer, attribute, nnx.static(plain))
+        return ConversionRow(name, shape, "high precision", None, "the placement says None")
+    setattr(layer, attribute, nnx.data(op))
+    return ConversionRow(name, shape, "repinned" if has_recipe else "converted", op.recipe, "")
+
+
+def _features(layer: Any) -> tuple[int, int] | None:
+    """(out features, in features) of a layer, those of several axes multiplied; None for an Einsum."""
+    if isinstance(layer, nnx.Einsum):
+        return None
+    out_features, in_features = (np.prod(sizes, dtype=int) for sizes in (layer.out_features, layer.in_features))
+    return int(out_features), int(in_features)
+
+
+def _share(model: nnx.Module, layers: list[nnx.Module], rows: list[ConversionRow]) -> float:
+    """The part of the model's parameters that layers with a recipe hold."""
+
+    def count(module: nnx.Module) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+    quantized = sum(count(layer) for layer, row in zip(layers, rows, strict=True) if row.recipe is not None)
+    return quantized / max(count(model), 1)
 
 
 def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, tuple]]:
@@ -115,17 +174,3 @@ def _stacked(layer: Any) -> tuple[int, ...]:
     shape = tuple(layer.kernel.shape)
     lead = len(shape) - len(own)
     return shape[:lead] if lead > 0 and shape[lead:] == own else ()
-
-
-def _placed(placement: Placement, names: list[str]) -> tuple[dict[str, Recipe | None], list[str]]:
-    """Name -> recipe by the first pattern that matches it, and the patterns that match no name."""
-    chosen: dict[str, Recipe | None] = {}
-    unmatched = []
-    for pattern, recipe in placement.rules:
-        try:
-            matched = Placement([(pattern, recipe)]).resolve(names)
-        except PlacementError:
-            unmatched.append(pattern)
-            continue
-        chosen |= {name: recipe for name in matched if name not in chosen}
-    return chosen, unmatched

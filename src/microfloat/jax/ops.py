@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -19,13 +19,14 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax import _explicit
 from microfloat.jax._bits import rounded, widened
+from microfloat.jax._derivatives import no_derivative, straight_through
 from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
 from microfloat.jax.backends import casts, reference, select
 from microfloat.recipes import Cast, Delayed, as_cast
 
-__all__ = ["WIDE_DTYPES", "check_array", "dequantize", "quantize", "scaled_matmul"]
+__all__ = ["WIDE_DTYPES", "check_array", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
 WIDE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -51,8 +52,9 @@ def quantize(
     encode scale of delayed scaling, required exactly then. Arrays may be traced. The bytes equal those of
     `microfloat.reference.quantize`.
 
-    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast. Not
-    differentiable: use `dot_general` to train. Source: docs/numerics.md, sections 2 to 5 and 7.
+    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast,
+    NotSupportedError where it is differentiated: `dot_general` trains, and `fake_quantize` has a gradient. Source:
+    docs/numerics.md, sections 2 to 5 and 7.
     """
     cast = as_cast(cast)
     x = check_array("x", x)
@@ -72,6 +74,33 @@ def quantize(
     if _explicit.is_explicit(x):
         return _explicit.run_automatically(run, partial(_quantized_specs, x, axis), *arguments)
     return run(*arguments)
+
+
+_without_derivative = no_derivative(
+    "x: got an array that a gradient is taken of, needed one without: codes have no derivative. Use "
+    "fake_quantize(x, cast), whose gradient goes straight through, or dot_general to train; to measure, quantize "
+    "lax.stop_gradient(x)."
+)
+_straight_through = jax.jit(straight_through)
+
+
+def fake_quantize(
+    x: ArrayLike,
+    cast: Cast | ScaledFormat | str,
+    axis: int = -1,
+    seed: ArrayLike | None = None,
+    *,
+    key: Array | None = None,
+    backend: str = "auto",
+) -> Array:
+    """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
+
+    The straight-through estimate, in every order and mode of differentiation, also where a value saturates. Arguments
+    and errors are those of `quantize`; a stochastic cast needs `seed` or `key`.
+    """
+    x = check_array("x", x)
+    q = quantize(lax.stop_gradient(x), cast, axis=axis, seed=seed, key=key, backend=backend)
+    return _straight_through(dequantize(q), x)
 
 
 def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedArray:
@@ -95,6 +124,7 @@ def _quantize(
     x: Array, words: Array | None, word: Array | None, amax: Array | None, scale_enc: Array | None, *,
     cast: Cast, axis: int, stream: int | None, backend: str,
 ) -> QuantizedArray:  # fmt: skip
+    x = _without_derivative(x)
     fmt, shape = cast.format, x.shape
     cols = shape[axis] if shape else 1
     rows = int(np.prod(leading_axes(shape, axis), dtype=np.int64))

@@ -25,6 +25,7 @@ from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, divide, magni
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.core import OPERANDS
+from microfloat.recipes.names import as_recipe
 
 __all__ = ["DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "update"]
 
@@ -73,13 +74,12 @@ def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
     return tuple(found.get(tensor) for tensor in TENSORS)
 
 
-def init(recipe: Recipe) -> DelayedState:
+def init(recipe: Recipe | str) -> DelayedState:
     """The state before the first step: encode scales 1, histories 0.
 
     Raises InvalidValueError for a recipe without delayed scaling, which needs no state.
     """
-    if not isinstance(recipe, Recipe):
-        raise invalid_type("recipe", type(recipe), "a Recipe such as recipes.DelayedScaling()")
+    recipe = as_recipe(recipe)
     if not recipe.is_delayed:
         raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no state.")
     rules = slot_rules(recipe)

@@ -1,0 +1,136 @@
+"""optax.MultiSteps in every place: the state moves once per step, by the largest amax of its microbatches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import microfloat.jax.nnx as mnnx
+from microfloat.errors import InvalidTypeError, NotSupportedError
+from microfloat.jax import fp8_ops, linen
+from microfloat.recipes import DelayedScaling
+
+OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
+SIZES = (1.0, 5.0, 2.0)
+MODELS = {
+    "recipe": linen.Dense(4, recipe=DelayedScaling(amax_history_len=4), use_bias=False),
+    "flax op": linen.Dense(4, dot_general_cls=lambda: fp8_ops.Fp8DirectDotGeneralOp(4), use_bias=False),
+}
+
+
+def batch(size):
+    return jnp.full((2, 32), size, jnp.float32)
+
+
+def input_state(collection):
+    (op,) = collection.values()
+    return np.asarray(op["input_amax_history"]), float(op["input_scale"][0])
+
+
+def custom_loop(tx):
+    """A loop of one's own: (variables after every microbatch)."""
+
+    def start(model, variables):
+        state = tx.init(variables)
+
+        @jax.jit
+        def step(variables, state, x):
+            gradient = jax.grad(lambda v: jnp.sum(model.apply(v, x) ** 2))(variables)
+            updates, state = tx.update(gradient, state, variables)
+            return optax.apply_updates(variables, updates), state
+
+        def run(size):
+            nonlocal variables, state
+            variables, state = step(variables, state, batch(size))
+            return variables
+
+        return run
+
+    return start
+
+
+def train_state(tx):
+    """The same with linen.TrainState."""
+
+    def start(model, variables):
+        state = linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+        step = jax.jit(
+            lambda state, x: state.apply_gradients(
+                grads=jax.grad(lambda v: jnp.sum(state.apply_fn(v, x) ** 2))(state.params)
+            )
+        )
+
+        def run(size):
+            nonlocal state
+            state = step(state, batch(size))
+            return state.params
+
+        return run
+
+    return start
+
+
+SGD = optax.sgd(1e-3)
+ORDERS = {
+    "outside": custom_loop(linen.overwrite_with_gradient(optax.MultiSteps(SGD, 3))),
+    "in a chain": custom_loop(
+        linen.overwrite_with_gradient(optax.chain(optax.clip(1.0), optax.MultiSteps(SGD, 3).gradient_transformation()))
+    ),
+    "TrainState": train_state(optax.MultiSteps(SGD, 3)),
+    "TrainState, both": train_state(linen.overwrite_with_gradient(optax.MultiSteps(SGD, 3))),
+}
+
+
+@pytest.mark.parametrize(("order", "kind"), [*((order, "recipe") for order in ORDERS), ("outside", "flax op")])
+def test_a_step_of_three_microbatches(order, kind):
+    model = MODELS[kind]
+    variables = model.init(jax.random.key(0), batch(1.0))
+    run = ORDERS[order](model, variables)
+    for size in SIZES[:2]:
+        after = run(size)
+        jax.tree.map(lambda new, old: np.testing.assert_array_equal(np.asarray(new), np.asarray(old)), after, variables)
+    after = run(SIZES[2])
+    assert not np.array_equal(np.asarray(after["params"]["kernel"]), np.asarray(variables["params"]["kernel"]))
+    np.testing.assert_array_equal(input_state(after[OWG])[0], [5, 0, 0, 0])
+    for size in (0.5, 0.25):
+        assert input_state(run(size)[OWG])[1] == 1, "the scale moves with the step after"
+    history, scale = input_state(run(0.125)[OWG])
+    np.testing.assert_array_equal(history, [0.5, 0, 0, 5])
+    assert scale in (pytest.approx(448 / 5, rel=1e-5), pytest.approx(5 / 448, rel=1e-5))
+
+
+def test_multi_steps_outside_is_refused_by_name():
+    """It hands on a mean of amaxes: nothing inside can know their maximum."""
+    model = MODELS["recipe"]
+    variables = model.init(jax.random.key(0), batch(1.0))
+    for inner in (linen.overwrite_with_gradient(SGD), optax.chain(optax.clip(1.0), linen.overwrite_with_gradient(SGD))):
+        for init in (optax.MultiSteps(inner, 3).init, jax.jit(optax.MultiSteps(inner, 3).init)):
+            with pytest.raises(NotSupportedError, match=r"overwrite_with_gradient\(optax\.MultiSteps\(tx, k\)\)"):
+                init(variables)
+    assert optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3).init({"params": variables["params"]}) is not None
+    with pytest.raises(InvalidTypeError, match="tx: got int"):
+        linen.overwrite_with_gradient(3)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_nnx_optimizer(jitted):
+    model = nnx.Linear(32, 4, use_bias=False, rngs=nnx.Rngs(0))
+    mnnx.convert(model, DelayedScaling(amax_history_len=4))
+    optimizer = mnnx.Optimizer(model, optax.MultiSteps(SGD, 3), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        optimizer.update(model, mnnx.grad(lambda m: jnp.sum(m(x) ** 2))(model))
+
+    run, kernel = nnx.jit(step) if jitted else step, np.asarray(model.kernel[...])
+    for size in SIZES[:2]:
+        run(model, optimizer, batch(size))
+        assert not np.asarray(model.dot_general.input_amax_history[...]).any()
+    run(model, optimizer, batch(SIZES[2]))
+    assert not np.array_equal(np.asarray(model.kernel[...]), kernel)
+    np.testing.assert_array_equal(np.asarray(model.dot_general.input_amax_history[...]), [5, 0, 0, 0])
+    for size in (0.5, 0.25, 0.125) if jitted else ():
+        run(model, optimizer, batch(size))
+    if jitted:
+        np.testing.assert_array_equal(np.asarray(model.dot_general.input_amax_history[...]), [0.5, 0, 0, 5])
