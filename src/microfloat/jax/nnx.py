@@ -20,7 +20,6 @@ if find_spec("flax") is None:
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ from microfloat.jax._nnx_training import Optimizer, grad, value_and_grad
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
-from microfloat.recipes.report import ConversionReport, ConversionRow
+from microfloat.recipes.report import ConversionReport, ConversionRow, check_exclude, check_filter, why_left_out
 
 __all__ = [
     "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
@@ -70,11 +69,8 @@ def convert(
     _check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
-    if isinstance(exclude, str) or not isinstance(exclude, Sequence) or any(not isinstance(p, str) for p in exclude):
-        hint = f"Write exclude=({exclude!r},)." if isinstance(exclude, str) else "exclude=() excludes nothing."
-        raise invalid_type("exclude", type(exclude), "a sequence of name patterns", hint)
-    if filter is not None and not callable(filter):
-        raise invalid_type("filter", type(filter), "a callable (name, layer) -> bool", "Name patterns go to exclude=.")
+    exclude = check_exclude(exclude)
+    check_filter(filter)
     layers = _layers(model)
     chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
     if isinstance(recipe, Placement):
@@ -107,14 +103,9 @@ def _check_model(model: object) -> None:
 
 
 def _refusal(name: str, layer: nnx.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
-    for pattern in exclude:
-        if fnmatchcase(name, pattern):
-            return f"name matches {pattern!r} of exclude (exclude=() converts it)"
-    if keep is not None and not keep(name, layer):
-        return "filter returned False"
     if getattr(layer, "dot_general_cls", None) is not None:
         return "dot_general_cls is set, which Flax prefers"
-    return None
+    return why_left_out(name, layer, exclude, keep)
 
 
 def _install(name: str, layer: Any, target: tuple, reason: str | None, op: DotGeneral | None) -> ConversionRow:

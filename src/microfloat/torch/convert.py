@@ -7,9 +7,7 @@ stay what they were.
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -21,70 +19,13 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
+from microfloat.recipes.report import ConversionReport, ConversionRow, check_exclude, check_filter, why_left_out
 from microfloat.torch import scaling
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
-
-
-@dataclass(frozen=True)
-class ConversionRow:
-    """What happened to one layer.
-
-    `action`: "converted", "repinned", "kept" (left out, and runs the recipe that an earlier `convert` gave it), "high
-    precision", "skipped", or "not seen" (weights that belong to no nn.Linear).
-    """
-
-    name: str
-    shape: tuple[int, int] | None
-    action: str
-    recipe: Recipe | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """One row per linear layer that was looked at, and what `convert` cannot see; prints as a table.
-
-    `share`: of the model's parameters, those in layers that run a recipe.
-    """
-
-    rows: tuple[ConversionRow, ...]
-    share: float = 0.0
-    unseen: tuple[ConversionRow, ...] = ()
-
-    @property
-    def converted(self) -> list[str]:
-        """Names of the layers that now run a recipe."""
-        return [row.name for row in self.rows if row.recipe is not None]
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Name -> reason of the layers left in high precision."""
-        return {row.name: row.reason for row in self.rows if row.recipe is None}
-
-    def __iter__(self) -> Iterator[ConversionRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __str__(self) -> str:
-        header = ("layer", "in -> out", "action", "recipe", "reason")
-        cells: list[tuple[str, ...]] = [header]
-        for row in (*self.rows, *self.unseen):
-            shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
-            recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
-            cells.append((row.name or "(root)", shape, row.action, recipe, row.reason))
-        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision"
-        return "\n".join([*lines, f"{total}: {self.share:.1%} of the model's parameters."])
 
 
 def convert(
@@ -109,10 +50,8 @@ def convert(
     _check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
-    exclude = _check_exclude(exclude)
-    if filter is not None and not callable(filter):
-        remedy = "Name patterns go to exclude=."
-        raise invalid_type("filter", type(filter), "a callable (name, module) -> bool", remedy)
+    exclude = check_exclude(exclude)
+    check_filter(filter)
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
     reserved = {
@@ -169,21 +108,6 @@ def _check_model(model: object) -> None:
         raise invalid_type("model", type(model), "an ordinary torch.nn.Module", remedy)
 
 
-def _check_exclude(exclude: object) -> tuple[str, ...]:
-    remedy = "Write exclude=() to exclude nothing."
-    if isinstance(exclude, str):
-        remedy = f"Write exclude=({exclude!r},)."
-    elif callable(exclude):
-        remedy = "A function goes to filter=."
-    elif isinstance(exclude, Iterable):
-        patterns = tuple(exclude)
-        wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
-        if wrong is None:
-            return patterns
-        raise invalid_type("exclude", f"{wrong!r} in it", "a sequence of name patterns, such as ('*.lm_head',)")
-    raise invalid_type("exclude", type(exclude), "a sequence of name patterns", remedy)
-
-
 def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
     """Why a layer is left out, or None."""
     kind = type(module)
@@ -194,19 +118,7 @@ def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callabl
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
-    for pattern in exclude:
-        if fnmatchcase(name, pattern):
-            rule = "default rule: " if pattern in DEFAULT_EXCLUDE else ""
-            return f"{rule}name matches {pattern!r} (exclude=() converts it)"
-    if keep is None:
-        return None
-    try:
-        return None if keep(name, module) else "filter returned False"
-    except (AttributeError, TypeError) as error:
-        raise invalid_type(
-            "filter", f"{type(error).__name__} ({error}) for the layer {name!r}", "a callable (name, module) -> bool",
-            "The name comes first.",
-        ) from error  # fmt: skip
+    return why_left_out(name, module, exclude, keep)
 
 
 def _share(model: nn.Module, running: set[int]) -> float:
