@@ -21,7 +21,8 @@ _BLOCKS = (16, 32, 64, 128)
 
 def is_stock(element: ElementFormat) -> bool:
     """Whether kernels know the numbers of this element."""
-    return ELEMENTS.get(element.name) == element
+    stock = ELEMENTS.get(element.name)
+    return stock is element or stock == element
 
 
 @functools.lru_cache(512)
