@@ -62,6 +62,7 @@ def test_float64_is_refused_with_x64():
         ({"scale_enc": 1.0}, "scale_enc: got a value"),
         ({"amax": 1.0}, "amax: got a value with mxfp8"),
         ({"cast": "nvfp4", "amax": -1.0}, "amax: got -1.0"),
+        ({"cast": "nvfp4", "amax": 10**400}, "amax: got an integer beyond"),
         ({"cast": "nvfp4", "amax": float("nan")}, "amax: got nan"),
         ({"cast": "nvfp4_row", "amax": 1.0}, r"amax: got shape \(\)"),
         ({"backend": "triton"}, "backend: got 'triton'"),

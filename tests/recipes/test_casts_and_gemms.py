@@ -55,6 +55,8 @@ def test_which_casts_serve_two_gemms():
         ((MXFP8, None, "nearest", 16), InvalidTypeError, r"hadamard: got int, needed None or Hadamard"),
         ((MXFP8, None, "nearest", None, None), InvalidTypeError, "scaling: got NoneType"),
         (("fp8_tensor", None, "nearest", Hadamard()), InvalidValueError, "None on a per-tensor format"),
+        (("nvfp4_row", None, "nearest", Hadamard()), InvalidValueError, "None on a format with a tensor scale per row"),
+        (("nvfp4_row", "one_level_e4m3", "stochastic", Hadamard()), InvalidValueError, "tensor scale per row"),
         (("nvfp4", "four_over_six", "stochastic"), InvalidValueError, "use 'two_level' here"),
         (("nvfp4", "four_over_six_mse_448", "nearest", Hadamard()), InvalidValueError, "nearest rounding, no Hadamard"),
         ((MXFP8, None, "nearest", None, Delayed()), InvalidValueError, "needed FP8_TENSOR or FP8_TENSOR_E5M2"),

@@ -50,6 +50,19 @@ BAD = {
     "scale_enc elsewhere": (
         lambda: rms(cast=DELAYED, scale_enc=torch.ones((), device="meta")), InvalidValueError, "^scale_enc: .*meta",
     ),
+    "amax beyond floats": (lambda: mf.quantize(X, "nvfp4", amax=10**400), InvalidValueError, "^amax: .*integer beyond"),
+    "scale_enc beyond floats": (
+        lambda: mf.quantize(X, DELAYED, scale_enc=10**400), InvalidValueError, "^scale_enc: .*integer beyond",
+    ),
+    "eps beyond floats": (lambda: rms(eps=10**400), InvalidValueError, "^eps: .*integer beyond"),
+    "quantize nested": (
+        lambda: mf.quantize(torch.nested.as_nested_tensor([X, X[:2]]), "mxfp8"), InvalidTypeError, "^x: got a nested",
+    ),
+    "quantize jagged": (
+        lambda: mf.quantize(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged), "mxfp8"), InvalidTypeError,
+        "^x: got a nested tensor",
+    ),
+    "quantize sparse": (lambda: mf.quantize(X.to_sparse(), "mxfp8"), InvalidTypeError, "^x: .*x.to_dense"),
     "amax elsewhere": (
         lambda: mf.quantize(X, "nvfp4", amax=torch.ones((), device="meta")), InvalidValueError, "^amax: .*meta",
     ),
@@ -85,6 +98,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("case", BAD)
 def test_the_argument_is_named(case: str) -> None:
     call, kind, message = BAD[case]

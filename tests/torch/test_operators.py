@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
-from microfloat.formats import FORMATS, MXFP8
+from microfloat.formats import FORMATS, MXFP8, NVFP4
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor, _operators, fused
 
@@ -17,6 +17,7 @@ DEEP = X.view(4, 16, 96)
 STOCHASTIC = Cast("nvfp4", rounding="stochastic")
 FLOOR, TRANSFORMED = Cast("mxfp8", "floor"), Cast("nvfp4", hadamard=Hadamard())
 DELAYED = Cast("fp8_tensor", scaling=Delayed())
+RHT = Hadamard()
 
 
 def q(x, cast="mxfp8", **arguments):
@@ -45,6 +46,15 @@ CASES = {
     "F.linear": (lambda a, b: F.linear(a, b) + 1, (q(X), q(W))),
     "F.linear with bias and more axes": (lambda a, b: F.linear(a, b, torch.ones(32)) + 1, (q(DEEP), q(W))),
     "everything": (lambda x, w: mf.scaled_matmul(q(x * 1), q(w)) + 1, (X, W)),
+    "from_parts": (
+        lambda t: QuantizedTensor.from_parts(t.codes, t.scale, t.tensor_scale, NVFP4, hadamard=RHT).dequantize() + 0,
+        (q(X, Cast("nvfp4", hadamard=Hadamard())),),
+    ),
+    "from_parts by name": (
+        lambda t: QuantizedTensor.from_parts(t.codes, t.scale, None, "mxfp6_e3m2", shape=(4, 16, 96)),
+        (q(DEEP, "mxfp6_e3m2"),),
+    ),
+    "joined and cut": (lambda t: torch.cat([t[8:], t[:8]]).dequantize() + 0, (q(X),)),
     "weight only": (lambda x, w: F.linear(x, w.dequantize()) + 1, (X, q(W, "mxfp4"))),
 }
 
@@ -128,7 +138,7 @@ def test_the_shapes_that_a_compiler_is_told(fmt, shape):
     """The fake operator against the real one, for every format: a wrong promise would corrupt a compiled program."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for hadamard in (None, Hadamard()) if not fmt.is_per_tensor else (None,):
+    for hadamard in (None, Hadamard()) if not fmt.is_per_tensor and fmt.tensor_scale != "row" else (None,):
         cast = Cast(fmt, hadamard=hadamard)
         for axis in (-1, -2) if len(shape) == 2 else (-1,):
             real = q(torch.ones(shape), cast, axis=axis)
@@ -168,6 +178,35 @@ def test_errors_come_through():
         torch.compile(q, backend="aot_eager")(torch.ones(3, 32, dtype=torch.int64))
     with pytest.raises(Exception, match=r"b: got contraction length 32"):
         torch.compile(mf.scaled_matmul, backend="aot_eager")(q(X), q(torch.ones(2, 32)))
+
+
+def test_no_gradient_passes_through_in_either_mode():
+    """Quantization has no derivative: results require no grad, and backward says so, compiled or not."""
+    leaf, weight = X.clone().requires_grad_(), torch.nn.Parameter(q(W))
+    for function, arguments in (
+        (lambda x: q(x).dequantize() + 0, (leaf,)), (lambda w: w.dequantize() + 0, (weight,)),
+        (lambda x, w: mf.scaled_matmul(q(x), w) + 0, (leaf, weight)),
+    ):  # fmt: skip
+        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            y = run(*arguments)
+            assert not y.requires_grad
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                y.sum().backward()
+
+
+def test_a_quantized_weight_runs_between_graphs_and_is_refused_inside_one():
+    with mf.quantized_model_init(recipe="mxfp8"):
+        layer = mf.Linear(96, 32)
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(X), layer(X))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"weight: got a QuantizedTensor.*microfloat.torch.revert"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(X)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch.export take plain weights"):
+        torch.export.export(layer, (X,))
+    expected = layer(X)
+    torch.testing.assert_close(mf.revert(layer)(X), expected)
+    assert torch.export.export(layer, (X,)).module()(X).shape == (64, 32)
 
 
 def test_a_dispatch_mode_sees_the_operators_and_changes_nothing():

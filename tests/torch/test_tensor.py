@@ -516,3 +516,182 @@ def test_flattening_for_compilers(fmt):
     again = QuantizedTensor.__tensor_unflatten__(parts, context, q.shape, q.stride())
     assert torch.equal(again, q)
     assert (again.dtype, again.axis, again.cast) == (q.dtype, q.axis, q.cast)
+
+
+# ---- what torch refuses
+
+
+@every_format
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_axes_indices_and_sizes_raise_what_torch_raises(fmt, axis):
+    shape = (256, 384)
+    q, plain = mf.quantize(randn(*shape), fmt, axis=axis), torch.zeros(shape)
+    for wrong in (
+        lambda t: t.select(0, 999), lambda t: t.select(0, -257), lambda t: t.select(7, 0), lambda t: t[256],
+        lambda t: t.split([128, 64]), lambda t: t.split([256, 256]), lambda t: t.split(-1), lambda t: t.split(0),
+        lambda t: t.split(128, 7), lambda t: t.permute(0, 0), lambda t: t.permute(1), lambda t: t.permute(2, 3),
+        lambda t: t.unsqueeze(9), lambda t: t.squeeze(9), lambda t: t.transpose(0, 5), lambda t: t.unbind(7),
+        lambda t: t.chunk(0), lambda t: t.narrow(0, 200, 100), lambda t: t.narrow(0, 0, -1), lambda t: t.view(-1, -1),
+        lambda t: t.view(7, -1), lambda t: t.movedim(0, 4), lambda t: t.unsqueeze(0).t(), lambda t: t[:, :, 0],
+        lambda t: t.tensor_split(0), lambda t: t.unflatten(0, (3, 100)), lambda t: t.flatten(1, 0),
+    ):  # fmt: skip
+        with pytest.raises((IndexError, RuntimeError, ValueError)) as torchs:
+            wrong(plain)
+        with pytest.raises((type(torchs.value), InvalidValueError)):
+            wrong(q)
+
+
+@every_format
+def test_strides_are_those_of_the_codes(fmt):
+    for shape, axis in (((256, 384), -1), ((2, 128, 384), -1), ((7,), -1), ((), -1), ((1, 32), -1)):
+        q = mf.quantize(randn(*shape), fmt, axis=axis)
+        assert (q.stride(), q.is_contiguous()) == (torch.zeros(shape).stride(), True)
+    q = mf.quantize(randn(256, 384), fmt)
+    columns = mf.quantize(randn(384, 256), fmt, axis=-2)
+    for view in (lambda t: t.t(), lambda t: t[128:], lambda t: t[:, 128:256], lambda t: t.view(2, 128, 384)):
+        assert view(q).stride() == view(torch.zeros(256, 384)).stride()
+        assert view(q).is_contiguous() == view(torch.zeros(256, 384)).is_contiguous()
+    assert (columns.stride(), columns.is_contiguous(), columns.t().is_contiguous()) == ((1, 384), False, True)
+
+
+@one_row_formats
+def test_views_that_memory_does_not_allow_are_refused_and_reshape_copies(fmt):
+    q = mf.quantize(randn(4, 6, 64), fmt).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        q.view(24, 64)
+    assert agrees(q.reshape(24, 64), q.dequantize().reshape(24, 64))
+
+
+# ---- memory
+
+
+def test_what_asks_for_memory_is_refused_or_gets_the_parts():
+    q = mf.quantize(randn(32, 64), "nvfp4")
+    for asks in (
+        lambda: torch.from_dlpack(q), lambda: q.__dlpack__(), lambda: q.__dlpack_device__(), lambda: q.data_ptr(),
+        lambda: q.untyped_storage(), lambda: q.storage(), lambda: q.apply_(abs), lambda: q.map_(q, max),
+        lambda: __import__("numpy").from_dlpack(q), lambda: __import__("numpy").asarray(q),
+    ):  # fmt: skip
+        with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(nvfp4\), needed a plain tensor"):
+            asks()
+    for past_our_methods in (lambda: torch.utils.dlpack.to_dlpack(q), lambda: torch.Tensor.data_ptr(q)):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            past_our_methods()
+    with pytest.raises(InvalidTypeError, match=r"safetensors and torch.export take plain weights"):
+        __import__("safetensors.torch").torch.save({"w": q})
+
+
+def test_shared_memory_is_that_of_the_parts():
+    q = mf.quantize(randn(32, 64), "nvfp4")
+    window, values = q[:16], q.dequantize()
+    assert not q.is_shared()
+    assert q.share_memory_() is q
+    assert q.is_shared()
+    assert torch.equal(q.dequantize(), values)
+    window.zero_()
+    assert torch.equal(q.dequantize(), torch.cat([torch.zeros(16, 64), values[16:]]))
+    with mf.quantized_model_init(recipe="mxfp8"):
+        layer = mf.Linear(64, 32)
+    expected = layer(values)
+    assert layer.share_memory().weight.is_shared()
+    assert torch.equal(layer(values), expected)
+
+
+# ---- attributes
+
+
+def test_parts_are_replaced_by_parts_that_fit():
+    q, other = mf.quantize(randn(32, 64), "nvfp4"), mf.quantize(randn(33, 64)[1:], "nvfp4")
+    for name, wrong in (("scale", q.scale[:3]), ("codes", q.codes.int()), ("tensor_scale", None), ("scale", 3.0)):
+        with pytest.raises(MicrofloatError, match=f"^{name}: got "):
+            setattr(q, name, wrong)
+    for name in ("axis", "cast"):
+        with pytest.raises(MicrofloatError, match=f"^{name}: got an assignment.*from_parts"):
+            setattr(q, name, getattr(q, name))
+    q.codes, q.scale, q.tensor_scale = other.codes, other.scale, other.tensor_scale
+    assert torch.equal(q, other)
+
+
+def test_data_takes_over_the_parts_of_another():
+    parameter = nn.Parameter(mf.quantize(randn(32, 64), "mxfp8"))
+    other = mf.quantize(randn(16, 32), "nvfp4")
+    parameter.data = other
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.shape == (16, 32)
+    assert torch.equal(parameter, other)
+    assert parameter.codes is other.codes
+    with pytest.raises(InvalidTypeError, match=r"data: got a tensor of torch.float32.*copy_"):
+        parameter.data = torch.zeros(16, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": 48}, r"shape: got 48, needed a tuple of sizes"),
+        ({"shape": (4.7, 32)}, r"shape: got \(4.7, 32\)"),
+        ({"shape": (-4, 32)}, r"shape: got \(-4, 32\)"),
+        ({"scale": torch.ones(1, 1, dtype=torch.uint8).expand(4, 1)}, r"scale: got an expanded tensor.*contiguous"),
+        ({"codes": torch.full((4, 32), 0x41, dtype=torch.uint8)}, r"codes: got a byte of 0x41, needed unpacked 6-bit"),
+        ({"codes": mf.quantize(torch.ones(4, 32), "mxfp8")}, r"codes: got QuantizedTensor"),
+        ({"hadamard": "H"}, r"hadamard: got str"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_from_parts_of_other_programs(changes, message):
+    q = mf.quantize(randn(4, 32), "mxfp6_e3m2")
+    arguments = {"codes": q.codes, "scale": q.scale, "tensor_scale": None, "format": "mxfp6_e3m2"}
+    with pytest.raises(MicrofloatError, match=message):
+        QuantizedTensor.from_parts(**(arguments | changes))
+
+
+# ---- messages that say what to do
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_optimizers_of_many_tensors_at_once_name_their_option(option):
+    parameter = nn.Parameter(mf.quantize(randn(32, 64), "mxfp8"))
+    parameter.grad = torch.ones(32, 64)
+    with pytest.raises(InvalidTypeError, match="foreach=False and fused=False"):
+        torch.optim.AdamW([parameter], **{option: True}).step()
+
+
+def test_initializers_write_values():
+    q = mf.quantize(torch.zeros(64, 64), "mxfp8")
+    for fill, deviation in (
+        (lambda: nn.init.normal_(q), 1.0), (lambda: nn.init.uniform_(q, -1, 1), 0.577),
+        (lambda: nn.init.ones_(q), 0.0), (lambda: nn.init.kaiming_uniform_(q), 0.177),
+    ):  # fmt: skip
+        fill()
+        assert abs(q.dequantize().std().item() - deviation) < 0.1 * deviation + 1e-6
+    with pytest.raises(InvalidTypeError, match=r"clamp_.*q\.copy_\(values\)"):
+        q.clamp_(0, 1)
+
+
+def test_quantized_sources_of_plain_tensors_name_the_wrappers_that_copy_so():
+    with pytest.raises(InvalidTypeError, match=r"copy_.*dequantize.*fully_shard.*without quantized_model_init"):
+        torch.zeros(32, 64).copy_(mf.quantize(randn(32, 64), "mxfp8"))
+
+
+TRANSFORMED = {
+    "vmap": lambda x, q: torch.vmap(lambda x: mf.quantize(x, "mxfp8").dequantize())(x[:, None]),
+    "grad": lambda x, q: torch.func.grad(lambda x: mf.quantize(x, "mxfp8").dequantize().sum())(x),
+    "jvp": lambda x, q: torch.func.jvp(lambda x: mf.quantize(x, "mxfp8").dequantize(), (x,), (x,)),
+    "dequantize": lambda x, q: torch.func.grad(lambda x: (x * q.dequantize()).sum())(x),
+    "product": lambda x, q: torch.vmap(lambda x: x * mf.scaled_matmul(q, q))(torch.ones(2, 32, 32)),
+    "jit": lambda x, q: torch.jit.trace(lambda x: mf.quantize(x, "mxfp8").dequantize(), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_are_refused_by_name(name):
+    x = randn(32, 64)
+    with pytest.raises(MicrofloatError, match=r"got a transform of torch\.func"):
+        TRANSFORMED[name](x, mf.quantize(x, "mxfp8"))
+
+
+def test_a_transform_over_a_quantized_argument_is_refused():
+    q = mf.quantize(randn(32, 64), "mxfp8")
+    for transformed in (torch.vmap(lambda q: q.dequantize()), torch.func.grad(lambda q: q.dequantize().sum())):
+        with pytest.raises(InvalidTypeError, match="outside of the transform"):
+            transformed(q)

@@ -24,6 +24,7 @@ from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
 from microfloat.jax.backends import casts, reference, select
+from microfloat.operand_shapes import as_float
 from microfloat.recipes import Cast, Delayed, as_cast
 
 __all__ = ["WIDE_DTYPES", "check_array", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
@@ -382,7 +383,7 @@ def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
 def real_array(argument: str, value: ArrayLike) -> Array:
     """A real number, or a floating-point array, as float32."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
-        return jnp.asarray(float(value), jnp.float32)
+        return jnp.asarray(as_float(argument, value), jnp.float32)
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise invalid_type(argument, dtype or type(value), "a float32 number or array")

@@ -133,6 +133,11 @@ class Cast:
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
                 "Its one quantization serves both orientations; use a blocked format.",
             )  # fmt: skip
+        if self.hadamard is not None and self.format.tensor_scale == "row":
+            raise invalid_value(
+                "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
+                "Such scales are for activations as they are; use NVFP4.",
+            )  # fmt: skip
         if self._chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
                 "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",

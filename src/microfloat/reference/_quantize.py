@@ -8,7 +8,7 @@ import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
-from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
+from microfloat.operand_shapes import as_float, codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.reference._hadamard import hadamard_transform
 from microfloat.reference._operand import as_float32, operand_form, spread
@@ -126,7 +126,7 @@ def _check_scale_enc(scale_enc: float | np.ndarray | None, cast: Cast) -> np.flo
 def _real_array(argument: str, value: float | np.ndarray) -> np.ndarray:
     """A real number, or a floating-point array, as float32."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
-        value = float(value)
+        value = as_float(argument, value)
     array = np.asarray(value)
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         raise invalid_type(argument, getattr(value, "dtype", type(value)), "a float32 number or array")

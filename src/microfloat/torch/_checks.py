@@ -9,11 +9,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.operand_shapes import as_float
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_linear", "check_linear_parameters",
-    "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable", "real_tensor",
+    "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable",
+    "real_tensor",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,10 +36,7 @@ def check_tensor(argument: str, x: object) -> None:
             "torch.float32, torch.bfloat16 or torch.float16",
             f"Convert it with {argument}.to(torch.float32) first.",
         )
-    if x.layout != torch.strided:
-        raise invalid_type(
-            argument, f"layout {x.layout}", "a dense (strided) tensor", f"Call {argument}.to_dense() first."
-        )
+    _check_dense(argument, x)
     if hasattr(x, "placements"):
         raise NotSupportedError(
             f"{argument}: got a DTensor, needed a plain tensor. Give each rank its part: {argument}.to_local()."
@@ -117,11 +116,7 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         leaf = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
         raise invalid_type(argument, type(tensor), "a torch.Tensor", leaf if type(tensor).__name__ == "Proxy" else "")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
-        if tensor.is_nested:
-            got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
-        raise invalid_type(argument, got, "a dense (strided) tensor", remedy)
+    _check_dense(argument, tensor)
     if tensor.dtype not in INPUT_DTYPES:
         raise invalid_type(
             argument, tensor.dtype, "float32, bfloat16 or float16 under a low-precision recipe",
@@ -135,6 +130,14 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
         )
 
 
+def _check_dense(argument: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
+        if tensor.is_nested:
+            got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
+        raise invalid_type(argument, got, "a dense (strided) tensor", remedy)
+
+
 def is_abstract(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape and a dtype only: on the meta device, or of FakeTensorMode."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
@@ -144,7 +147,7 @@ def check_eps(eps: object) -> float:
     """A norm's epsilon: a finite number, not negative."""
     if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
         raise invalid_type("eps", type(eps), "a number, not negative")
-    value = float(eps)
+    value = as_float("eps", eps)
     if not 0 <= value < math.inf:
         raise invalid_value("eps", value, "a finite number, not negative")
     return value
@@ -186,7 +189,7 @@ def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device
         return value.detach().to(device=device, dtype=torch.float32)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise invalid_type(argument, type(value), "a float32 number or tensor")
-    return torch.tensor(float(value), dtype=torch.float32, device=device)
+    return torch.tensor(as_float(argument, value), dtype=torch.float32, device=device)
 
 
 def readable(tensor: torch.Tensor) -> bool:

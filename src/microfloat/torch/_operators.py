@@ -7,10 +7,12 @@ operators take no objects; a token is derived from the Cast's contents and means
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Hadamard, as_cast
@@ -20,11 +22,13 @@ from microfloat.torch.backends.reference._elements import codes_dtype
 
 __all__ = [
     "constant_cast",
-    "constant_cast_of_parts",
+    "constants_of_parts",
     "constant_token",
     "fake_quantize",
     "has_tensor_scale",
     "is_tracing",
+    "parts_layout",
+    "refuse_transforms",
     "token_of",
 ]
 
@@ -50,6 +54,16 @@ def is_tracing(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
 
+def refuse_transforms(operation: str) -> None:
+    """Raise NotSupportedError inside a transform of torch.func, and where torch.jit records."""
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        raise NotSupportedError(
+            f"{operation}: got a transform of torch.func (vmap, grad, jvp, ...) or torch.jit.trace around it, needed "
+            "an ordinary call: it has no derivative and no batching rule. Call it on whole batches, outside of the "
+            "transform."
+        )
+
+
 def token_of(cast: Cast) -> str:
     """The token of a Cast; Dynamo takes the result as a constant, if it holds the Cast as one."""
     return cast.contents
@@ -69,18 +83,51 @@ def constant_token(cast: Cast | ScaledFormat | str) -> str:
     return _default_token(cast.contents) if isinstance(cast, ScaledFormat) else _named_token(cast)
 
 
-def constant_cast_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> Cast:
-    """The Cast that parts of a format follow, by the same ways: one of two levels needs a tensor scale."""
+def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
+    """The Cast that parts of a format follow, and its token, by the same ways: two levels need a tensor scale."""
     name = fmt if isinstance(fmt, str) else None
     contents = None if isinstance(fmt, str) else fmt.contents
     signs = None if hadamard is None else hadamard.sign_mask
-    return _cast_of_parts(name, contents, is_one_level, signs)
+    return _cast_of_parts(name, contents, is_one_level, signs), _token_of_parts(name, contents, is_one_level, signs)
+
+
+def _token_of_parts(name: str | None, contents: str | None, is_one_level: bool, signs: int | None) -> str:
+    return _cast_of_parts(name, contents, is_one_level, signs).contents
 
 
 def _cast_of_parts(name: str | None, contents: str | None, is_one_level: bool, signs: int | None) -> Cast:
     fmt = as_scaled_format(name) if name is not None else format_from_data(json.loads(str(contents)))
     rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
     return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
+
+
+@dataclass(frozen=True)
+class PartsLayout:
+    """What the parts of a cast must be, in fields alone: Dynamo reads fields of a frozen dataclass, not properties."""
+
+    name: str
+    rule: str
+    bits: int
+    codes_per_byte: int
+    unit: int
+    codes_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    block_rows: int | None
+    block_columns: int | None
+    scale_kind: str
+    tensor_scale: str | None
+
+
+def parts_layout(token: str) -> PartsLayout:
+    """The layout of the parts that a cast stores; Dynamo takes the result as a constant."""
+    cast = cast_of(token)
+    fmt = cast.format
+    return PartsLayout(
+        fmt.name, str(cast.scale_rule), fmt.element.bits, fmt.element.codes_per_byte, 16 if cast.hadamard else 1,
+        codes_dtype(fmt.element), torch.float32 if fmt.scale.bits == 32 else torch.uint8, *fmt.block,
+        "tensor" if fmt.is_per_tensor else "tile" if fmt.is_tile else "row",
+        fmt.tensor_scale if cast.rule.two_level is None or cast.rule.two_level.tensor_scale else None,
+    )  # fmt: skip
 
 
 def _written_cast(contents: str) -> Cast:
@@ -112,15 +159,9 @@ def has_tensor_scale(token: str) -> bool:
 
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
 for _function in (
-    token_of,
-    _cast_of_parts,
-    _written_cast,
-    _default_cast,
-    _default_token,
-    _named_cast,
-    _named_token,
-    has_tensor_scale,
-):
+    token_of, parts_layout, _cast_of_parts, _token_of_parts, _written_cast, _default_cast, _default_token, _named_cast,
+    _named_token, has_tensor_scale,
+):  # fmt: skip
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -41,6 +41,8 @@ def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Exceptio
             "Build the optimizer with foreach=False and fused=False: its step then dequantizes, applies and quantizes. "
             "Clip gradients, which are plain, as usual."
         )
+    elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
+        remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
     elif "c10d" in name or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor)):
         remedy += (
             " Where fully_shard, DistributedDataParallel or distribute_tensor asked for it: build the layers without "

@@ -29,6 +29,7 @@ from microfloat.torch.linear import (
     refuse_transforms,
 )
 from microfloat.torch.seeds import draw_seed
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["abstract_linear", "compiled_linear"]
 
@@ -54,12 +55,35 @@ _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
 )
 
+_STORED_WEIGHT = (
+    "weight: got a QuantizedTensor, made by quantized_model_init or loaded, needed a plain weight in compiled and "
+    "exported code. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or dequantize "
+    "their weights with microfloat.torch.revert(model) and convert it again."
+)
+
 # What the check of a plain layer mutates, so that no compiler drops the check.
 MARKER = torch.zeros(1)
 
 
+_EAGER_FORWARD: Any = None  # `Linear.forward` outside of the graph
+
+
+def _make_eager_forward() -> bool:
+    """Set it, at the time when Dynamo traces: importing Dynamo takes seconds."""
+    global _EAGER_FORWARD
+    if _EAGER_FORWARD is None:
+        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_STORED_WEIGHT)
+    return True
+
+
+_make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
+    if isinstance(layer.weight, QuantizedTensor):
+        _make_eager_forward()
+        return _EAGER_FORWARD(layer, x)
     pinned = layer._pin_token is not None
     token = context.RECIPE if not pinned else tokens.PLAIN if context.ISLAND else layer._pin_token
     if token == tokens.PLAIN:

@@ -54,6 +54,7 @@ def quantize_values(
 ) -> QuantizedTensor:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     cast = as_cast(cast)
+    _operators.refuse_transforms("quantize")
     check_tensor("x", x)
     axis = normalize_axis(axis, x.dim())
     _check_stream(stream)
@@ -110,6 +111,7 @@ def multiply_values(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str
 ) -> torch.Tensor:
     """`scaled_matmul` where values are at hand: checks every argument, then calls the backend."""
+    _operators.refuse_transforms("scaled_matmul")
     _check_pair(a, b)
     if accumulate not in _ACCUMULATE:
         raise unknown_name("accumulate", accumulate, _ACCUMULATE)

@@ -12,7 +12,7 @@ import torch
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
+from microfloat.operand_shapes import codes_shape, leading_axes, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
@@ -24,8 +24,8 @@ __all__ = ["UNKNOWN", "QuantizedTensor"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
 _NO_STORAGE = (
-    "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, q.dequantize(), or torch.save for a file "
-    "(for safetensors, save q.parts() under names of their own)."
+    "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
+    "safetensors and torch.export take plain weights (microfloat.torch.plain_state_dict(model), revert(model))."
 )
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
@@ -62,9 +62,11 @@ class QuantizedTensor(torch.Tensor):
         cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
         axis: int, shape: Any, dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> "QuantizedTensor":  # fmt: skip
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(shape), strides=_strides(codes, axis, shape, cast.format), dtype=dtype, device=codes.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # what reads memory past our methods raises, at address zero
+        return wrapper
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
@@ -92,12 +94,12 @@ class QuantizedTensor(torch.Tensor):
             raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
         if hadamard is not None and not isinstance(hadamard, Hadamard):
             raise invalid_type("hadamard", type(hadamard), "None or Hadamard(16, sign_mask)")
-        cast = _operators.constant_cast_of_parts(format, tensor_scale is None, hadamard)
-        fmt = cast.format
+        cast, token = _operators.constants_of_parts(format, tensor_scale is None, hadamard)
+        layout = _operators.parts_layout(token)
         if not isinstance(codes, torch.Tensor):
-            raise invalid_type("codes", type(codes), f"a torch.Tensor of {codes_dtype(fmt.element)}")
+            raise invalid_type("codes", type(codes), f"a torch.Tensor of {layout.codes_dtype}")
         if shape is None:
-            last = codes.shape[-1] * fmt.element.codes_per_byte if codes.dim() else 1
+            last = codes.shape[-1] * layout.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
             if normalize_axis(axis, len(shape)) != len(shape) - 1:
                 shape = (shape[1], shape[0])
@@ -105,11 +107,11 @@ class QuantizedTensor(torch.Tensor):
         axis = normalize_axis(axis, len(shape))
         if dtype not in _DTYPES:
             raise invalid_type("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
-        _check_parts(codes, scale, tensor_scale, cast, axis, shape)
-        parts = (
-            part if part is None or not part.requires_grad else part.detach() for part in (codes, scale, tensor_scale)
-        )
-        return cls(*parts, cast, axis=axis, shape=shape, dtype=dtype)
+        _check_parts(codes, scale, tensor_scale, token, axis, shape)
+        if codes.requires_grad or scale.requires_grad or (tensor_scale is not None and tensor_scale.requires_grad):
+            tensor_scale = None if tensor_scale is None else tensor_scale.detach()
+            codes, scale = codes.detach(), scale.detach()
+        return cls(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=dtype)
 
     @classmethod
     def from_operand(
@@ -154,6 +156,7 @@ class QuantizedTensor(torch.Tensor):
         if _operators.is_tracing(self.codes):
             parts = (self.codes, self.scale, self.tensor_scale)
             return torch.ops.microfloat.dequantize(*parts, self.token, self.axis, self.shape, dtype)
+        _operators.refuse_transforms("dequantize")
         return self.decoded(dtype)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
@@ -243,7 +246,7 @@ class QuantizedTensor(torch.Tensor):
             )
         if name in ("codes", "scale", "tensor_scale") and "axis" in self.__dict__:
             parts = {"codes": self.codes, "scale": self.scale, "tensor_scale": self.tensor_scale, name: value}
-            _check_parts(*parts.values(), self.cast, self.axis, tuple(self.shape))
+            _check_parts(*parts.values(), self.token, self.axis, tuple(self.shape))
         super().__setattr__(name, value)
 
     @property
@@ -317,7 +320,7 @@ def _rebuild_quantized_tensor(
         raise invalid_value("cast", "None in a saved tensor", "a description of a Cast", "The file is damaged.")
     axis, shape = description["axis"], tuple(description["shape"])
     codes = codes.view(codes_dtype(cast.format.element))
-    _check_parts(codes, scale, tensor_scale, cast, axis, shape)
+    _check_parts(codes, scale, tensor_scale, cast.contents, axis, shape)
     q = QuantizedTensor(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=description["dtype"])
     if description["requires_grad"] is None:
         return q
@@ -355,39 +358,41 @@ torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor
 
 
 def _check_parts(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, axis: int,
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
     shape: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Dtypes, devices and shapes of the parts of one quantized tensor (docs/numerics.md 7.1)."""
-    fmt = cast.format
+    layout = _operators.parts_layout(token)
     length = shape[axis] if shape else 1
-    stored = -(-length // 16) * 16 if cast.hadamard else length
+    stored = (length + layout.unit - 1) // layout.unit * layout.unit
     rows = 1
     for position, size in enumerate(shape):
         rows *= 1 if position == axis else size
-    grid = (-(-rows // (fmt.block[0] or 1)), 1 if fmt.block[1] is None else -(-stored // fmt.block[1]))
-    one_level = cast.rule.two_level is not None and not cast.rule.two_level.tensor_scale
+    blocks = 1 if layout.block_columns is None else -(-stored // layout.block_columns)
+    scale_shape: tuple[int, ...] = (*leading_axes(shape, axis), blocks)
+    if layout.scale_kind != "row":
+        scale_shape = () if layout.scale_kind == "tensor" else (-(-rows // (layout.block_rows or 1)), blocks)
     needed: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-        "codes": (codes_dtype(fmt.element), codes_shape(shape, axis, -(-stored // fmt.element.codes_per_byte))),
-        "scale": (torch.float32 if fmt.scale.bits == 32 else torch.uint8, scale_shape(fmt, shape, axis, grid)),
+        "codes": (layout.codes_dtype, codes_shape(shape, axis, -(-stored // layout.codes_per_byte))),
+        "scale": (layout.scale_dtype, scale_shape),
         "tensor_scale": None,
     }
-    if fmt.tensor_scale is not None and not one_level:
-        needed["tensor_scale"] = (torch.float32, (rows, 1) if fmt.tensor_scale == "row" else ())
+    if layout.tensor_scale is not None:
+        needed["tensor_scale"] = (torch.float32, (rows, 1) if layout.tensor_scale == "row" else ())
     for (name, expected), part in zip(needed.items(), (codes, scale, tensor_scale), strict=True):
         if expected is None:
             if part is not None:
-                raise invalid_value(name, "a tensor", f"None for {fmt.name} under rule {cast.scale_rule!r}")
+                raise invalid_value(name, "a tensor", f"None for {layout.name} under rule {layout.rule!r}")
             continue
         dtype, part_shape = expected
         if not isinstance(part, torch.Tensor) or isinstance(part, QuantizedTensor) or part.dtype != dtype:
             is_plain = isinstance(part, torch.Tensor) and not isinstance(part, QuantizedTensor)
             got = part.dtype if is_plain else type(part)
-            raise invalid_type(name, got, f"a tensor of {dtype} for {fmt.name}", "View or convert it first.")
+            raise invalid_type(name, got, f"a tensor of {dtype} for {layout.name}", "View or convert it first.")
         if tuple(part.shape) != tuple(part_shape):
             raise invalid_value(
                 name, f"shape {tuple(part.shape)}",
-                f"shape {tuple(part_shape)} for {fmt.name} of shape {shape}, axis {axis}",
+                f"shape {tuple(part_shape)} for {layout.name} of shape {shape}, axis {axis}",
                 "Stored parts are in operand form, unpadded, the contraction axis last.",
             )  # fmt: skip
         if part.device != codes.device:
@@ -397,19 +402,19 @@ def _check_parts(
                 name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
                 "Call .contiguous() first.",
             )  # fmt: skip
-    _check_width(codes, fmt)
+    _check_width(codes, layout)
 
 
-def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
+def _check_width(codes: torch.Tensor, layout: _operators.PartsLayout) -> None:
     """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
-    bits = fmt.element.bits
+    bits = layout.bits
     is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
     if bits in (4, 8) or not codes.numel() or is_hidden:
         return
     largest = int(codes.max())
     if largest >> bits:
         raise invalid_value(
-            "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {fmt.name}, one per byte",
+            "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {layout.name}, one per byte",
             "Unpack packed codes first.",
         )  # fmt: skip
 
@@ -433,7 +438,8 @@ def _strides(codes: torch.Tensor, axis: int, shape: Any, fmt: ScaledFormat) -> t
         for size in reversed(codes.shape[1:-1]):
             leading.insert(0, leading[0] * max(size, 1))
     else:
-        leading = [stride * fmt.element.codes_per_byte for stride in leading]
+        per_byte = 2 if fmt.element.exponent_bits + fmt.element.mantissa_bits == 3 else 1  # fields, which Dynamo reads
+        leading = [stride * per_byte for stride in leading]
     if len(shape) < 2:
         return (last,) * len(shape)
     return (last, leading[0]) if len(shape) == 2 and axis == 0 else (*leading, last)
