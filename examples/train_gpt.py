@@ -217,7 +217,7 @@ def find_device(name: str) -> tuple[torch.device, str]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise device_error(name, str(error).splitlines()[0]) from None
     return device, device.type

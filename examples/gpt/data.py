@@ -82,12 +82,14 @@ def _varies(name: str) -> bool:
 def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
     """Read at most `max_bytes` of the sources, every `HELD_OUT_EVERY`-th file held out.
 
-    Raises CorpusError where the library's sources are not installed (some minimal builds ship only bytecode).
+    Raises CorpusError where `max_bytes` is too small for one held-out file, or the library's sources are not installed
+    (some minimal builds ship only bytecode).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     streams: tuple[list[bytes], list[bytes]] = ([], [])
     total = files = 0
-    for index, path in enumerate(standard_library_files(root)):
+    paths = standard_library_files(root)
+    for index, path in enumerate(paths):
         content = path.read_bytes()
         if total + len(content) > max_bytes:
             break
@@ -95,8 +97,14 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
         total, files = total + len(content), files + 1
     train, held_out = (np.frombuffer(b"".join(stream), dtype=np.uint8) for stream in streams)
     if not (len(train) and len(held_out)):
+        if len(paths) >= HELD_OUT_EVERY:
+            needed = sum(path.stat().st_size for path in paths[:HELD_OUT_EVERY])
+            raise CorpusError(
+                f"--corpus-bytes: got {max_bytes}, needed at least {needed}: the size of the first {HELD_OUT_EVERY} "
+                f"Python source files in {root}, of which the last one is held out."
+            )
         raise CorpusError(
-            f"found {files} Python source files (at most {max_bytes:,} bytes read) in {root}, needed at least "
-            f"{HELD_OUT_EVERY}: this Python was installed without its library's sources. Run with another Python."
+            f"found {len(paths)} Python source files in {root}, needed at least {HELD_OUT_EVERY}: this Python was "
+            f"installed without its library's sources. Run with another Python."
         )
     return Corpus(train, held_out, files)

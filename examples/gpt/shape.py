@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from microfloat.errors import invalid_value
+
 __all__ = ["VOCABULARY", "Shape"]
 
 VOCABULARY = 256  # bytes
@@ -20,9 +22,9 @@ class Shape:
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if size < 1:
-                raise ValueError(f"--{name}: got {size}, needed a positive number.")
+                raise invalid_value(f"--{name}", size, "a positive number")
         if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"--dim, --heads: got {self.dim} and {self.heads}, needed a --dim that splits into --heads parts of "
-                f"even size (rotary positions turn pairs)."
-            )
+            raise invalid_value(
+                "--dim, --heads", f"{self.dim} and {self.heads}",
+                "a --dim that splits into --heads parts of even size (rotary positions turn pairs)",
+            )  # fmt: skip

@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from gpt import report
 from gpt.data import Corpus, CorpusError, load_corpus
+from gpt.files import check_writable
 from gpt.options import Options, Run
 from microfloat.errors import CheckpointError, MicrofloatError
 
@@ -172,7 +173,9 @@ class Training(abc.ABC):
 def compare(options: Options, console: Console, kind: type[Training]) -> int:
     """Train every run in turn and report. Returns the exit status: 0, or 128 + signal when it was stopped."""
     corpus = load_corpus(options.corpus_bytes)
-    introduce(options, corpus, console, kind.prepare(options, console))
+    parameters = kind.prepare(options, console)
+    check_outputs(options, parameters)
+    introduce(options, corpus, console, parameters)
     results: dict[str, report.Result] = {}
     files = {run.name: options.folder / "checkpoints" / f"{run.name}{kind.suffix}" for run in options.runs}
     if not options.resume:
@@ -197,9 +200,26 @@ def compare(options: Options, console: Console, kind: type[Training]) -> int:
         write_report(options, corpus, results, console, kind)
     if stop.signal is None or trainer.result.finished:
         return 0
-    again = shlex.join([*sys.argv, *([] if options.resume else ["--resume"])])
-    console.print(f"Stopped. To continue with the same losses: python {again}", markup=False, soft_wrap=True)
+    again = command_to_resume(sys.argv, options.resume)
+    console.print(f"Stopped. To continue with the same losses: {again}", markup=False, soft_wrap=True)
     return 128 + stop.signal
+
+
+def check_outputs(options: Options, parameters: int) -> None:
+    """Raise InvalidValueError where a file of this run could not be written, before hours of training."""
+    # A checkpoint holds the parameters and two moments of each until its run is done; one more is there while written.
+    check_writable("--out", options.folder / "results.json", 4 * parameters * (len(options.runs) + 5))
+    for flag, path in (("--export-weights", options.export_weights), ("--record", options.record)):
+        if path is not None:
+            check_writable(flag, path)
+
+
+def command_to_resume(arguments: list[str], resumed: bool) -> str:
+    """The command line that continues this run, with the interpreter that runs it: `make demo` has one of its own."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return shlex.join([str(python), *arguments, *([] if resumed else ["--resume"])])
 
 
 def set_aside(checkpoints: Path, console: Console) -> None:

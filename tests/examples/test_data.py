@@ -71,6 +71,9 @@ def test_too_little_text_is_said(library, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CorpusError, match="found 0 Python source files"):
         load_corpus(10**6, tmp_path / "empty")
+    with pytest.raises(CorpusError, match="--corpus-bytes: got 799, needed at least 800"):  # twenty files of forty
+        load_corpus(799, library)
+    assert load_corpus(800, library).files == 20
     corpus = load_corpus(10**6, library)
     with pytest.raises(CorpusError, match="--context: got 1000"):
         corpus.held_out_batches(4, 2, 1000)

@@ -8,6 +8,7 @@ from gpt.options import DEFAULT_RECIPES, PRESETS, plan_runs
 from train_gpt import parse_options
 
 from microfloat import recipes
+from microfloat.errors import InvalidValueError
 from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling
 
 
@@ -87,6 +88,12 @@ def test_124m_has_124_million_parameters():
         ("--last-fraction-bf16 1.5", r"--last-fraction-bf16: got 1.5, needed a fraction in \[0, 1\)"),
         ("--dim 0", "--dim: got 0, needed a positive number"),
         ("--heads 3", "--dim, --heads: got 128 and 3"),
+        ("--dim 33 --heads 2", "--dim, --heads: got 33 and 2, needed a --dim that splits into --heads parts"),
+        ("--heads 0", "--heads: got 0, needed a positive number"),
+        ("--layers 0", "--layers: got 0"),
+        ("--hidden 0", "--hidden: got 0"),
+        ("--context 0", "--context: got 0"),
+        ("--device meta", "--device: got 'meta'"),
         ("--device quantum", "--device: got 'quantum'"),
         ("--device cuda:99", "--device: got 'cuda:99'"),
         ("--name ../up", "--name: got '../up', needed a plain folder name"),
@@ -95,5 +102,5 @@ def test_124m_has_124_million_parameters():
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidValueError, match=message):  # which the command line shows as one line
         parse_options(arguments.split())

@@ -1,10 +1,15 @@
 """The main job: it trains, reports, and continues after an interruption with the same losses bit for bit."""
 
+import errno
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +18,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import train_gpt  # noqa: E402
 from gpt.checkpointing import load_checkpoint  # noqa: E402
+from gpt.training import command_to_resume  # noqa: E402
 
 from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
 
@@ -229,8 +235,8 @@ def test_ctrl_c_in_a_real_process(tmp_path, repository):
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert errors == ""
-    assert "To continue with the same losses: python" in output
-    assert "--resume" in output
+    again = next(line for line in output.splitlines() if line.startswith("Stopped."))
+    assert shlex.split(again.split(": ", 1)[1]) == [sys.executable, *command[3:], "--resume"]
     assert results(tmp_path)["complete"] is False
 
     options = train_gpt.parse_options(arguments(tmp_path, "--recipe mxfp8 --steps 100000"))
@@ -265,6 +271,56 @@ def test_an_unknown_recipe_is_one_message(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert "Did you mean 'nvfp4'?" in errors
     assert "Traceback" not in errors
+
+
+def test_the_command_to_resume_names_the_interpreter_as_seen_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    script = ["examples/train_gpt.py", "--name", "a b"]
+    assert command_to_resume(script, False) == ".venv/bin/python examples/train_gpt.py --name 'a b' --resume"
+    assert command_to_resume([*script, "--resume"], True).count("--resume") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--out FILE", "--out: got '.*file/small' (Not a directory), needed a folder that can be written."),
+        ("--out FILE/below", "--out: got '.*file/below/small' (Not a directory)"),
+        ("--export-weights FOLDER", "--export-weights: got '.*folder' (it is a folder), needed a file"),
+        ("--export-weights FILE/w.safetensors", "--export-weights: got '.*' (Not a directory), needed a file"),
+        ("--record FOLDER", "--record: got '.*folder' (it is a folder)"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_found_before_the_first_step(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(train_gpt.Trainer, "_train_step", lambda trainer: pytest.fail("it trains"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    flags = flags.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path / "folder"))
+    assert train(tmp_path, f"--recipe bf16 {flags}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(re.escape(f"train_gpt.py: {message}").replace(r"\.\*", ".*"), line), line
+
+
+def test_a_disk_with_too_little_room_is_found_before_the_first_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_gpt.Trainer, "_train_step", lambda trainer: pytest.fail("it trains"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=300_000))
+    assert train(tmp_path, "--recipe bf16") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"train_gpt.py: --out: got '.*small' \(0.3 MB are free there\), needed about .* MB .*", line)
+
+
+@pytest.mark.parametrize("failure", ["torch", "system"])
+def test_a_disk_that_fills_up_is_one_message(tmp_path, capsys, monkeypatch, failure):
+    def save(state, path):
+        path.touch()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        raise RuntimeError("[enforce fail at x.cc:1]") if failure == "torch" else OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(torch, "save", save)
+    assert train(tmp_path, "--recipe bf16 --steps 1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"train_gpt.py: cannot write .*bf16.pt: No space left.*\.", line), line
+    assert not [*(tmp_path / "small" / "checkpoints").iterdir()]
 
 
 @pytest.mark.gpu

@@ -120,7 +120,21 @@ def test_a_corrupted_checkpoint_is_one_message(tmp_path, capsys):
     assert train(tmp_path, "--recipe bf16 --steps 2 --resume") == 2
 
 
-@pytest.mark.parametrize("name", ["quantum", "cpu:99", "cpu:x"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--out FILE", "--out: got"), ("--export-weights FOLDER", "--export-weights: got"), ("--dim 33", "--dim, --heads"),
+     ("--corpus-bytes 200000", "--corpus-bytes: got 200000")],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(train_gpt_jax.Trainer, "_train_step", lambda trainer: pytest.fail("it trains"))
+    (tmp_path / "file").touch()
+    flags = flags.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path))
+    assert train(tmp_path, f"--recipe bf16 {flags}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train_gpt_jax.py: {message}")
+
+
+@pytest.mark.parametrize("name", ["quantum", "meta", "cpu:99", "cpu:x"])
 def test_a_device_that_is_not_there_is_refused(tmp_path, capsys, name):
     assert train(tmp_path, f"--device {name}") == 2
     assert f"--device: got '{name}'" in capsys.readouterr().err
