@@ -204,6 +204,27 @@ def test_transforms_in_compiled_code_are_refused_too(name: str) -> None:
         torch._dynamo.reset()  # which leaves a frame that raised alone from then on
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_nothing_inside_a_layer_is_compiled_after_an_error() -> None:
+    """Dynamo leaves a frame alone that has raised, but not the functions that it calls."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    layer = mf.Linear(64, 16, recipe="mxfp8")
+    compiled = torch.compile(layer, backend=backend)
+    try:
+        with pytest.raises(InvalidTypeError, match=r"^x: "):
+            compiled(X.double())
+        graphs.clear()
+        assert torch.equal(compiled(X), layer(X))
+        assert [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"] == []
+    finally:
+        torch._dynamo.reset()
+
+
 def test_transforms_of_fused_layers_are_refused_too() -> None:
     norm, layer = nn.RMSNorm(64), mf.Linear(64, 16, recipe="mxfp8")
     with pytest.raises(NotSupportedError, match=r"torch\.func"):

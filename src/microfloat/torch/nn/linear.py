@@ -44,6 +44,7 @@ class _Unpinned:
 
 UNPINNED = _Unpinned()
 HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number")
 
@@ -126,6 +127,10 @@ class Linear(nn.Linear):
         x = input
         if torch.compiler.is_compiling():
             return compiled_linear(self, x)
+        if _dynamo_callback() is not None:
+            # Dynamo runs this frame as it is (it has met an error in it before), and would compile what it calls piece
+            # by piece: casts, whose divisions a compiler must not touch.
+            return torch._dynamo.disable(Linear.forward)(self, input, is_first_microbatch)
         state = ambient()
         recipe = self._resolve(state)
         try:
