@@ -229,14 +229,6 @@ def test_deepcopy_of_a_converted_model_computes_the_same() -> None:
         assert torch.equal(model(x), other(x))
 
 
-def test_ddp_ignores_scaling_buffers() -> None:
-    model = Model()
-    mf.convert(model, DelayedScaling())
-    assert "blocks.0.0.scaling_x_scale" in model._ddp_params_and_buffers_to_ignore
-    mf.revert(model)
-    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
-
-
 def test_small_layers_stay_in_high_precision_where_that_is_asked_for() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(8192, 8192, device="meta"), mf.Linear(64, 64, backend="native"))
     report = mf.convert(model, "fp8_current", skip_small=8192)

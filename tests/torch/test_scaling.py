@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
-from microfloat.errors import CheckpointError  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling  # noqa: E402
 from microfloat.torch import rolling, scaling  # noqa: E402
 
@@ -217,6 +217,170 @@ def test_partial_scaling_state_is_named() -> None:
         mf.Linear(8, 8).load_state_dict(state)
 
 
+BAD_ENTRIES = {
+    "NaN scale": ("x_scale", torch.tensor(float("nan")), "value nan, needed a positive"),
+    "zero scale": ("dy_scale", torch.tensor(0.0), "value 0.0, needed a positive"),
+    "negative scale": ("w_scale", torch.tensor(-2.0), "value -2.0"),
+    "infinite scale": ("x_scale", torch.tensor(float("inf")), "value inf"),
+    "vector scale": ("x_scale", torch.ones(3), r"shape \(3,\), needed a positive, finite number"),
+    "no scale": ("x_scale", None, "got None"),
+    "text": ("x_scale", "1.0", "got '1.0'"),
+    "integers": ("x_amax_history", torch.ones(4, dtype=torch.int64), "tensor of torch.int64"),
+    "NaN history": ("w_amax_history", torch.tensor([0.0, 1.0, float("nan"), 1.0]), "value nan, needed a tensor"),
+    "negative history": ("dy_amax_history", torch.tensor([0.0, -1.0]), "value -1.0"),
+    "infinite history": ("x_amax_history", torch.tensor([float("inf"), 1.0]), "value inf"),
+    "matrix": ("x_amax_history", torch.zeros(2, 2), r"shape \(2, 2\)"),
+    "empty history": ("x_amax_history", torch.zeros(0), r"shape \(0,\)"),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("case", BAD_ENTRIES)
+def test_scaling_state_that_cannot_be_is_refused_at_load(case, assign) -> None:
+    name, value, message = BAD_ENTRIES[case]
+    model = torch.nn.Sequential(mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=4)))
+    model(torch.ones(2, 8)).sum().backward()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    key = f"0.scaling_{name}"
+    with pytest.raises(CheckpointError, match=rf"{key}.*{message}"):
+        model.load_state_dict({**before, key: value}, assign=assign)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_in_bfloat16_keeps_the_state_float32(assign) -> None:
+    layer = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=4))
+    state = {key: tensor.bfloat16() for key, tensor in layer.state_dict().items()}
+    state["scaling_x_scale"].fill_(3.0)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.weight.dtype == (torch.bfloat16 if assign else torch.float32)
+    assert all(buffer.dtype == torch.float32 for buffer in layer.buffers())
+    assert float(layer.scaling_x_scale) == 3.0
+    layer(torch.ones(2, 8)).sum().backward()
+
+
+def test_loading_forgets_what_was_pending() -> None:
+    layer = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=4))
+    saved = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    layer(torch.ones(2, 8)).sum().backward()
+    layer.load_state_dict(saved)
+    mf.update_scaling(layer)
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in layer.state_dict().items())
+
+
+def test_fresh_parameters_come_with_fresh_scaling_state() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(mf.Linear(8, 8), torch.nn.Linear(8, 8))
+    mf.convert(model, DelayedScaling(amax_history_len=4))
+    model = model.to_empty(device="cpu")
+    for layer in model:
+        for buffer in layer.buffers():
+            buffer.fill_(1e12)  # what uninitialised memory may hold
+        layer.reset_parameters()
+        for slot in scaling.SLOTS:
+            assert float(scaling.encode_scale(layer, slot)) == 1.0
+            assert not scaling.amax_history(layer, slot).any()
+    assert torch.isfinite(model(torch.randn(2, 8))).all()
+
+
+def test_state_made_in_inference_mode_serves_training() -> None:
+    recipe, x = DelayedScaling(amax_history_len=4), torch.ones(2, 8)
+    layer, loaded = mf.Linear(8, 8), mf.Linear(8, 8)
+    with torch.inference_mode(), mf.autocast(recipe=recipe):
+        layer(x)
+        loaded.load_state_dict(layer.state_dict())
+    for trained in (layer, loaded):
+        for _ in range(2):
+            with mf.autocast(recipe=recipe):
+                y = trained(x)
+            y.sum().backward()
+            with torch.inference_mode(), mf.autocast(recipe=recipe):  # rolls dy
+                trained(x)
+        assert trained.scaling_dy_amax_history.tolist() == [0.0, 0.0, 1.0, 1.0]
+        assert float(trained.scaling_x_scale) == 448.0
+
+
+def test_state_goes_with_the_recipe() -> None:
+    plain, model = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.Sequential(torch.nn.Linear(8, 8))
+    for drop in (
+        lambda: mf.convert(model, MXFP8BlockScaling()), lambda: model[0].pin(None), lambda: model[0].unpin(),
+        lambda: mf.revert(model),
+    ):  # fmt: skip
+        mf.convert(model, DelayedScaling(amax_history_len=4))
+        model(torch.ones(2, 8)).sum().backward()
+        saved = model.state_dict()
+        drop()
+        plain.load_state_dict(model.state_dict())
+        if isinstance(model[0], mf.Linear):
+            mf.Linear(8, 8).load_state_dict(saved, strict=False)
+        with mf.autocast():  # nothing of it is left to be rolled
+            pass
+    mf.convert(model, MXFP8BlockScaling())
+    model.load_state_dict(saved)  # of delayed scaling, for which this recipe has no use
+    plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_recipe_that_changes_before_the_backward_is_named(inside) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    mf.convert(model, DelayedScaling(amax_history_len=4))
+    with mf.autocast():
+        y = model(torch.ones(2, 8))
+        if inside:
+            mf.revert(model)
+    mf.revert(model)
+    with pytest.raises(NotSupportedError, match=r"dropped since its forward.*Change recipes between two steps"):
+        y.sum().backward()
+    assert type(model[0]) is torch.nn.Linear
+    with mf.autocast():
+        model(torch.ones(2, 8))
+
+
+def _raises(history):
+    raise ZeroDivisionError("no amax")
+
+
+@pytest.mark.parametrize("in_region", [True, False])
+@pytest.mark.parametrize(
+    ("algo", "error", "message"),
+    [
+        (_raises, InvalidValueError, "a function that raised ZeroDivisionError: no amax"),
+        (lambda history: history, InvalidValueError, r"returned shape \(4,\), needed a function from a history"),
+        (lambda history: "max", InvalidTypeError, "returned 'max'"),
+        (lambda history: None, InvalidTypeError, "returned None"),
+        (lambda history: 10**400, InvalidTypeError, "returned 1000"),
+        (lambda history: history.max() * 1j, InvalidTypeError, "returned tensor"),
+    ],
+)
+def test_an_amax_algorithm_that_gives_no_amax_is_named(algo, error, message, in_region) -> None:
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=algo)
+    layer = mf.Linear(8, 8)
+    layer.pin(recipe)
+    step = mf.autocast(recipe=recipe)(layer) if in_region else layer
+    with pytest.raises(error, match=f"amax_compute_algo.*{message}"):
+        step(torch.ones(2, 8))
+    assert float(layer.scaling_x_scale) == float(layer.scaling_w_scale) == 1.0
+    assert not layer.scaling_x_amax_history[1:].any()
+    layer.pin(DelayedScaling(amax_history_len=4))(torch.ones(2, 8))  # with a function that can, all goes on
+    assert layer.scaling_x_amax_history.tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_arguments_are_checked() -> None:
+    for function in (mf.update_scaling, mf.reset_scaling):
+        for model in (None, "x", [mf.Linear(8, 8)]):
+            with pytest.raises(InvalidTypeError, match=r"model: got .*, needed a torch\.nn\.Module"):
+                function(model)
+    for group in ("world", 0, [0, 1]):
+        with pytest.raises(
+            InvalidTypeError, match=r"amax_reduction_group: got .*, needed a torch\.distributed\.Process"
+        ):
+            mf.autocast(recipe=DelayedScaling(), amax_reduction_group=group)
+    mf.autocast(amax_reduction_group=torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    for rank, error in (("0", InvalidTypeError), (True, InvalidTypeError), (-1, InvalidValueError)):
+        with pytest.raises(error, match="rank: got"):
+            mf.set_seed_rank(rank)
+
+
 def test_casting_the_model_keeps_the_state_float32() -> None:
     layer = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=2))
     layer(torch.full((1, 8), 3.3)).sum().backward()
@@ -245,45 +409,6 @@ def test_non_finite_amax_records_nothing() -> None:
     assert float(layer.scaling_x_scale) == 224.0
 
 
-def _reduced_worker(rank: int, world: int, path: str, results) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    states = []
-    for reduce_amax in (True, False):
-        recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
-        for pinned in (False, True):  # a pinned layer outside any autocast rolls by itself
-            torch.manual_seed(0)
-            layer = mf.Linear(8, 8, recipe=recipe) if pinned else mf.Linear(8, 8)
-            for step in range(2):
-                with contextlib.nullcontext() if pinned else mf.autocast(recipe=recipe):
-                    y = layer(torch.full((2, 8), float(rank + step + 1)))
-                y.backward(torch.full_like(y, float(10 * rank + 1)))
-            mf.update_scaling(layer)
-            states.append({key: value.tolist() for key, value in layer.state_dict().items() if key in KEYS})
-    results.put((rank, states))
-    torch.distributed.destroy_process_group()
-
-
-def test_amax_reduction_over_two_processes(tmp_path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_reduced_worker, args=(rank, 2, str(tmp_path / "store"), results)) for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    states = dict(results.get(timeout=180) for _ in workers)
-    for worker in workers:
-        worker.join(60)
-    for together in (0, 1):
-        assert states[0][together] == states[1][together]
-        assert states[0][together]["scaling_x_amax_history"] == [0.0, 0.0, 2.0, 3.0]
-        assert states[0][together]["scaling_dy_amax_history"] == [0.0, 0.0, 11.0, 11.0]
-    for alone in (2, 3):  # reduce_amax=False: each process has the amaxes of its own tensors
-        for rank in range(2):
-            assert states[rank][alone]["scaling_x_amax_history"] == [0.0, 0.0, rank + 1.0, rank + 2.0]
-            assert states[rank][alone]["scaling_dy_amax_history"] == [0.0, 0.0, *[10.0 * rank + 1] * 2]
-
-
 class _PlayedKernel:
     """In the place of the kernel that updates many slots at once."""
 
@@ -302,14 +427,25 @@ class _PlayedKernel:
         return torch.ones(len(self.histories))
 
 
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """A process group that is told to have a second rank, whose amaxes are twice those of this one."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(distributed, "all_reduce", lambda live, op, group: live.mul_(2))
+    monkeypatch.setattr(
+        distributed, "all_gather_object", lambda told, own, group: told.__setitem__(0, own) or told.__setitem__(1, own)
+    )
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("reduce_amax", [True, False])
 @pytest.mark.parametrize("pinned", [True, False], ids=["alone", "autocast"])
-def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, reduce_amax, pinned) -> None:
+def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, two_ranks, reduce_amax, pinned) -> None:
     kernel = _PlayedKernel()
     monkeypatch.setattr(rolling, "_update_kernel", lambda device: kernel)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda live, op, group: live.mul_(2))
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
     layer = mf.Linear(8, 8, recipe=recipe if pinned else None)
     with contextlib.nullcontext() if pinned else mf.autocast(recipe=recipe):

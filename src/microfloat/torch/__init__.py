@@ -28,6 +28,7 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.ops import dequantize, quantize, scaled_matmul
 from microfloat.torch.recompute import checkpoint
 from microfloat.torch.scaling import reset_scaling, update_scaling
+from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -35,5 +36,5 @@ __all__ = [
     "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "formats", "fp8_autocast",
     "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes", "reset_scaling", "revert",
-    "scaled_matmul", "update_scaling",
+    "scaled_matmul", "set_seed_rank", "update_scaling",
 ]  # fmt: skip

@@ -220,8 +220,11 @@ def _overwrite(
 
 def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
     from microfloat.torch.ops import quantize
+    from microfloat.torch.seeds import draw_seed
 
-    return quantize(values, q.cast, axis=-2 if q.dim() == 2 and q.axis == 0 else -1, amax=amax)
+    # What is stored may be a parameter, whose replicas on other ranks must round alike.
+    seed = draw_seed(q.device, folds=False) if q.cast.is_stochastic else None
+    return quantize(values, q.cast, axis=-2 if q.dim() == 2 and q.axis == 0 else -1, amax=amax, seed=seed)
 
 
 def _upper(q: QuantizedTensor) -> str:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
@@ -48,6 +50,7 @@ class autocast:
             hint = "Write @autocast() with parentheses." if callable(value) else "A recipe goes to recipe=."
             raise invalid_type(name, type(value), "True or False", hint)
         backends.check_name(backend)
+        _check_group(amax_reduction_group)
         recipe = _default_recipe() if recipe is None else as_recipe(recipe)
         self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
@@ -130,6 +133,19 @@ class autocast:
             f"autocast(enabled={state.enabled}, recipe={state.recipe!r}, calibrating={state.calibrating}, "
             f"backend={state.backend!r})"
         )
+
+
+def _check_group(group: Any) -> None:
+    distributed = torch.distributed
+    if group is None or (
+        distributed.is_available()
+        and (isinstance(group, distributed.ProcessGroup) or group == distributed.GroupMember.NON_GROUP_MEMBER)
+    ):
+        return
+    raise invalid_type(
+        "amax_reduction_group", repr(group) if isinstance(group, str) else type(group),
+        "a torch.distributed.ProcessGroup, or None for all ranks", "Of a DeviceMesh pass mesh.get_group().",
+    )  # fmt: skip
 
 
 # What torch.compiler.disable does, which would import all of Dynamo. It ends the graph here, and the frame runs in

@@ -104,22 +104,24 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     backend = context.BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
     state: tuple[Any, ...] = (None, None, None, None)
+    number = -1
     if tokens.is_delayed(token):
         _check_buffers(layer)
         state = (
             layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
             layer.scaling_dy_amax_history,
         )  # fmt: skip
+        number = layer._number  # a constant of compiled code, which only state makes one layer's own
     outputs = _CompiledLinear.apply(
         x, layer.weight, layer.bias, seed, *state, token, pinned, backend, compute,
-        layer._number, torch.is_grad_enabled(),
+        number, torch.is_grad_enabled(),
     )  # fmt: skip
     if not isinstance(outputs, tuple):
         return outputs
     y, live = outputs
     record = torch.ops.microfloat.record_amax_
-    record(layer.scaling_x_amax_history, live, token, "x", layer._number)
-    record(layer.scaling_w_amax_history, live, token, "w", layer._number)
+    record(layer.scaling_x_amax_history, live, token, "x", number)
+    record(layer.scaling_w_amax_history, live, token, "w", number)
     return y
 
 

@@ -90,7 +90,6 @@ def convert(
             module.pin(wanted)
             module._path = name
     _keep_slow_paths(model)
-    _shield_from_ddp(model)
     running = {id(module) for (_, module), row in zip(layers, rows, strict=True) if row.recipe is not None}
     report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)))
     logging.getLogger("microfloat").info("%s", report)
@@ -211,13 +210,10 @@ def revert(model: nn.Module) -> nn.Module:
     or its forward was replaced on the instance) stays what it is, pinned to high precision, and a warning names it.
     """
     _check_model(model)
-    scaling.reset_scaling(model)  # also drops pending updates, which would look for the buffers at the next autocast
     left = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            for slot in scaling.SLOTS:
-                for buffer in scaling.buffer_names(slot):
-                    module._buffers.pop(buffer, None)
+            scaling.drop_buffers(module)
             if isinstance(module._parameters.get("weight"), QuantizedTensor):
                 weight = module.weight
                 module.weight = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
@@ -233,7 +229,6 @@ def revert(model: nn.Module) -> nn.Module:
                 handle.remove()
         if module.__dict__.pop("_microfloat_nested", False):
             module.use_nested_tensor = True  # type: ignore[assignment]
-    _shield_from_ddp(model)
     if left:
         warnings.warn(
             "revert: these layers are pinned to high precision, but stay microfloat Linears, because their class was "
@@ -258,22 +253,6 @@ def _keep_slow_paths(model: nn.Module) -> None:
             continue
         if any(isinstance(child, Linear) for child in (module.linear1, module.linear2)):
             module.__dict__["_microfloat_slow_path"] = module.register_forward_pre_hook(_no_op_hook)
-
-
-def _shield_from_ddp(model: nn.Module) -> None:
-    """Put the scaling buffers on DDP's ignore list: broadcast_buffers must not overwrite live amaxes (features D9)."""
-    scaling_names = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for slot in scaling.SLOTS
-        for name in scaling.buffer_names(slot)
-        if isinstance(module, Linear) and name in module._buffers
-    }
-    kept = [name for name in getattr(model, "_ddp_params_and_buffers_to_ignore", []) if ".scaling_" not in f".{name}"]
-    if kept or scaling_names:
-        model._ddp_params_and_buffers_to_ignore = kept + sorted(scaling_names)  # type: ignore[assignment]
-    elif hasattr(model, "_ddp_params_and_buffers_to_ignore"):
-        del model._ddp_params_and_buffers_to_ignore
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

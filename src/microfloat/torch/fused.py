@@ -30,7 +30,7 @@ from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
 from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
 from microfloat.torch.linear import LinearCall, autocast_dtype, refuse_transforms
-from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.producers import ACTIVATIONS
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -165,6 +165,8 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
     calls, regions = [], []
     for layer, recipe in zip(layers, recipes, strict=True):
         layer._check_input(x) if layer is layers[0] else layer._check_parameters(x)
+        if layer._pinned is UNPINNED:
+            layer.__dict__["_followed"] = True
         call = layer._prepare(recipe, state, x, None)  # type: ignore[arg-type]
         if recipe is not None and recipe.is_delayed:
             region = layer._prepare_delayed(call, recipe, state)

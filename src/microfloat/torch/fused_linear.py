@@ -176,9 +176,10 @@ def _cast_value(parts: Sequence[_Part], producer: Norm | Activation) -> tuple[li
 
 def _record_like_first(parts: Sequence[_Part], casts: _Casts) -> None:
     """The amax that the first Linear has recorded, into the histories of the others that share its codes."""
-    if casts.delayed is None or len(parts) == 1 or not parts[0].call.records or parts[0].call.layer is None:
+    first = parts[0].call
+    if casts.delayed is None or len(parts) == 1 or not first.records or first.layer is None:
         return
-    live = scaling.amax_history(parts[0].call.layer(), "x")[:1]  # type: ignore[arg-type]
+    live = scaling.amax_history(first.layer(), "x")[:1] if first.late is None else first.late["x"][1]  # type: ignore[arg-type]
     for part in parts[1:]:
         _, history = _delayed_state(part.call, "x", None, casts.delayed)  # type: ignore[arg-type]
         if history is not None:

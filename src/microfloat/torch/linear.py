@@ -26,8 +26,8 @@ from microfloat.torch.kept import KeptWeight
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "STREAM", "LinearCall", "autocast_dtype", "bias_gradient", "column_operand", "linear_backward", "linear_forward",
-    "quantized_linear", "refuse_batched", "refuse_double_backward", "refuse_transforms",
+    "STREAM", "LinearCall", "autocast_dtype", "bias_gradient", "column_operand", "layer_of", "linear_backward",
+    "linear_forward", "quantized_linear", "refuse_batched", "refuse_double_backward", "refuse_transforms",
 ]  # fmt: skip
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -63,6 +63,8 @@ class LinearCall:
     live: dict[str, torch.Tensor] = field(default_factory=dict)
     kept_weight: KeptWeight | None = None
     weight_key: tuple = ()
+    # In a forward inside a backward: what it records if its own backward runs.
+    late: scaling.Late | None = None
     # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
     forms: dict[str, tuple[str, str]] | None = None
     counts: Any = None
@@ -100,6 +102,8 @@ class _QuantizedLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         x_column = _Saver.restore(ctx.x_column, saved) if wants_dw else None
         w_column = _Saver.restore(ctx.w_column, saved) if wants_dx else None
+        if ctx.call.late and not (wants_dx or wants_dw):
+            scaling.record_late(layer_of(ctx.call), ctx.call.late)
         dx, dw = linear_backward(ctx.call, dy, x_column, w_column, ctx.x_dtype, ctx.w_dtype)
         db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
         return None if dx is None else dx.reshape(ctx.x_shape), dw, db, None
@@ -227,22 +231,43 @@ def _cast_both(
     return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
 
 
+def layer_of(call: Any) -> torch.nn.Module:
+    """The layer that holds the delayed-scaling state of a call whose backward runs."""
+    layer = call.layer()
+    if layer is None:
+        raise NotSupportedError(
+            "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
+            "Keep the model alive until backward is done."
+        )
+    if not scaling.has_buffers(layer):
+        raise NotSupportedError(
+            "backward: got a layer whose delayed-scaling state was dropped since its forward (by "
+            "microfloat.torch.revert, unpin, or a convert to another recipe), needed it until the backward is done. "
+            "Change recipes between two steps."
+        )
+    return layer
+
+
 def _delayed_state(
     call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The slot's encode scale, and the history whose live entry this cast must record into (None: it must not)."""
-    layer = call.layer() if call.layer is not None else None
     scale = call.scales.get(slot)
+    if call.layer is None:  # compiled code, which records by itself
+        return scale, call.live.get(slot)  # type: ignore[return-value]
+    layer = layer_of(call)
+    region, group = call.region, call.group
+    if call.late is not None:
+        if slot != "dy":
+            live = torch.zeros(1, dtype=torch.float32, device=scale.device)  # type: ignore[union-attr]
+            call.late[slot] = (cast, live)
+            return scale, live  # type: ignore[return-value]
+        region, group = scaling.record_late(layer, call.late)
     if scale is None:  # dy's scale is read when backward runs: forward could not know it
-        if layer is None:
-            raise NotSupportedError(
-                "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
-                "Keep the model alive until backward is done."
-            )
         scale = scaling.encode_scale(layer, slot)
-    if not call.records or layer is None:
-        return scale, call.live.get(slot)
-    scaling.note_recorded(layer, slot, cast, group=call.group, region=call.region)
+    if not call.records:
+        return scale, None
+    scaling.note_recorded(layer, slot, cast, group=group, region=region)
     return scale, scaling.amax_history(layer, slot)
 
 

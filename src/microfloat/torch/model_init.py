@@ -70,6 +70,7 @@ def weight_cast(recipe: Recipe) -> Cast | None:
 def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
     """Replace ``layer.weight`` by a parameter that holds codes and scales only."""
     from microfloat.torch.ops import quantize
+    from microfloat.torch.seeds import draw_seed
 
     cast = weight_cast(request.recipe)
     if cast is None:
@@ -80,7 +81,8 @@ def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
             "Build the layer on its final device, or load a checkpoint into plain weights first."
         )
     original = layer.weight.detach()
-    parameter = nn.Parameter(quantize(original, cast), requires_grad=layer.weight.requires_grad)
+    seed = draw_seed(original.device, folds=False) if cast.is_stochastic else None  # replicas must round alike
+    parameter = nn.Parameter(quantize(original, cast, seed=seed), requires_grad=layer.weight.requires_grad)
     if request.preserve_high_precision_init_val:
         parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
     layer.weight = parameter

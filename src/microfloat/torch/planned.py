@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear
@@ -21,6 +20,7 @@ from microfloat.torch.kept import KeptWeight
 from microfloat.torch.linear import (
     LinearCall,
     bias_gradient,
+    layer_of,
     linear_backward,
     refuse_batched,
     refuse_double_backward,
@@ -45,6 +45,7 @@ class _Delayed(NamedTuple):
     group: Any
     region: scaling.Region
     records: bool
+    late: scaling.Late | None  # of a forward inside a backward
 
 
 def planned_linear(
@@ -163,35 +164,45 @@ def _delayed_linear(
     if history is None or history.is_meta or history.shape[0] != x_cast.scaling.amax_history_len:
         scaling.ensure_buffers(layer, x_cast.scaling)
     group, region = (None, None) if state is None else (state.group, state.region)
-    replayed = scaling.recomputation(layer, state)
-    records = replayed is None and torch.is_grad_enabled()
     if region is not None and region.closed:  # the context was copied inside an autocast that has been left
         region = None
+    recomputed = scaling.recomputation(layer, state)
+    late = None
     alone = region is None
-    if replayed is not None:
-        given = plan.given(_aligned(replayed["x"]), None), plan.given(_aligned(replayed["w"]), None)
+    if recomputed is not None:
+        scales, late = recomputed
+        records = late is not None
+        histories: tuple[Any, Any] = (None, None)
+        if late is not None:
+            histories = tuple(torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
     else:
-        if not alone:
-            scaling.flush_layer(layer)
-        given = (
-            plan.given(_aligned(buffers["scaling_x_scale"]), buffers["scaling_x_amax_history"] if records else None),
-            plan.given(_aligned(buffers["scaling_w_scale"]), buffers["scaling_w_amax_history"] if records else None),
-        )
-        if state is not None and state.record_tape is not None:
-            # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-            state.record_tape.scales.append({"x": given[0].known.clone(), "w": given[1].known.clone()})
+        records = torch.is_grad_enabled()
+        if not alone or scaling.LATE:
+            scaling.begin_forward(layer, region, group)
+        scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
+        histories = (None, None)
+        if records:
+            histories = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
+    given = plan.given(_aligned(scales["x"]), histories[0]), plan.given(_aligned(scales["w"]), histories[1])
+    if state is not None and state.record_tape is not None and state.replay is None:
+        # Clones: the live buffers change when the region closes, the recomputation wants those of now.
+        state.record_tape.scales.append({"x": given[0].known.clone(), "w": given[1].known.clone()})
     kept = None
     if is_first_microbatch is not None:
         kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
         w_cast = w_cast if is_new else None  # codes of an earlier call were recorded then
-    if records and region is not None:
+    if late is not None:
+        late["x"] = (x_cast, histories[0])
+        if w_cast is not None:
+            late["w"] = (w_cast, histories[1])
+    elif records and region is not None:
         scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
-    call = _Delayed(weakref.ref(layer), group, scaling.CLOSED_REGION if region is None else region, records)
+    call = _Delayed(weakref.ref(layer), group, scaling.CLOSED_REGION if region is None else region, records, late)
     if plan.wants_dx or plan.wants_dw or (torch.is_grad_enabled() and bias is not None and bias.requires_grad):
         y = _apply(x, weight, bias, plan, call, *given, kept)
     else:
         y = plan.forward(x, weight, bias, *given, kept)[0]
-    if alone and replayed is None:
+    if alone and recomputed is None:
         scaling.roll_alone(layer, x_cast, w_cast, records=records)
     return y
 
@@ -225,6 +236,8 @@ class _PlannedLinear(torch.autograd.Function):
             except RuntimeError:
                 refuse_batched(dy)  # whose address cannot be read
                 raise
+        elif ctx.plan.is_delayed and ctx.call.late:
+            scaling.record_late(layer_of(ctx.call), ctx.call.late)
         db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
         return dx, dw, db, None, None, None, None, None
 
@@ -249,16 +262,13 @@ def _backward(plan: Any, call: Any, dy: torch.Tensor, saved: tuple, wants_dx: bo
 
 def _dy_state(plan: Any, call: _Delayed) -> Any:
     """dy's encode scale, read when backward runs, and the history to record into."""
-    layer = call.layer()
-    if layer is None:
-        raise NotSupportedError(
-            "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
-            "Keep the model alive until backward is done."
-        )
+    layer, region, group = layer_of(call), call.region, call.group
+    if call.late is not None:
+        region, group = scaling.record_late(layer, call.late)
     if call.records:
         recipe = plan.recipe
         cast: Cast = recipe.dgrad.lhs if plan.wants_dx else recipe.wgrad.lhs
-        scaling.note_recorded(layer, "dy", cast, group=call.group, region=call.region)
+        scaling.note_recorded(layer, "dy", cast, group=group, region=region)
     history = scaling.amax_history(layer, "dy") if call.records else None
     return plan.given(_aligned(scaling.encode_scale(layer, "dy")), history)
 
@@ -271,7 +281,7 @@ def _general_backward(
     general.forms = plan.forms
     if plan.is_delayed:
         general.layer, general.group, general.region = call.layer, call.group, call.region
-        general.records = call.records
+        general.records, general.late = call.records, call.late
     else:
         general.seed = call.known
     x_column, w_column = plan.operands(saved)

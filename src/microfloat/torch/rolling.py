@@ -1,20 +1,21 @@
 """The delayed-scaling update itself: a slot's history moves on by one place and gives the new encode scale.
 
-Many slots in one launch where a kernel can, else one by one in torch; live amaxes are all-reduced first where a process
-group asks for it (docs/numerics.md 3.3).
+Many slots in one launch where a kernel can, else in torch (docs/numerics.md 3.3).
 """
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
 
-__all__ = ["Roller", "reduces", "update_delayed_", "update_slots"]
+__all__ = ["Roller", "live_amaxes", "update_delayed_", "update_recorded_slots", "update_slots"]
 
 _LARGEST_SCALE = 2.0**126
 
@@ -23,57 +24,79 @@ def update_delayed_(
     history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
 ) -> None:
     """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
-    rolled, fresh = _rolled(history, scale, delayed, element.max, live)
-    history.copy_(rolled)
-    scale.copy_(fresh)
+    _update_by_torch([history], [scale], delayed, [element.max], live.reshape(1))
 
 
 def _rolled(
-    history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
+    histories: torch.Tensor, scales: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(history, scale) after the update; of what is there only the live entry changes, so that this may fail."""
-    history[0] = live
+    """(histories [slots, L], scales [slots]) after the update; what is there stays, so that this may fail."""
+    histories = histories.clone()
+    histories[:, 0] = live
     algo = delayed.amax_compute_algo
     if callable(algo):
-        amax = torch.as_tensor(algo(history.clone()), dtype=torch.float32, device=history.device).reshape(())
+        amax = torch.stack([_amax_by(algo, history) for history in histories])
     else:
-        amax = history.max() if algo == "max" else history[0].clone()
-    rolled = torch.roll(history, -1)
-    rolled[0] = 0.0
+        amax = histories.amax(1) if algo == "max" else histories[:, 0].clone()
+    rolled = torch.roll(histories, -1, 1)
+    rolled[:, 0] = 0.0
     largest = torch.full_like(amax, maximum)
     # Two tensors, because torch computes `number / tensor` through a reciprocal, which rounds twice.
     fresh = torch.div(largest, torch.clamp(amax, min=maximum * 2.0**-126)) * 2.0**-delayed.margin
     usable = (amax > 0) & torch.isfinite(amax)
-    return rolled, torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scale)
+    return rolled, torch.where(usable, torch.clamp(fresh, max=_LARGEST_SCALE), scales)
 
 
-def reduces(delayed: Delayed, group: Any) -> bool:
-    """Whether live amaxes are those of several processes."""
-    distributed = torch.distributed
-    if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size(group) > 1
+def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
+    """What a user's function makes of one history, float32 ()."""
+    needed = "a function from a history, float32 [L], to one number"
+    try:
+        found = algo(history.clone())
+    except Exception as error:
+        raise invalid_value(
+            "amax_compute_algo", f"a function that raised {type(error).__name__}: {error}", needed
+        ) from error
+    try:
+        if isinstance(found, torch.Tensor) and found.is_complex():
+            raise TypeError
+        amax = torch.as_tensor(found, dtype=torch.float32, device=history.device)
+    except Exception:
+        raise invalid_type("amax_compute_algo", f"a function that returned {found!r}", needed) from None
+    if amax.numel() != 1:
+        raise invalid_value("amax_compute_algo", f"a function that returned shape {tuple(amax.shape)}", needed)
+    return amax.reshape(())
 
 
-def _reduced(live: torch.Tensor, delayed: Delayed, group: Any) -> torch.Tensor:
-    """All live amaxes of one (recipe, group, direction) in one MAX all-reduce."""
-    if reduces(delayed, group):
-        torch.distributed.all_reduce(live, op=torch.distributed.ReduceOp.MAX, group=group)
-    return live
+def live_amaxes(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
+) -> torch.Tensor:
+    """The live amaxes of slots that agree in recipe and device, float32 [slots]."""
+    _, slots = _kernel_slots(histories, scales, delayed, maxima)
+    return torch.stack([history[0] for history in histories]) if slots is None else slots.gather_live()
 
 
 def update_slots(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
-) -> torch.Tensor:
-    """Roll slots that agree in recipe, group and device; returns the scales from before, float32 [slots]."""
-    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
-    slots = None if kernel is None else kernel.slots_of(histories, scales, maxima)
-    if kernel is None or slots is None:
-        return _update_one_by_one(histories, scales, delayed, maxima, group)
-    live = _reduced(slots.gather_live(), delayed, group) if reduces(delayed, group) else None
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
+    live: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Roll slots that agree in recipe and device; returns the scales from before, float32 [slots].
+
+    `live`: the amaxes to roll in, None for those that stand in the histories.
+    """
+    kernel, slots = _kernel_slots(histories, scales, delayed, maxima)
+    if slots is None:
+        return _update_by_torch(histories, scales, delayed, maxima, live)
     previous = kernel.update_delayed(slots, delayed, live)
     torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
     return previous
+
+
+def _kernel_slots(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
+) -> tuple[Any, Any]:
+    """The kernel that updates many slots at once, and the slots as it takes them; None where it does not serve them."""
+    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
+    return kernel, None if kernel is None else kernel.slots_of(histories, scales, maxima)
 
 
 @functools.cache
@@ -85,19 +108,37 @@ def _update_kernel(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def _update_one_by_one(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], group: Any
-) -> torch.Tensor:
-    live = _reduced(torch.stack([history[0] for history in histories]), delayed, group)
+def _update_by_torch(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
+    live: torch.Tensor | None, where_recorded: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`update_slots` in torch. `where_recorded`: leave slots alone whose live amax is negative."""
+    amaxes = [history[0] for history in histories] if live is None else live.unbind()
+    alike: dict[tuple[int, float], list[int]] = {}
+    for index, (history, maximum) in enumerate(zip(histories, maxima, strict=True)):
+        alike.setdefault((history.shape[0], maximum), []).append(index)
+    made = []
+    for (_, maximum), members in alike.items():
+        old, old_scales, recent = (
+            torch.stack([tensors[index] for index in members]) for tensors in (histories, scales, amaxes)
+        )
+        rolled, fresh = _rolled(old, old_scales, delayed, maximum, recent.clamp(min=0.0))
+        if where_recorded:
+            recorded = recent >= 0
+            rolled, fresh = torch.where(recorded[:, None], rolled, old), torch.where(recorded, fresh, old_scales)
+        made.append((members, rolled, fresh))
     previous = torch.stack(scales)
-    made = [
-        _rolled(history, scale, delayed, maximum, live[index])
-        for index, (history, scale, maximum) in enumerate(zip(histories, scales, maxima, strict=True))
-    ]
-    for history, scale, (rolled, fresh) in zip(histories, scales, made, strict=True):  # all of them or none
-        history.copy_(rolled)
-        scale.copy_(fresh)
+    for members, rolled, fresh in made:  # all of them or none
+        torch._foreach_copy_([histories[index] for index in members], list(rolled.unbind()))
+        torch._foreach_copy_([scales[index] for index in members], list(fresh.unbind()))
     return previous
+
+
+def update_recorded_slots(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], live: torch.Tensor
+) -> None:
+    """Roll the slots whose live amax is not negative: those that some other rank has recorded."""
+    _update_by_torch(histories, scales, delayed, maxima, live, where_recorded=True)
 
 
 class Roller:

@@ -15,21 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.torch import backends
+from microfloat.torch import backends, reduction
 from microfloat.torch.backends.base import record_amax_
-from microfloat.torch.rolling import Roller, reduces, update_delayed_, update_slots
+from microfloat.torch.reduction import Key, reduces
+from microfloat.torch.rolling import Roller, live_amaxes, update_delayed_, update_recorded_slots, update_slots
 
 __all__ = [
-    "CLOSED_REGION", "SLOTS", "Region", "amax_history", "buffer_names", "calibrate", "encode_scale", "ensure_buffers",
-    "flush_backward", "flush_layer", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
-    "previous_scale", "recomputation", "record_amax_", "record_compiled", "reset_scaling", "roll_alone",
-    "scaled_layers", "update_delayed_", "update_scaling",
+    "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
+    "buffer_names", "calibrate", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward", "flush_to_read",
+    "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered", "previous_scale",
+    "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers",
+    "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
 _NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in SLOTS}
+_ALL_NAMES = [name for names in _NAMES.values() for name in names]
 
 
 class _Pending(NamedTuple):
@@ -39,12 +42,13 @@ class _Pending(NamedTuple):
     maximum: float  # of the element
     group: Any
     region: "Region | None"
+    late: bool = False  # recorded by a forward inside a backward
 
 
 class _LayerState:
     """What is known of a layer besides its buffers, by slot."""
 
-    __slots__ = ("pending", "previous", "rollers", "waits_in")
+    __slots__ = ("latest", "pending", "previous", "rolled", "rollers", "waits_in", "wrapper")
 
     def __init__(self) -> None:
         self.pending: dict[str, _Pending] = {}
@@ -54,6 +58,13 @@ class _LayerState:
         self.rollers: dict[bool, Roller] = {}
         # The thread's collection of layers with a dy to roll in which this one stands.
         self.waits_in: Any = None
+        # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
+        # of a forward that is recomputed inside one.
+        self.latest: tuple[Region, Any, Any] | None = None
+        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
+        self.rolled: dict[str, _Pending] = {}
+        # The DistributedDataParallel that was told to leave the buffers alone.
+        self.wrapper: Any = None
 
 
 # Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
@@ -63,14 +74,22 @@ _COMPILED: "weakref.WeakKeyDictionary[nn.Module, tuple[Region, Any]]" = weakref.
 # Layers by number, so that an operator of compiled code, which takes no objects, finds the state of its layer.
 _NUMBERED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
+_COPY = 1 << 32
+_COPIES: dict[int, "itertools.count[int]"] = {}  # by the number of the origin
 # Layers whose dy may be pending, per thread: the next outermost autocast of the same thread rolls them together.
 _LOCAL = threading.local()
+# Numbers of layers whose x and w were recorded inside a backward and not rolled yet.
+LATE: set[int] = set()
+# Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
+Late = dict[str, tuple[Cast, torch.Tensor]]
+_DDP = nn.parallel.DistributedDataParallel
 
 
 class Region:
-    """The span in which a slot's amaxes are collected into one live value."""
+    """The span in which a slot's amaxes are collected into one live value; `alone`: of one layer's call only."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
         self.closed = False
         self.failed = False  # left by an exception
         self._layers: list[weakref.ref[nn.Module]] = []
@@ -86,13 +105,13 @@ class Region:
         self.closed = self.failed = True  # until all is rolled
         if completed and self._layers:
             layers = [layer for reference in self._layers if (layer := reference()) is not None]
-            _roll(layers, ("x", "w"), lambda entry: entry.region is self)
+            _roll(layers, ("x", "w"), lambda entry: entry.region is self, None if self.alone else "forward")
         self.failed = not completed
         self._layers.clear()
 
 
 # The region of every layer that is called outside any autocast: closed as soon as its forward is done.
-CLOSED_REGION = Region()
+CLOSED_REGION = Region(alone=True)
 CLOSED_REGION.closed = True
 
 
@@ -103,8 +122,8 @@ def _state(layer: nn.Module) -> _LayerState:
     return state
 
 
-def _pending(cast: Cast, group: Any, region: "Region | None") -> _Pending:
-    return _Pending(cast.scaling, cast.format.element.max, group, region)  # type: ignore[arg-type]
+def _pending(cast: Cast, group: Any, region: "Region | None", late: bool = False) -> _Pending:
+    return _Pending(cast.scaling, cast.format.element.max, group, region, late)  # type: ignore[arg-type]
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -122,6 +141,7 @@ def has_buffers(layer: nn.Module) -> bool:
     return buffer_names("x")[0] in layer._buffers
 
 
+@torch.inference_mode(False)  # what is made in inference mode could not be updated outside of it
 def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
     """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes.
 
@@ -145,11 +165,35 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
     number_layer(layer)
 
 
+def forget(layer: nn.Module) -> None:
+    """Drop what is known of a layer besides its buffers, pending updates above all."""
+    _STATES.pop(layer, None)
+    LATE.discard(layer.__dict__.get("_number", -1))
+
+
+def drop_buffers(layer: nn.Module) -> None:
+    """Forget the delayed-scaling state of a layer, pending updates too."""
+    forget(layer)
+    for name in _ALL_NAMES:
+        layer._buffers.pop(name, None)
+
+
 def number_layer(layer: nn.Module) -> None:
-    """Give `layer` a number of its own, under which `record_compiled` finds it."""
-    if _NUMBERED.get(layer.__dict__.get("_number", -1)) is not layer:
-        layer._number = next(_NUMBERS)  # type: ignore[assignment]
-        _NUMBERED[layer._number] = layer  # type: ignore[index]
+    """Give `layer` a number of its own, under which compiled code and other ranks know it.
+
+    It counts the layers that the process has made. A copy has the number of its origin and, above it, one of its own,
+    so that a rank which copies or loads layers for itself counts those that it makes later as the other ranks do.
+    """
+    known = layer.__dict__.get("_number", -1)
+    if _NUMBERED.get(known) is layer:
+        return
+    if known < 0:
+        number = next(_NUMBERS)
+    else:
+        origin = known % _COPY
+        number = origin + _COPY * next(_COPIES.setdefault(origin, itertools.count(1)))
+    layer._number = number  # type: ignore[assignment]
+    _NUMBERED[number] = layer
 
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -158,21 +202,59 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
-    """The encode scale before the latest update: what the forward that is being recomputed has used."""
-    known = _state(layer).previous.get(slot)
+    """The encode scale of the latest forward that has recorded: the one before the update, if that has happened."""
+    state = _state(layer)
+    known = None if slot in state.pending else state.previous.get(slot)
     return encode_scale(layer, slot) if known is None else known[0][known[1]]
 
 
-def recomputation(layer: nn.Module, state: Any) -> dict[str, torch.Tensor] | None:
-    """The encode scales of the forward that is being recomputed, by slot; None in an ordinary forward.
+class Recomputation(NamedTuple):
+    """A forward that activation checkpointing runs again: its encode scales, and where it records (None: nowhere)."""
 
-    `state`: the ambient autocast or None.
+    scales: dict[str, torch.Tensor]
+    late: Late | None
+
+
+def recomputation(layer: nn.Module, state: Any) -> Recomputation | None:
+    """The forward that is being recomputed; None in an ordinary forward. `state`: the ambient autocast or None.
+
+    torch's own checkpoint recomputes inside a backward. If it is not reentrant, the first pass has recorded, and the
+    graph of the second is thrown away. If it is, the first pass ran without gradients and has recorded nothing; the
+    second is the forward whose backward runs. Therefore a forward inside a backward notes its amaxes, and they count
+    when its own backward runs.
     """
     if state is not None and state.replay is not None:
-        return next(state.replay)
-    if torch._C._current_graph_task_id() != -1:  # torch's own checkpoint recomputes inside a backward
-        return {slot: previous_scale(layer, slot) for slot in ("x", "w")}
-    return None
+        scales = next(state.replay, None)
+        if scales is None:
+            raise NotSupportedError(
+                "checkpoint: got a recomputation that calls more layers under delayed scaling than the first pass did, "
+                "needed the same calls. The checkpointed function must do the same both times."
+            )
+        return Recomputation(scales, None)
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    scales = {slot: previous_scale(layer, slot) for slot in ("x", "w")}
+    return Recomputation(scales, {} if torch.is_grad_enabled() else None)
+
+
+def record_late(layer: nn.Module, late: Late) -> tuple["Region", Any]:
+    """Record what a forward inside a backward has noted, now that its own backward runs; returns region and group.
+
+    It belongs to the region of its first pass. If that has closed, x and w wait as dy does.
+    """
+    state = _state(layer)
+    region, group, waiting = state.latest or (CLOSED_REGION, None, _waiting())
+    while late:
+        slot, (cast, amax) = late.popitem()
+        record_amax_(amax_history(layer, slot), amax[0])
+        state.pending[slot] = _pending(cast, group, region, late=True)
+        if region.closed:
+            LATE.add(layer.__dict__["_number"])
+        else:
+            region.add(layer)
+    state.waits_in = waiting
+    waiting[layer] = True
+    return region, group
 
 
 def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -184,8 +266,9 @@ def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None,
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
     state = _state(layer)
     state.pending[slot] = _pending(cast, group, region)
-    if slot != "dy" and region is not None:
-        region.add(layer)
+    if slot != "dy":
+        if region is not None:
+            region.add(layer)
         _await_backward(layer, state)
 
 
@@ -199,14 +282,33 @@ def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: 
     _await_backward(layer, state)
 
 
-def _await_backward(layer: nn.Module, state: _LayerState) -> None:
-    # Noted in forward and not in backward, which may run on another thread of the autograd engine.
+def _waiting() -> Any:
+    """This thread's collection of layers whose dy may be pending."""
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting is None:
         waiting = _LOCAL.waiting = weakref.WeakKeyDictionary()
+    return waiting
+
+
+def _await_backward(layer: nn.Module, state: _LayerState) -> None:
+    # Noted in forward and not in backward, which may run on another thread of the autograd engine.
+    waiting = _waiting()
     if state.waits_in is not waiting:
         state.waits_in = waiting
         waiting[layer] = True
+    wrapper = _DDP._active_ddp_module
+    if wrapper is not None and (state.wrapper is None or state.wrapper() is not wrapper):
+        _shield_from(wrapper)
+
+
+def _shield_from(wrapper: Any) -> None:
+    """Keep DistributedDataParallel, whose forward this is, from broadcasting rank 0's amaxes over those of others."""
+    reference = weakref.ref(wrapper)
+    for prefix, module in wrapper.module.named_modules():
+        if has_buffers(module):
+            start = f"{prefix}." if prefix else ""
+            wrapper.parameters_to_ignore.update(start + name for name in _ALL_NAMES)
+            _state(module).wrapper = reference
 
 
 def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: bool) -> None:
@@ -216,6 +318,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     next backward at the earliest, so that one update serves all three.
     """
     state = _state(layer)
+    state.latest = (CLOSED_REGION, None, _waiting())
     pending = state.pending
     dy = pending.get("dy")
     if dy is not None and not _closed(dy):
@@ -225,17 +328,13 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
         if w_cast is not None and _roll_prepared(layer, state, x_cast, w_cast, dy):
             pending.clear()  # x and w may have been pending since a region that an exception has left
             return
-    if dy is not None:
-        _update([(layer, "dy", dy)])
-        del pending["dy"]
+    jobs = [] if dy is None else [_Job(layer, "dy", dy)]
     if records:
         casts = (("x", x_cast), ("w", w_cast))
-        batch = [(layer, slot, _pending(cast, None, CLOSED_REGION)) for slot, cast in casts if cast is not None]
-        together = all(_agree(entry.delayed, batch[0][2].delayed) for _, _, entry in batch)
-        for job in [batch] if together else [[entry] for entry in batch]:
-            _update(job)
-        for _, slot, _ in batch:
-            pending.pop(slot, None)
+        jobs += [_Job(layer, slot, _pending(cast, None, CLOSED_REGION)) for slot, cast in casts if cast is not None]
+    _update(jobs, None)
+    for job in jobs:
+        pending.pop(job.slot, None)
 
 
 def _agree(first: Delayed, second: Delayed) -> bool:
@@ -299,6 +398,12 @@ def record_compiled(
     layer = numbered(number)
     if slot == "dy":
         region, group = _COMPILED.get(layer, (region, group))
+    elif torch._C._current_graph_task_id() != -1:
+        raise NotSupportedError(
+            "torch.compile: got a compiled function with layers under delayed scaling that activation checkpointing "
+            "runs again, needed the checkpointed part in eager mode. Leave it uncompiled, or call "
+            "microfloat.torch.checkpoint inside the compiled function, which ends the graph there."
+        )
     elif region is None or region.closed:
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
@@ -311,35 +416,120 @@ def record_compiled(
     note_recorded(layer, slot, cast, group=group, region=region)
 
 
-@torch.no_grad()
-def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any) -> None:
-    """Update the given slots of the given layers where something is pending and `ready(entry)` holds."""
-    jobs: dict[tuple[Delayed, Any, torch.device], list[tuple[nn.Module, str, _Pending]]] = {}
+class _Job(NamedTuple):
+    """One slot to roll."""
+
+    layer: nn.Module
+    slot: str
+    entry: _Pending
+
+    @property
+    def key(self) -> Key:
+        """The slot, as other ranks know it."""
+        return _key(self.layer, self.slot)
+
+
+def _key(layer: nn.Module, slot: str) -> Key:
+    return Key(layer.__dict__["_number"], slot, tuple(_tensor(layer.weight).shape))  # type: ignore[arg-type]
+
+
+def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any, direction: str | None) -> None:
+    """Update the given slots of the given layers where something is pending and `ready(entry)` holds.
+
+    `direction`: the point of the program at which all ranks do so; None for one layer by itself.
+    """
+    jobs = []
     for layer in layers:
         entries = _state(layer).pending
         for slot in slots:
             entry = entries.get(slot)
             if entry is not None and ready(entry):
-                key = (entry.delayed, entry.group, encode_scale(layer, slot).device)
-                jobs.setdefault(key, []).append((layer, slot, entry))
-    for batch in jobs.values():
-        _update(batch)
-        for layer, slot, _ in batch:
-            _state(layer).pending.pop(slot, None)
+                jobs.append(_Job(layer, slot, entry))
+    for job in _update(jobs, direction):
+        _state(job.layer).pending.pop(job.slot, None)
+        LATE.discard(job.layer.__dict__["_number"])
 
 
-def _update(batch: list[tuple[nn.Module, str, _Pending]]) -> None:
-    """Roll slots that agree in recipe, group and device."""
-    delayed, group = batch[0][2].delayed, batch[0][2].group
-    histories, scales, maxima = [], [], []
-    for layer, slot, entry in batch:
-        scale_name, history_name = _NAMES[slot]
-        scales.append(_tensor(layer._buffers[scale_name]))
-        histories.append(_tensor(layer._buffers[history_name]))
-        maxima.append(entry.maximum)
-    previous = update_slots(histories, scales, delayed, maxima, group)
-    for index, (layer, slot, _) in enumerate(batch):
-        _state(layer).previous[slot] = (previous, index)
+@torch.no_grad()
+def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
+    """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
+    alike: dict[tuple[Delayed, Any, torch.device], list[_Job]] = {}
+    for job in jobs:
+        alike.setdefault((job.entry.delayed, job.entry.group, encode_scale(job.layer, job.slot).device), []).append(job)
+    rolled: list[_Job] = []
+    shared: dict[Any, list[list[_Job]]] = {}
+    for (delayed, group, _), batch in alike.items():
+        if reduces(delayed, group):
+            shared.setdefault(group, []).append(batch)
+        else:
+            _update_batch(batch, None)
+            rolled += batch
+    for group in sorted(shared, key=reduction.group_name):
+        rolled += _update_shared(group, shared[group], direction)
+    return rolled
+
+
+def _tensors(batch: list[_Job]) -> tuple[list[torch.Tensor], list[torch.Tensor], Delayed, list[float]]:
+    """(histories, scales, recipe, largest elements) of slots that agree in recipe and device."""
+    histories = [amax_history(job.layer, job.slot) for job in batch]
+    scales = [encode_scale(job.layer, job.slot) for job in batch]
+    return histories, scales, batch[0].entry.delayed, [job.entry.maximum for job in batch]
+
+
+def _update_batch(batch: list[_Job], live: torch.Tensor | None) -> None:
+    """Roll slots that agree in recipe and device."""
+    previous = update_slots(*_tensors(batch), live)
+    for index, (layer, slot, entry) in enumerate(batch):
+        if entry.late:  # nothing that was recorded has used the scales from before
+            _state(layer).previous.pop(slot, None)
+        else:
+            _state(layer).previous[slot] = (previous, index)
+
+
+def _update_shared(group: Any, batches: list[list[_Job]], direction: str | None) -> list[_Job]:
+    """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
+    jobs = [job for batch in batches for job in batch]
+    lives = [live_amaxes(*_tensors(batch)) for batch in batches]
+    place = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
+    live = torch.cat([part.to(place) for part in lives])
+    keys = [job.key for job in jobs]
+    if direction is None:
+        reduced = reduction.reduce_alone(group, keys, live, SLOTS)
+    else:
+        reduced = reduction.reduce_together(group, direction, keys, live)
+    amaxes = dict(zip(reduced.known, reduced.live.unbind(), strict=True))
+    done, start = [], 0
+    for batch in batches:
+        members = [(job, amaxes[start + index]) for index, job in enumerate(batch) if start + index in amaxes]
+        start += len(batch)
+        if members:
+            batch = [job for job, _ in members]
+            device = encode_scale(batch[0].layer, batch[0].slot).device
+            _update_batch(batch, torch.stack([amax for _, amax in members]).to(device))
+            for job in batch:
+                _state(job.layer).rolled[job.slot] = job.entry
+        done += [job for job, _ in members]
+    _update_others(reduced.others, jobs)
+    return done
+
+
+def _update_others(others: dict[Key, torch.Tensor], jobs: list[_Job]) -> None:
+    """Roll slots that this rank has not recorded in this step, where another rank has."""
+    alike: dict[tuple[Delayed, torch.device], tuple[list[_Job], list[torch.Tensor]]] = {}
+    for key, amax in others.items():
+        layer = _NUMBERED.get(key.number)
+        if layer is None or key != _key(layer, key.slot) or (amax.device.type == "cpu" and amax < 0):
+            continue
+        # As it was rolled before; a layer that has never run here is taken to follow the others' recipe.
+        entry = _state(layer).rolled.get(key.slot) or next(
+            (job.entry for job in jobs if job.slot == key.slot), jobs[0].entry
+        )
+        ensure_buffers(layer, entry.delayed)
+        batch, amaxes = alike.setdefault((entry.delayed, encode_scale(layer, key.slot).device), ([], []))
+        batch.append(_Job(layer, key.slot, entry))
+        amaxes.append(amax)
+    for (_, device), (batch, amaxes) in alike.items():
+        update_recorded_slots(*_tensors(batch), torch.stack(amaxes).to(device))
 
 
 def _closed(entry: _Pending) -> bool:
@@ -347,20 +537,31 @@ def _closed(entry: _Pending) -> bool:
 
 
 def flush_backward() -> None:
-    """Roll dy of every layer of this thread whose region has closed and whose backward has run."""
+    """Roll what backward passes have recorded in layers of this thread whose region has closed."""
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting:
         layers = list(waiting)
         waiting.clear()
         for layer in layers:
             _state(layer).waits_in = None
-        _roll(layers, ("dy",), _closed)
+        _roll(layers, SLOTS, _closed, "backward")
 
 
-def flush_layer(layer: nn.Module) -> None:
-    """Roll dy of one layer if its region has closed: before its state is read, and before it is used again."""
-    if "dy" in _state(layer).pending:
-        _roll([layer], ("dy",), _closed)
+def begin_forward(layer: nn.Module, region: Region | None, group: Any) -> None:
+    """Before a forward that is no recomputation: roll what earlier backward passes have recorded, if not done yet."""
+    state = _state(layer)
+    state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
+    if "dy" in state.pending or LATE:
+        # Inside a region ranks may call different layers: what they share waits for a point that all of them pass.
+        alone = region is None
+        _roll([layer], SLOTS, lambda entry: _closed(entry) and (alone or not reduces(entry.delayed, entry.group)), None)
+
+
+def flush_to_read(layer: nn.Module) -> None:
+    """Roll what backward passes have recorded before the state is read. What other ranks have a part in stays pending,
+    since one rank may be alone in reading."""
+    if _state(layer).pending:
+        _roll([layer], SLOTS, lambda entry: _closed(entry) and not reduces(entry.delayed, entry.group), None)
 
 
 def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -368,20 +569,33 @@ def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if has_buffers(module))
 
 
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise invalid_type("model", type(model), "a torch.nn.Module")
+
+
 def update_scaling(model: nn.Module) -> None:
     """Roll every slot of `model` that has recorded an amax since its last update (after calibration, or before a save).
 
-    In a distributed run call it on every rank: it may all-reduce. Source: docs/numerics.md 3.3.
+    In a distributed run call it on every rank: it may all-reduce. Raises InvalidTypeError for anything but a module.
+    Source: docs/numerics.md 3.3.
     """
-    _roll(list(scaled_layers(model)), SLOTS, lambda entry: entry.region is None or entry.region.closed)
+    _check_model(model)
+    layers = list(scaled_layers(model))
+    # As the next autocast would, which another rank may have entered by now.
+    _roll(layers, SLOTS, lambda entry: entry.region is not None and entry.region.closed, "backward")
+    _roll(layers, SLOTS, lambda entry: entry.region is None, "calibration")
 
 
 @torch.no_grad()
 def reset_scaling(model: nn.Module) -> None:
-    """Start delayed scaling afresh: scales 1, histories 0, in place; pending updates are dropped."""
+    """Start delayed scaling afresh: scales 1, histories 0, in place; pending updates are dropped.
+
+    Raises InvalidTypeError for anything but a module.
+    """
+    _check_model(model)
     for layer in scaled_layers(model):
-        _STATES.pop(layer, None)
+        forget(layer)
         for slot in SLOTS:
-            scale_name, history_name = buffer_names(slot)
-            _tensor(layer._buffers[scale_name]).fill_(1.0)
-            _tensor(layer._buffers[history_name]).zero_()
+            encode_scale(layer, slot).fill_(1.0)
+            amax_history(layer, slot).zero_()

@@ -1,32 +1,38 @@
 """Call seeds of stochastic rounding: 64 bits as two words, low first, in an int64 [2] tensor on the operand's device.
 
 One draw per forward call of a quantized layer, from torch's default generator of that device: `torch.manual_seed`
-governs it, every step gets a new one, and activation checkpointing replays it (docs/numerics.md 5.3).
+governs it, every step gets a new one, and activation checkpointing replays it. The rank of the process is folded in, so
+that ranks which share a seed draw different bits (docs/numerics.md 5.3).
 """
 
 import operator
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from microfloat.errors import InvalidValueError, invalid_value
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.torch.backends.reference._random import philox
 
-__all__ = ["derive", "draw_seed", "seed_words"]
+__all__ = ["derive", "draw_seed", "fold_rank_", "seed_words", "set_seed_rank"]
 
 _LOW = 0xFFFFFFFF
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
+_ODD = 0x9E3779B97F4A7C15  # a product with an odd number mod 2^64 is another one for every rank
 _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 # Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
 # be neither merged nor recomputed.
-_library.define("draw_seed(*, Device device) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+_library.define("draw_seed(*, Device device, bool folds=True) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
 
 
-def _draw_seed(*, device: torch.device) -> torch.Tensor:
+def _draw_seed(*, device: torch.device, folds: bool = True) -> torch.Tensor:
     draw = torch.empty(1, dtype=torch.int64, device=device)
     draw.random_(-(2**63), None)  # all 2^64 patterns; randint(-2**63, 2**63 - 1) would miss one
+    if folds:
+        fold_rank_(draw)
     return draw.view(torch.uint32).to(torch.int64)  # both words, low first: little-endian
 
 
@@ -34,13 +40,65 @@ _library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("microfloat::draw_seed", lib=_library)
-def _(*, device: torch.device) -> torch.Tensor:
+def _(*, device: torch.device, folds: bool = True) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
-def draw_seed(device: torch.device | str) -> torch.Tensor:
-    """A new call seed from the default generator of `device`: int64 [2], words below 2^32, low first."""
-    return torch.ops.microfloat.draw_seed(device=torch.device(device))
+def draw_seed(device: torch.device | str, *, folds: bool = True) -> torch.Tensor:
+    """A new call seed from the default generator of `device`: int64 [2], words below 2^32, low first.
+
+    `folds`: fold the rank in; False for what replicas must round alike.
+    """
+    return torch.ops.microfloat.draw_seed(device=torch.device(device), folds=folds)
+
+
+class _Rank:
+    """The rank that is folded into call seeds: the one that was set, else that of the default process group."""
+
+    chosen: int | None = None
+    # The process group that was asked last, and the mask of its rank.
+    known: tuple[Any, int] = (lambda: None, 0)
+
+
+def set_seed_rank(rank: int | None) -> None:
+    """Fold `rank` into the seeds of stochastic rounding that this process draws, in place of its rank.
+
+    By default it is the rank in the default process group, and nothing is folded where there is none. Ranks that must
+    round alike need one value: with tensor parallelism pass the data-parallel rank; 0 on every rank folds nothing, and
+    leaves it to `torch.manual_seed`. None goes back to the default. Raises InvalidTypeError and InvalidValueError for
+    anything but an int in [0, 2^32) or None. Source: docs/numerics.md 5.3.
+    """
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+        raise invalid_type("rank", type(rank), "an int in [0, 2^32), or None for the rank in the default process group")
+    if rank is not None and not 0 <= rank <= _LOW:
+        raise invalid_value("rank", rank, "an int in [0, 2^32), or None for the rank in the default process group")
+    _Rank.chosen = rank
+
+
+def fold_rank_(draw: torch.Tensor) -> None:
+    """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 keeps what was drawn."""
+    if _Rank.chosen is not None:
+        mask = _mask(_Rank.chosen)
+    else:
+        world = _default_group()
+        if world is None:
+            return
+        if _Rank.known[0]() is not world:
+            _Rank.known = (weakref.ref(world), _mask(torch.distributed.get_rank()))
+        mask = _Rank.known[1]
+    if mask:
+        draw.bitwise_xor_(mask)
+
+
+def _default_group() -> Any:
+    distributed = torch.distributed
+    return distributed.group.WORLD if distributed.is_available() else None
+
+
+def _mask(rank: int) -> int:
+    """The 64 bits of a rank, as a number that int64 holds."""
+    bits = rank * _ODD & 0xFFFFFFFFFFFFFFFF
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -46,7 +46,8 @@ UNPINNED = _Unpinned()
 HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # Attributes of a Linear that nn.Linear does not have.
-OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number")
+OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
+                  "_followed")  # fmt: skip
 
 
 class Linear(nn.Linear):
@@ -66,12 +67,14 @@ class Linear(nn.Linear):
     _pin_token: str | None = None
     _path: str = ""  # the layer's name in the model that was converted, for messages
     _number: int = -1
+    _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
         *, recipe: Recipe | str | None = None, backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
+        scaling.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
         request = active_model_init()
@@ -94,16 +97,25 @@ class Linear(nn.Linear):
         self._pinned = None if recipe is None else as_recipe(recipe)
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
+        scaling.number_layer(self)
         if self._pinned is not None and self._pinned.is_delayed:
             scaling.ensure_buffers(self, _delayed_of(self._pinned))
+        else:
+            scaling.drop_buffers(self)
         return self
 
     def unpin(self) -> "Linear":
-        """Follow the ambient autocast again."""
+        """Follow the ambient autocast again; delayed-scaling state is dropped."""
         self._pinned = UNPINNED
         self._pin_token = None
         self._drop_weight_cache()
+        scaling.drop_buffers(self)
         return self
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters, as nn.Linear does, and start delayed scaling afresh."""
+        super().reset_parameters()
+        scaling.reset_scaling(self)
 
     def effective_recipe(self) -> Recipe | None:
         """The recipe that a call here and now would run; None = high precision."""
@@ -135,12 +147,15 @@ class Linear(nn.Linear):
         recipe = self._resolve(state)
         try:
             if recipe is None:
+                self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
                 return self._plain(x)
             if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
                 raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
             recipe = canonical(recipe)
+            if self._pinned is UNPINNED:
+                self.__dict__["_followed"] = True
             y = planned_linear(self, x, recipe, state, is_first_microbatch)
             return self._general(x, recipe, state, is_first_microbatch) if y is None else y
         except Exception as error:
@@ -189,6 +204,19 @@ class Linear(nn.Linear):
 
     def _backend_name(self, state: Ambient | None) -> str:
         return self.backend if self.backend != "auto" or state is None else state.backend
+
+    def _note_plain(self, state: Ambient | None) -> None:
+        """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
+        if not self.__dict__.get("_followed"):
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._followed = False
+        elif state is None and self._pinned is UNPINNED and torch.is_grad_enabled():
+            raise NotSupportedError(
+                "torch.utils.checkpoint: got a recomputation outside the microfloat.torch.autocast whose recipe this "
+                "layer ran in the first pass, needed that recipe. Use microfloat.torch.checkpoint in its place, or pin "
+                "the recipe with microfloat.torch.convert."
+            )
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
@@ -258,18 +286,22 @@ class Linear(nn.Linear):
         scaling.ensure_buffers(self, _delayed_of(recipe))
         call.layer = weakref.ref(self)
         call.group = state.group if state is not None else None
-        replayed = scaling.recomputation(self, state)
-        if replayed is not None:
-            call.scales = replayed
-            return None
-        scaling.flush_layer(self)
-        own_region = None
-        call.region = state.region if state is not None else None
-        if call.region is None or call.region.closed:
-            call.region = own_region = scaling.Region()
         call.records = torch.is_grad_enabled()
-        call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
-        if state is not None and state.record_tape is not None:
+        recomputed = scaling.recomputation(self, state)
+        own_region = None
+        if recomputed is not None:
+            call.scales, call.late = recomputed
+            call.records = call.late is not None
+        else:
+            region = state.region if state is not None else None
+            if region is not None and region.closed:  # the context was copied inside an autocast that has been left
+                region = None
+            scaling.begin_forward(self, region, call.group)
+            if region is None:
+                region = own_region = scaling.Region(alone=True)
+            call.region = region
+            call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
+        if state is not None and state.record_tape is not None and state.replay is None:
             # Clones: the live buffers change when the region closes, the recomputation wants those of now.
             state.record_tape.scales.append({slot: scale.clone() for slot, scale in call.scales.items()})
         return own_region if call.records else None
@@ -297,7 +329,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_number", "_pin_token", "_path"):
+        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
             state.pop(name, None)
         return state
 
@@ -305,8 +337,7 @@ class Linear(nn.Linear):
         super().__setstate__(state)
         if self._pinned is not UNPINNED:
             self._pin_token = token_of(self._pinned)
-        if scaling.has_buffers(self):
-            scaling.number_layer(self)
+        scaling.number_layer(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
@@ -321,7 +352,7 @@ class Linear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        scaling.flush_layer(self)
+        scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
@@ -346,17 +377,27 @@ def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
     names = [name for slot in scaling.SLOTS for name in scaling.buffer_names(slot)]
     present = [name for name in names if prefix + name in state_dict]
-    if present:
+    pinned = layer.pinned
+    if present and pinned is not UNPINNED and (pinned is None or not pinned.is_delayed):
+        for name in present:  # the recipe has no use for them
+            del state_dict[prefix + name]
+    elif present:
         missing = sorted(set(names) - set(present))
         if missing:
             raise CheckpointError(
                 f"state_dict: got {present} under {prefix!r} without {missing}, needed all six delayed-scaling entries "
                 "or none. Remove the rest to start with fresh scaling state."
             )
+        for name in names:  # all of them before the first is taken
+            _check_scaling_entry(prefix + name, state_dict[prefix + name])
+        scaling.forget(layer)
         for name in names:
-            loaded, current = state_dict[prefix + name], layer._buffers.get(name)
+            # In float32 also where assign=True takes the tensor itself.
+            loaded = state_dict[prefix + name] = state_dict[prefix + name].detach().to(torch.float32)
+            current = layer._buffers.get(name)
             if current is None or current.shape != loaded.shape:
-                layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
+                with torch.inference_mode(False):  # what is made in inference mode could not be updated outside of it
+                    layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
     elif scaling.has_buffers(layer) and prefix + "weight" in state_dict:
         scaling.reset_scaling(layer)
         kept = layer.state_dict()
@@ -364,6 +405,32 @@ def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[
         _warn_once_per_load(
             load, "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
         )
+
+
+def _check_scaling_entry(key: str, value: Any) -> None:
+    """Raise CheckpointError unless a delayed-scaling entry of a state dict can be one."""
+    is_scale = key.endswith("_scale")
+    needed = (
+        "a positive, finite number as a tensor of shape ()" if is_scale else "a tensor [L >= 1] of amaxes >= 0, finite"
+    )
+    if not isinstance(value, torch.Tensor):
+        got = repr(value)
+    elif not value.is_floating_point():
+        got = f"a tensor of {value.dtype}"
+    elif value.dim() != (0 if is_scale else 1) or value.numel() == 0:
+        got = f"shape {tuple(value.shape)}"
+    elif is_abstract(value):
+        return
+    else:
+        values = value.detach().float()
+        wrong = values[~(torch.isfinite(values) & (values > 0 if is_scale else values >= 0))]
+        if not wrong.numel():
+            return
+        got = f"the value {float(wrong[0])}"
+    raise CheckpointError(
+        f"state_dict[{key!r}]: got {got}, needed {needed}. Remove the six scaling entries of the layer to start with "
+        "fresh scaling state."
+    )
 
 
 # The list of error messages is one object per load_state_dict call; keeping the last one tells loads apart.

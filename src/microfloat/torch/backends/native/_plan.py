@@ -21,6 +21,7 @@ from microfloat.torch.backends.triton._launch import scratch
 from microfloat.torch.backends.triton._operand_programs import Want, cast_program, pair_program
 from microfloat.torch.backends.triton._programs import Program, fast_empty
 from microfloat.torch.backends.triton._seeds import split_words
+from microfloat.torch.seeds import fold_rank_
 
 __all__ = ["Given", "LinearPlan", "linear_plan"]
 
@@ -145,6 +146,7 @@ class LinearPlan:
         """
         draw = self._empty((1,), (1,), torch.int64)
         draw.random_(-(2**63), None)
+        fold_rank_(draw)
         if keeps_weight or self._both[0] is None:
             words = draw = split_words(draw)
         else:

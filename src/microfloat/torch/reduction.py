@@ -1,0 +1,176 @@
+"""The all-reduce of live amaxes over the ranks of a process group, also where ranks have recorded different layers.
+
+A slot is known to all ranks by the number of its layer, which counts the layers that a process has made, and the
+layer's shape. The ranks of a group agree once, for every direction, on a list of slots; from then on one all-reduce of
+fixed size carries all of them, with -1 for what a rank has not recorded. Slots that are not in the list yet are
+announced in the same all-reduce, and join it at the next one (docs/numerics.md 3.3).
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.recipes import Delayed
+
+__all__ = ["Key", "Reduced", "group_name", "reduce_alone", "reduce_together", "reduces"]
+
+_ANNOUNCEMENT = 1  # the first element of what slots of a list are reduced in
+_NOT_RECORDED = -1.0
+
+
+class Key(NamedTuple):
+    """A slot, named alike on every rank."""
+
+    number: int  # of the layer
+    slot: str
+    shape: tuple[int, int]  # of its weight
+
+
+class Reduced(NamedTuple):
+    """`live`: float32, the maxima of the keys that `known` counts; `others`: those that this rank did not record, -1
+    where no rank did."""
+
+    known: list[int]
+    live: torch.Tensor
+    others: dict[Key, torch.Tensor]
+
+
+class _List:
+    """The slots that all ranks of a group send in one direction, in one order."""
+
+    def __init__(self) -> None:
+        self.positions: dict[Key, int] = {}
+        self.new: set[Key] = set()  # recorded here, and not in the list yet
+        self.agreed = False
+        self.announced: tuple[torch.Tensor, Any] | None = None  # what the latest all-reduce on a GPU has announced
+        self.indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def must_grow(self) -> bool:
+        """Whether ranks must agree on a longer list first; every rank of the group answers the same."""
+        if not self.agreed or self.announced is None:
+            return not self.agreed
+        announced, event = self.announced
+        event.synchronize()  # recorded one step ago
+        self.announced = None
+        return float(announced[0]) > 0
+
+    def grow(self, group: Any) -> None:
+        """Agree with all ranks on a list that holds what each of them has recorded."""
+        told: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(told, sorted(self.new), group=group)
+        shapes = {key.number: (key.shape, "an earlier step") for key in self.positions}
+        for rank, keys in enumerate(told):
+            for key in keys:
+                shape, other = shapes.setdefault(key.number, (key.shape, f"rank {rank}"))
+                if shape != key.shape:
+                    raise NotSupportedError(
+                        f"amax_reduction_group: layer {key.number} has a weight of shape {shape} on {other} and "
+                        f"{tuple(key.shape)} on rank {rank}, needed the same layers, made in the same order, on every "
+                        "rank. Pass the group of the ranks that share layers, or use DelayedScaling(reduce_amax=False)."
+                    )
+        for key in sorted({key for keys in told for key in keys} - self.positions.keys()):
+            self.positions[key] = len(self.positions)
+        self.new.clear()
+        self.agreed = True
+
+    def index(self, places: Iterable[int], device: torch.device) -> torch.Tensor:
+        """The positions behind the header, as a tensor that is made once."""
+        places = tuple(places)
+        found = self.indices.get(places)
+        if found is None or found.device != device:
+            if len(self.indices) >= 64:
+                self.indices.clear()
+            found = torch.tensor(places, dtype=torch.int64).to(device) + _ANNOUNCEMENT
+            self.indices[places] = found
+        return found
+
+    def remember(self, payload: torch.Tensor) -> None:
+        """Keep the announcement of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
+        announced = torch.empty(1, dtype=torch.float32, pin_memory=True)
+        announced.copy_(payload[:1], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.announced = (announced, event)
+
+
+# By process group and direction. Directions are points of the program at which all ranks reduce.
+_LISTS: "weakref.WeakKeyDictionary[Any, dict[str, _List]]" = weakref.WeakKeyDictionary()
+
+
+def reduces(delayed: Delayed, group: Any) -> bool:
+    """Whether live amaxes are those of several processes."""
+    distributed = torch.distributed
+    if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size(group) > 1
+
+
+def group_name(group: Any) -> str:
+    """A name that all ranks have for a group, to visit several of them in one order."""
+    return "" if group is None else str(getattr(group, "group_name", ""))
+
+
+def reduce_together(group: Any, direction: str, keys: list[Key], live: torch.Tensor) -> Reduced:
+    """The maxima over all ranks of the slots of one direction, whichever of them each rank has recorded.
+
+    live: float32 [keys]. Raises NotSupportedError, on every rank, where one number means layers of different shapes.
+    """
+    default = torch.distributed.group.WORLD if group is None else group
+    slots = _LISTS.setdefault(default, {}).setdefault(direction, _List())
+    slots.new.update(key for key in keys if key not in slots.positions)
+    capturing = live.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing and (slots.new or not slots.agreed):
+        raise NotSupportedError(
+            "CUDA graph capture: got layers under delayed scaling whose amaxes were never reduced before, needed a "
+            "step before the capture, in which the ranks agree on their layers. Run one step first."
+        )
+    if not capturing and slots.must_grow():
+        slots.grow(group)
+    while True:
+        known = [index for index, key in enumerate(keys) if key in slots.positions]
+        places = slots.index((slots.positions[keys[index]] for index in known), live.device)
+        payload = live.new_full((_ANNOUNCEMENT + len(slots.positions),), _NOT_RECORDED)
+        payload[0] = 1.0 if slots.new else 0.0
+        payload.index_copy_(0, places, live if len(known) == len(keys) else live[known])
+        torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+        if live.is_cuda:
+            if not capturing:
+                slots.remember(payload)
+            break
+        if float(payload[0]) <= 0:
+            break
+        slots.grow(group)
+    own = set(keys)
+    others = {key: payload[_ANNOUNCEMENT + place] for key, place in slots.positions.items() if key not in own}
+    return Reduced(known, payload.index_select(0, places), others)
+
+
+def reduce_alone(group: Any, keys: list[Key], live: torch.Tensor, slots: tuple[str, ...]) -> Reduced:
+    """The maxima over all ranks of one layer's slots, for a layer that rolls by itself; `slots`: all that it has.
+
+    Raises NotSupportedError where ranks reduce for different layers at the same time. On a GPU, which is not waited
+    for, every rank then keeps the amaxes of its own tensors.
+    """
+    number, _, shape = keys[0]
+    own = {key.slot: amax for key, amax in zip(keys, live.unbind(), strict=True)}
+    absent = live.new_full((), _NOT_RECORDED)
+    # The layer's number, as far as float32 holds it, with both signs: the maxima agree only if that of all ranks is the
+    # same.
+    numbers = live.new_full((), float(number % 16777213))
+    payload = torch.stack([numbers, -numbers, *(own.get(slot, absent) for slot in slots)])
+    sent = payload.clone()
+    torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+    is_same = payload[0] == -payload[1]
+    if not payload.is_cuda and not is_same:
+        raise NotSupportedError(
+            f"amax_reduction_group: got layer {number} on this rank and another layer on another rank, needed the same "
+            "calls on every rank, because a layer under delayed scaling that is called outside any autocast reduces "
+            "its amaxes by itself. Put the step inside `with microfloat.torch.autocast():`, where ranks may call "
+            "different layers, or use DelayedScaling(reduce_amax=False)."
+        )
+    reduced = dict(zip(slots, torch.where(is_same, payload, sent)[2:].unbind(), strict=True))
+    others = {Key(number, slot, shape): amax for slot, amax in reduced.items() if slot not in own}
+    return Reduced(list(range(len(keys))), torch.stack([reduced[key.slot] for key in keys]), others)

@@ -1,0 +1,312 @@
+"""Several processes: amaxes of delayed scaling where ranks do different things, beside DDP, and noise of their own."""
+
+import copy
+import traceback
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import NotSupportedError  # noqa: E402
+from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
+
+RECIPE = DelayedScaling(amax_history_len=4)
+WORLD = 2
+
+
+def full(value: float, width: int = 8) -> torch.Tensor:
+    return torch.full((2, width), float(value))
+
+
+def region():
+    return mf.autocast(recipe=RECIPE)
+
+
+def state(layer) -> dict[str, list]:
+    return {name: buffer.tolist() for name, buffer in layer.named_buffers()}
+
+
+def newest(layer, slot: str = "x") -> tuple[float, float]:
+    """The newest amax that was rolled in, and the encode scale."""
+    history = layer._buffers[f"scaling_{slot}_amax_history"]
+    return float(history[-1]), float(layer._buffers[f"scaling_{slot}_scale"])
+
+
+def without_a_region(rank: int):
+    layer = mf.Linear(8, 8, recipe=RECIPE)
+    for step in range(2):
+        y = layer(full(rank + step + 1))
+        y.backward(full(10 * rank + 1))
+    mf.update_scaling(layer)
+    return layer.scaling_x_amax_history.tolist(), layer.scaling_dy_amax_history.tolist()
+
+
+def other_layers_on_other_ranks(rank: int):
+    """a on both, b on rank 0 alone, c on rank 1 alone; then the same in another order; then a layer that is new."""
+    a, b, c, d = (mf.Linear(8, 8) for _ in range(4))
+    model = nn.ModuleList([a, b, c, d])
+    seen = []
+    for step, layers in enumerate([((a, b), (c, a)), ((b, a), (a, c)), ((a, d), (a,)), ((a,), (a,))]):
+        with region():
+            y = sum(layer(full((rank + 1) * 2**step)) for layer in layers[rank])
+        seen.append([newest(layer) if layer._buffers else None for layer in model])
+        y.backward(full(rank + 1))
+    mf.update_scaling(model)
+    return seen, {name: value.tolist() for name, value in model.named_buffers()}
+
+
+def recipes_in_another_order(rank: int):
+    """Two recipes in one region, whose layers are called in another order on either rank."""
+    first, second = mf.Linear(8, 8, recipe=RECIPE), mf.Linear(8, 8, recipe=DelayedScaling(margin=1, amax_history_len=2))
+    with region():
+        for layer in (first, second) if rank else (second, first):
+            layer(full(1 + rank if layer is first else 16 + rank))
+    return newest(first), newest(second)
+
+
+def one_layer_only_on_one_rank_and_more_steps(rank: int):
+    """Saving and evaluating on rank 0 alone, with updates pending: nobody waits."""
+    layer = mf.Linear(8, 8)
+    for _ in range(2):
+        with region():
+            y = layer(full(rank + 1))
+        y.sum().backward()
+        if rank == 0:
+            layer.state_dict()
+            copy.deepcopy(layer)
+            with torch.no_grad(), region():
+                layer(full(100))
+    mf.update_scaling(layer)
+    return state(layer)
+
+
+def reentrant_checkpoint(rank: int):
+    layer = mf.Linear(8, 8)
+    layer.pin(RECIPE)
+    for _ in range(2):
+        with region():
+            y = checkpoint(layer, full(rank + 1).requires_grad_(), use_reentrant=True)
+        y.sum().backward()
+    mf.update_scaling(layer)
+    return newest(layer), newest(layer, "dy")
+
+
+def a_group_of_its_own(rank: int):
+    """Each rank reduces over itself alone."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    layer = mf.Linear(8, 8)
+    with mf.autocast(recipe=RECIPE, amax_reduction_group=groups[rank]):
+        y = checkpoint(layer.pin(RECIPE), full(rank + 1).requires_grad_(), use_reentrant=True)
+    y.sum().backward()
+    mf.update_scaling(layer)
+    return newest(layer)[0]
+
+
+def shapes_that_differ(rank: int) -> str:
+    layer = mf.Linear(8 + 8 * rank, 8)
+    try:
+        with region():
+            layer(full(1, 8 + 8 * rank))
+    except NotSupportedError as error:
+        return str(error)
+    return ""
+
+
+def different_layers_without_a_region(rank: int) -> str:
+    layers = [mf.Linear(8, 8, recipe=RECIPE) for _ in range(2)]
+    try:
+        layers[rank](full(1))
+    except NotSupportedError as error:
+        return str(error)
+    return ""
+
+
+class Model(nn.Module):
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(linear)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.inner(x) + 0 * self.norm(x)
+
+
+def beside_ddp(rank: int):
+    """Two microbatches in one region, the largest amax on rank 1 in the first; by where the state was made."""
+    made = {}
+    for name in ("convert(root)", "convert(child)", "buffers before", "pinned", "at first use"):
+        torch.manual_seed(0)
+        if name == "pinned":
+            model = Model(mf.Linear(8, 8, recipe=RECIPE))
+        else:
+            model = Model((nn.Linear if "convert" in name else mf.Linear)(8, 8))
+        if name == "convert(root)":
+            mf.convert(model, RECIPE)
+        elif name == "convert(child)":
+            mf.convert(model.inner, RECIPE)
+        elif name == "buffers before":
+            with torch.no_grad(), region():
+                model(torch.randn(2, 8))
+        wrapped = DistributedDataParallel(model)
+        for first, second in ((50, 2), (1, 1)):
+            with region():
+                wrapped(full(first if rank else 1)).sum().backward()
+                wrapped(full(second)).sum().backward()
+            made.setdefault(name, []).append(newest(model.inner[0]))
+        model.norm.running_mean.fill_(float(rank))
+        with region():
+            wrapped(full(1))
+        made[name].append(float(model.norm.running_mean[0]) < 0.5)  # other buffers are broadcast as ever
+    return made
+
+
+def noise(rank: int):
+    """The seeds and gradients that ranks of one `manual_seed` draw."""
+    layer, x = mf.Linear(64, 64, recipe="nvfp4"), torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+    dy = torch.randn(32, 64, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(64, 64, generator=torch.Generator().manual_seed(5)))
+    compiled = torch.compile(layer, backend="aot_eager")
+
+    def gradient(run):
+        torch.manual_seed(7)
+        layer.zero_grad()
+        run(x.clone().requires_grad_()).backward(dy)
+        return layer.weight.grad.tolist()
+
+    forms = {
+        "eager": layer, "compiled": compiled,
+        "reentrant": lambda x: checkpoint(layer, x, use_reentrant=True),
+        "later": lambda x: checkpoint(layer, x, use_reentrant=False),
+        "ours": lambda x: mf.checkpoint(layer, x),
+    }  # fmt: skip
+    made = {name: gradient(run) for name, run in forms.items()}
+    mf.set_seed_rank(0)
+    made["as one"] = gradient(layer)
+    mf.set_seed_rank(1 - rank)
+    made["swapped"] = gradient(layer)
+    mf.set_seed_rank(None)
+    torch.manual_seed(7)
+    q = mf.quantize(x, Cast("mxfp4", rounding="stochastic"))
+    made["quantize"] = q.codes.tolist()
+    torch.manual_seed(7)
+    stored = mf.quantize(x, Cast("mxfp4", rounding="stochastic"), seed=1)
+    stored.copy_(x)  # a parameter's step, which replicas take alike
+    made["stored"] = stored.codes.tolist()
+    return made
+
+
+CASES = (
+    without_a_region, other_layers_on_other_ranks, recipes_in_another_order, one_layer_only_on_one_rank_and_more_steps,
+    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, different_layers_without_a_region, shapes_that_differ,
+)  # fmt: skip
+
+
+def _worker(rank: int, path: str, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
+    made = {}
+    try:
+        for case in CASES:
+            made[case.__name__] = case(rank)
+    except BaseException:
+        made[case.__name__] = traceback.format_exc()
+    results.put((rank, made))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What every case has returned on every rank; one start of two processes serves all of them."""
+    context = torch.multiprocessing.get_context("spawn")
+    results, path = context.Queue(), str(tmp_path_factory.mktemp("ranks") / "store")
+    workers = [context.Process(target=_worker, args=(rank, path, results), daemon=True) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    made = dict(results.get(timeout=180) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+    return [made[rank] for rank in range(WORLD)]
+
+
+def of(ranks, case) -> list:
+    made = [returned[case.__name__] for returned in ranks]
+    assert not any(isinstance(value, str) and "Traceback" in value for value in made), made
+    return made
+
+
+def scale(amax: float, largest: float = 448) -> float:
+    return float(torch.tensor(largest) / torch.tensor(amax))
+
+
+def test_layers_without_a_region_share_their_amaxes(ranks) -> None:
+    first, second = of(ranks, without_a_region)
+    assert first == second == ([0.0, 0.0, 2.0, 3.0], [0.0, 0.0, 11.0, 11.0])
+
+
+def test_ranks_that_call_different_layers_agree(ranks) -> None:
+    (steps, end), (others, other_end) = of(ranks, other_layers_on_other_ranks)
+    assert end == other_end
+    assert steps == others
+    # Each layer's newest x: the largest that any rank has seen, and nothing where no rank has called it.
+    amaxes = [[None if layer is None else layer[0] for layer in step] for step in steps]
+    assert amaxes == [[2, 1, 2, None], [4, 2, 4, None], [8, 2, 4, 4], [16, 2, 4, 4]]
+    assert steps[3][1][1] == scale(2)
+
+
+def test_recipes_that_ranks_meet_in_another_order(ranks) -> None:
+    first, second = of(ranks, recipes_in_another_order)
+    assert first == second == ((2.0, 224.0), (17.0, scale(17) / 2))
+
+
+def test_a_rank_that_saves_or_evaluates_alone_waits_for_nobody(ranks) -> None:
+    first, second = of(ranks, one_layer_only_on_one_rank_and_more_steps)
+    assert first == second
+    assert first["scaling_x_amax_history"] == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_reentrant_checkpoints_reduce_too(ranks) -> None:
+    first, second = of(ranks, reentrant_checkpoint)
+    assert first == second == ((2.0, 224.0), (1.0, 57344.0))
+
+
+def test_a_recomputation_reduces_over_the_group_of_its_first_pass(ranks) -> None:
+    assert of(ranks, a_group_of_its_own) == [1.0, 2.0]
+
+
+def test_shapes_that_differ_are_named_on_every_rank(ranks) -> None:
+    for message in of(ranks, shapes_that_differ):
+        assert "amax_reduction_group" in message
+        assert "(8, 8) on rank 0 and (8, 16) on rank 1" in message
+
+
+def test_different_layers_without_a_region_are_named_on_every_rank(ranks) -> None:
+    for message in of(ranks, different_layers_without_a_region):
+        assert "Put the step inside `with microfloat.torch.autocast():`" in message
+
+
+@pytest.mark.parametrize("name", ["convert(root)", "convert(child)", "buffers before", "pinned", "at first use"])
+def test_ddp_leaves_live_amaxes_alone(ranks, name) -> None:
+    for made in of(ranks, beside_ddp):
+        assert made[name] == [(50.0, scale(50)), (1.0, scale(50)), True]
+
+
+def test_ranks_of_one_seed_draw_noise_of_their_own(ranks) -> None:
+    first, second = of(ranks, noise)
+    for name in ("eager", "compiled", "reentrant", "later", "ours", "quantize"):
+        assert first[name] != second[name], name
+    for name in ("compiled", "reentrant", "later", "ours", "as one"):
+        assert first[name] == first["eager"], name  # rank 0 draws what a single process does
+    for name in ("compiled", "reentrant", "later", "ours"):
+        assert second[name] == second["eager"], name
+    assert second["as one"] == first["eager"]
+    assert first["swapped"] == second["eager"]
+    assert second["swapped"] == first["eager"]
+    assert first["stored"] == second["stored"]

@@ -1,0 +1,220 @@
+"""Activation checkpointing: both forms of torch's own, `mf.checkpoint`, and what each of them refuses by name."""
+
+import contextlib
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
+from microfloat.recipes import DelayedScaling, NVFP4BlockScaling  # noqa: E402
+from microfloat.torch import fused  # noqa: E402
+
+RECIPE = DelayedScaling(amax_history_len=4)
+# Of Dynamo, about its own doings.
+in_dynamo = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def block(recipe=RECIPE) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 32))
+    mf.convert(model, recipe)
+    return model
+
+
+def plain(function, x):
+    return function(x)
+
+
+def reentrant(function, x):
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def later(function, x):
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def nested(outer, inner):
+    return lambda function, x: outer(lambda value: inner(function, value), x)
+
+
+FORMS = {
+    "reentrant": reentrant,
+    "later": later,
+    "reentrant in reentrant": nested(reentrant, reentrant),
+    "later in reentrant": nested(reentrant, later),
+    "reentrant in later": nested(later, reentrant),
+    "ours": mf.checkpoint,
+    "ours in reentrant": nested(reentrant, mf.checkpoint),
+    "reentrant in ours": nested(mf.checkpoint, reentrant),
+}
+
+
+def train(run, *, region=contextlib.nullcontext, microbatches=1, backward_inside=False, validates=False, steps=4):
+    """Gradients and the state after every step, and at the end with all updates in."""
+    model, seen = block(), []
+    torch.manual_seed(1)
+    for step in range(steps):
+        inputs = [(torch.randn(8, 32) * 2.0**step).requires_grad_() for _ in range(microbatches)]
+        with region():
+            outputs = [run(model, x) for x in inputs]
+            if backward_inside:
+                for y in outputs:
+                    y.square().sum().backward()
+        if validates:
+            with torch.no_grad():
+                model.eval()(inputs[0])
+                model.train()
+        if not backward_inside:
+            for y in outputs:
+                y.square().sum().backward()
+        seen += [x.grad for x in inputs]
+    mf.update_scaling(model)
+    return seen, [parameter.grad for parameter in model.parameters()], list(model.buffers())
+
+
+def same(first, second) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("region", ["alone", "autocast"])
+def test_delayed_scaling_moves_as_without_checkpoints(form, region) -> None:
+    region = {"alone": contextlib.nullcontext, "autocast": lambda: mf.autocast(recipe=RECIPE)}[region]
+    ours, theirs = train(FORMS[form], region=region), train(plain, region=region)
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(float(scale) > 1 for scale in ours[2][::2])
+
+
+@pytest.mark.parametrize("form", ["reentrant", "later", "later in reentrant"])
+@pytest.mark.parametrize(
+    "options",
+    [{"microbatches": 3}, {"microbatches": 2, "backward_inside": True}, {"validates": True}],
+    ids=["microbatches", "backward inside", "validation between"],
+)
+def test_regions_of_several_microbatches_and_calls_in_between(form, options) -> None:
+    region = lambda: mf.autocast(recipe=RECIPE)  # noqa: E731
+    ours, theirs = train(FORMS[form], region=region, **options), train(plain, region=region, **options)
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_fused_function_in_a_reentrant_checkpoint_records_its_parts() -> None:
+    states = []
+    for run in (plain, reentrant):
+        torch.manual_seed(0)
+        norm, gate, up = torch.nn.RMSNorm(32), mf.Linear(32, 48), mf.Linear(32, 48)
+        down = mf.Linear(48, 32)
+        layers = torch.nn.ModuleList([gate, up, down])
+        for layer in layers:
+            layer.pin(RECIPE)
+        for _ in range(3):
+            with mf.autocast(recipe=RECIPE):
+                y = run(lambda x: fused.norm_mlp(x, norm, gate, down, up=up), torch.randn(8, 32, requires_grad=True))  # noqa: B023
+            y.sum().backward()
+        mf.update_scaling(layers)
+        states.append(list(layers.buffers()))
+    assert same(*states)
+    assert float(gate.scaling_dy_scale) > 1
+
+
+def test_a_layer_whose_bias_alone_is_trained_records_too() -> None:
+    states = []
+    for run in (plain, reentrant):
+        torch.manual_seed(0)
+        layer = mf.Linear(32, 32, recipe=RECIPE)
+        layer.weight.requires_grad_(False)
+        for _ in range(3):
+            x = torch.randn(8, 32)
+            run(lambda anchor: layer(x) + anchor, torch.zeros(1, requires_grad=True)).sum().backward()  # noqa: B023
+        mf.update_scaling(layer)
+        states.append(list(layer.buffers()))
+    assert same(*states)
+    assert float(layer.scaling_x_scale) > 1
+
+
+def test_a_weight_used_in_and_out_of_a_checkpoint_records_the_larger_amax() -> None:
+    layer = mf.Linear(8, 8, bias=False, recipe=RECIPE)
+    for _ in range(2):
+        x, larger = torch.full((2, 8), 1.0, requires_grad=True), torch.full((2, 8), 4.0, requires_grad=True)
+        with mf.autocast(recipe=RECIPE):
+            y = layer(x).sum() + reentrant(layer, larger).sum()
+        y.backward()
+    mf.update_scaling(layer)
+    # The first pass has rolled the amax of its own call when the region closed; the other came with the backward.
+    assert layer.scaling_x_amax_history.tolist() == [0.0, 4.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("form", ["reentrant", "later"])
+def test_a_layer_that_followed_an_autocast_is_not_recomputed_without_it(form) -> None:
+    layer = mf.Linear(32, 32)
+    x = torch.randn(8, 32, requires_grad=True)
+    with mf.autocast(recipe="mxfp4"):
+        y = FORMS[form](layer, x)
+    with pytest.raises(NotSupportedError, match=r"microfloat\.torch\.checkpoint"):
+        y.sum().backward()
+    with mf.autocast(recipe="mxfp4"):  # the way out that the message names
+        mf.checkpoint(layer, x).sum().backward()
+    gradient, x.grad = x.grad, None
+    with mf.autocast(recipe="mxfp4"):
+        y = layer(x)
+    y.sum().backward()
+    assert torch.equal(gradient, x.grad)
+    FORMS[form](layer, x).sum().backward()  # in high precision both times
+
+
+def test_checkpoint_takes_the_argument_that_everybody_writes() -> None:
+    layer, x = mf.Linear(64, 8, recipe="nvfp4"), torch.randn(4, 64, requires_grad=True)
+    torch.manual_seed(0)
+    mf.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    gradient, x.grad = x.grad, None
+    torch.manual_seed(0)
+    layer(x).sum().backward()
+    assert torch.equal(gradient, x.grad)
+    with pytest.raises(InvalidValueError, match=r"use_reentrant: got True, needed False"):
+        mf.checkpoint(layer, x, use_reentrant=True)
+
+
+@in_dynamo[0]
+@in_dynamo[1]
+def test_checkpoint_inside_compiled_code() -> None:
+    model = block(NVFP4BlockScaling())
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def step(run):
+        x.grad = None
+        torch.manual_seed(3)
+        run(x).sum().backward()
+        return x.grad
+
+    def ours(value):
+        return mf.checkpoint(model, value).square() + 1
+
+    broken = torch.compile(ours, backend="aot_eager")
+    assert torch.equal(step(broken), step(ours))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use torch\.utils\.checkpoint, which can"):
+        torch.compile(ours, backend="aot_eager", fullgraph=True)(x)
+
+    torch._dynamo.reset()
+
+    def torchs(value):  # the way around that the reason names
+        return later(model, value).square() + 1
+
+    assert torch.equal(step(torch.compile(torchs, backend="aot_eager", fullgraph=True)), step(ours))
+
+
+@in_dynamo[0]
+def test_checkpoint_around_compiled_code_under_delayed_scaling_is_refused() -> None:
+    model = block()
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(8, 32, requires_grad=True)
+    with mf.autocast(recipe=RECIPE):
+        y = later(compiled, x)
+    with pytest.raises(NotSupportedError, match="needed the checkpointed part in eager mode"):
+        y.sum().backward()
