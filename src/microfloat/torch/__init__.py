@@ -23,6 +23,7 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from microfloat.torch.fake_quantization import fake_quantize
 from microfloat.torch.model_init import quantized_model_init
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.ops import dequantize, quantize, scaled_matmul
@@ -33,8 +34,9 @@ from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Linear", "Placement", "QuantizedTensor",
-    "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "formats", "fp8_autocast",
-    "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes", "reset_scaling", "revert",
-    "scaled_matmul", "set_seed_rank", "update_scaling",
+    "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "fake_quantize", "formats",
+    "fp8_autocast", "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes",
+    "reset_scaling", "revert", "scaled_matmul", "set_seed_rank",
+    "update_scaling",
 ]  # fmt: skip
