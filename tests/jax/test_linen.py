@@ -328,8 +328,11 @@ def test_stochastic_recipes_need_the_stream_only_for_gradients():
     model.apply(variables, X)
     with pytest.raises(ValueError, match=r"key: got None.*rngs=\{'sr_rng': key\}.*disable_stochastic_rounding"):
         jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
-    with pytest.raises(TypeError, match=r"recipe: got str.*from_name"):
-        ml.dot_general_cls("mxfp8")
+    assert ml.dot_general_cls("mxfp8") is ml.dot_general_cls(MXFP8BlockScaling())
+    assert ml.einsum_cls("mxfp8") is ml.einsum_cls(MXFP8BlockScaling())
+    assert ml.Dense(16, recipe="mxfp8").init(jax.random.key(0), X).keys() == {"params"}
+    with pytest.raises(TypeError, match="recipe: got the class DelayedScaling.*Call the class"):
+        ml.dot_general_cls(DelayedScaling)
 
 
 @pytest.mark.usefixtures("x64")
