@@ -331,7 +331,7 @@ def test_stochastic_recipes_need_the_stream_only_for_gradients():
     assert ml.dot_general_cls("mxfp8") is ml.dot_general_cls(MXFP8BlockScaling())
     assert ml.einsum_cls("mxfp8") is ml.einsum_cls(MXFP8BlockScaling())
     assert ml.Dense(16, recipe="mxfp8").init(jax.random.key(0), X).keys() == {"params"}
-    with pytest.raises(TypeError, match="recipe: got the class DelayedScaling.*Call the class"):
+    with pytest.raises(TypeError, match=r"recipe: got the class DelayedScaling.*Call the class"):
         ml.dot_general_cls(DelayedScaling)
 
 
