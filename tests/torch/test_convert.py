@@ -305,6 +305,24 @@ def test_fsdp2_around_each_layer_between_convert_and_revert() -> None:
         distributed.destroy_process_group()
 
 
+def test_ddp_around_a_model_without_other_buffers() -> None:
+    """The scaling buffers are left out of DDP's broadcasts, which fail when nothing is left."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        mf.convert(model, DelayedScaling(amax_history_len=4))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(3):
+            wrapped(X).sum().backward()
+        assert mf.convert(wrapped, "mxfp8").converted == ["module.0", "module.1"]
+        wrapped(X).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+
+
 class Doubling(mf.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)

@@ -309,6 +309,8 @@ def _shield_from(wrapper: Any) -> None:
             start = f"{prefix}." if prefix else ""
             wrapper.parameters_to_ignore.update(start + name for name in _ALL_NAMES)
             _state(module).wrapper = reference
+    # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
+    wrapper._assign_modules_buffers()
 
 
 def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: bool) -> None:

@@ -44,7 +44,7 @@ class _Unpinned:
 
 UNPINNED = _Unpinned()
 HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
-_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_dynamo_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed")  # fmt: skip
@@ -142,7 +142,8 @@ class Linear(nn.Linear):
         if _dynamo_callback() is not None:
             # Dynamo runs this frame as it is (it has met an error in it before), and would compile what it calls piece
             # by piece: casts, whose divisions a compiler must not touch.
-            return torch._dynamo.disable(Linear.forward)(self, input, is_first_microbatch)
+            untraced: Any = torch._dynamo.disable(Linear.forward)
+            return untraced(self, input, is_first_microbatch)
         state = ambient()
         recipe = self._resolve(state)
         try:
