@@ -569,7 +569,7 @@ def test_what_asks_for_memory_is_refused_or_gets_the_parts():
     q = mf.quantize(randn(32, 64), "nvfp4")
     for asks in (
         lambda: torch.from_dlpack(q), lambda: q.__dlpack__(), lambda: q.__dlpack_device__(), lambda: q.data_ptr(),
-        lambda: q.untyped_storage(), lambda: q.storage(), lambda: q.apply_(abs), lambda: q.map_(q, max),
+        lambda: q.storage(), lambda: q.apply_(abs), lambda: q.map_(q, max),
         lambda: __import__("numpy").from_dlpack(q), lambda: __import__("numpy").asarray(q),
     ):  # fmt: skip
         with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(nvfp4\), needed a plain tensor"):
@@ -577,8 +577,23 @@ def test_what_asks_for_memory_is_refused_or_gets_the_parts():
     for past_our_methods in (lambda: torch.utils.dlpack.to_dlpack(q), lambda: torch.Tensor.data_ptr(q)):
         with pytest.raises(RuntimeError, match="data pointer"):
             past_our_methods()
-    with pytest.raises(InvalidTypeError, match=r"safetensors and torch.export take plain weights"):
-        __import__("safetensors.torch").torch.save({"w": q})
+    with pytest.raises(InvalidTypeError, match=r"safetensors take plain weights"):
+        __import__("safetensors.torch").torch.save({"w": q, "other": q.clone()})
+
+
+def test_its_storage_has_a_size_and_no_memory():
+    storage = mf.quantize(randn(32, 64), "nvfp4").untyped_storage()
+    assert (storage.device.type, storage.nbytes(), storage.data_ptr()) == ("meta", 32 * 64 * 4, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoints_save_the_parts(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    saved, loaded = ({"w": nn.Parameter(mf.quantize(randn(32, 64 + more)[:, more:], "nvfp4"))} for more in (0, 1))
+    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert torch.equal(loaded["w"], saved["w"])
 
 
 def test_shared_memory_is_that_of_the_parts():

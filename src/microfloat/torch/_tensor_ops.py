@@ -463,7 +463,8 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         raise invalid_value(
             "shape", f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
             f"a shape whose last axis is the contraction axis, {length} long",
-            "View and reshape regroup leading axes only; dequantize for anything else.",
+            "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
+            "FSDP flatten parameters: build their layers without quantized_model_init.",
         )  # fmt: skip
     axis, scale = max(len(shape) - 1, 0), q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):

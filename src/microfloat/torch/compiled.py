@@ -82,6 +82,8 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
     if isinstance(layer.weight, QuantizedTensor):
+        if torch.compiler.is_exporting():
+            raise NotSupportedError(_STORED_WEIGHT)
         _make_eager_forward()
         return _EAGER_FORWARD(layer, x)
     pinned = layer._pin_token is not None

@@ -35,7 +35,8 @@ def quantize(
     `axis`: the contraction axis, -1, or -2 of a matrix. `seed` (an int in [0, 2^64), or its two words, low first, as
     int64 [2]) and `stream` feed stochastic rounding and are ignored by nearest; without a seed one is drawn from the
     default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4 cast (float32 scalar;
-    [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly then. Not differentiable.
+    [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly then. Not
+    differentiable: what comes out requires no grad, in eager and compiled code alike.
 
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
-    "safetensors and torch.export take plain weights (microfloat.torch.plain_state_dict(model), revert(model))."
+    "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model)."
 )
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
@@ -246,7 +246,8 @@ class QuantizedTensor(torch.Tensor):
             )
         if name in ("codes", "scale", "tensor_scale") and "axis" in self.__dict__:
             parts = {"codes": self.codes, "scale": self.scale, "tensor_scale": self.tensor_scale, name: value}
-            _check_parts(*parts.values(), self.token, self.axis, tuple(self.shape))
+            codes, scale, tensor_scale = parts.values()
+            _check_parts(codes, scale, tensor_scale, self.token, self.axis, tuple(self.shape))
         super().__setattr__(name, value)
 
     @property
@@ -276,9 +277,10 @@ class QuantizedTensor(torch.Tensor):
         return all(part.is_shared() for part in self.parts().values())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        if not _operators.is_tracing(self.codes):
-            raise self._refusal("untyped_storage", _NO_STORAGE)
-        return super().untyped_storage()
+        """A storage without memory, of the presented size; torch's checkpoints compare sizes and save the parts."""
+        if _operators.is_tracing(self.codes):
+            return super().untyped_storage()
+        return torch.UntypedStorage(self.nbytes, device="meta")
 
     def _refusal(
         self, operation: str, remedy: str = "Call .dequantize() first; nothing dequantizes in silence."
@@ -306,7 +308,7 @@ class QuantizedTensor(torch.Tensor):
             "cast": cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
             "requires_grad": self.requires_grad if is_parameter else None,
         }  # fmt: skip
-        whole = self if self.root is None else self.clone()  # a slice is saved as a tensor of its own
+        whole: Any = self if self.root is None else self.clone()  # a slice is saved as a tensor of its own
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
@@ -385,10 +387,10 @@ def _check_parts(
                 raise invalid_value(name, "a tensor", f"None for {layout.name} under rule {layout.rule!r}")
             continue
         dtype, part_shape = expected
-        if not isinstance(part, torch.Tensor) or isinstance(part, QuantizedTensor) or part.dtype != dtype:
-            is_plain = isinstance(part, torch.Tensor) and not isinstance(part, QuantizedTensor)
-            got = part.dtype if is_plain else type(part)
-            raise invalid_type(name, got, f"a tensor of {dtype} for {layout.name}", "View or convert it first.")
+        if not isinstance(part, torch.Tensor) or isinstance(part, QuantizedTensor):
+            raise invalid_type(name, type(part), f"a tensor of {dtype} for {layout.name}")
+        if part.dtype != dtype:
+            raise invalid_type(name, part.dtype, f"a tensor of {dtype} for {layout.name}", "View or convert it first.")
         if tuple(part.shape) != tuple(part_shape):
             raise invalid_value(
                 name, f"shape {tuple(part.shape)}",
