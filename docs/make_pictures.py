@@ -1,10 +1,13 @@
-"""Draw the pictures of the documentation from the library's own tables: python docs/make_pictures.py
+"""Draw the pictures of the documentation: python docs/make_pictures.py
 
 Every line, block and label comes from `microfloat.formats` and `microfloat.recipes`, so a changed format changes its
-picture. Files go to docs/pictures; give another folder as the only argument.
+picture; every figure from a file under benchmarks/results. Files go to docs/pictures; give another folder as the only
+argument.
 """
 
+import json
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,11 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from microfloat import reference
 from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, decode
 
-FOLDER = Path(__file__).parent / "pictures"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+import peers_table  # noqa: E402
+
+FOLDER = ROOT / "docs" / "pictures"
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 
@@ -178,10 +185,75 @@ def draw_matrix(axes: Axes, left: float, label: str, rows: str, cols: str, color
     return left + width
 
 
+LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, (BLUE, "#BBBBBB", "#555555"), strict=True))
+
+
+def speed_and_loss() -> Figure:
+    """How many times as fast as bf16 on an H200, beside peers; and what each recipe costs in the demo's loss."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    speed, loss = figure.subplots(1, 2, width_ratios=(2.5, 1))
+    draw_speed(speed)
+    draw_loss(loss)
+    return figure
+
+
+def draw_speed(axes: Axes) -> None:
+    """A group of bars per piece of work and recipe, a bar per library; the line at 1 is bf16."""
+    left, ticks, labels = 0.0, [], []
+    for work in peers_table.WORK:
+        start = left
+        for recipe in peers_table.RECIPES:
+            bars = [ratio for ratio in peers_table.ratios() if (ratio.work, ratio.recipe) == (work, recipe)]
+            bars = [bar for bar in bars if bar.value is not None or bar.refused]
+            for offset, bar in enumerate(bars):
+                x, color = left + offset, LIBRARY_COLORS[bar.library]
+                if bar.refused:
+                    axes.text(x, 0.03, "refuses", rotation=90, ha="center", va="bottom", size=8.5, color=GREY)
+                    continue
+                axes.bar(x, bar.value, 0.94, color=color)
+                axes.text(x, bar.value + 0.02, f"{bar.value:.2f}", ha="center", size=7.5)
+            ticks.append(left + (len(bars) - 1) / 2)
+            labels.append(recipe)
+            left += len(bars) + 0.6
+        title = textwrap.fill(work, 20)
+        axes.text((start + left - 1.6) / 2, 2.42, title, ha="center", va="top", size=9.5, weight="bold")
+        left += 0.9
+    for library, color in LIBRARY_COLORS.items():
+        axes.bar(0, 0, color=color, label=library)
+    axes.axhline(1, color="black", linestyle="--", linewidth=1)
+    axes.text(left - 0.4, 1.03, "bf16", size=8.5, ha="right")
+    axes.set_xticks(ticks, labels, size=8, rotation=20)
+    axes.tick_params(bottom=False)
+    axes.set(ylim=(0, 2.45), xlim=(-0.8, left - 0.4), ylabel="times as fast as bf16")
+    axes.set_title("speed, forward + backward, one H200", size=11)
+    axes.legend(frameon=False, ncols=3, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+    hide_spines(axes)
+
+
+def draw_loss(axes: Axes) -> None:
+    """How far the training loss of each recipe lies above bf16's on the same batches, smoothed."""
+    recipes = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))["recipes"]
+    window, baseline = 25, np.array(recipes["bf16"]["train_loss"])
+    axes.axhline(0, color="black", linestyle="--", linewidth=1, label="bf16")
+    for (name, result), color in zip(list(recipes.items())[1:], (BLUE, GREEN, ORANGE), strict=True):
+        gap = np.convolve(result["train_loss"] - baseline, np.full(window, 1 / window), mode="valid")
+        axes.plot(np.arange(len(gap)) + (window + 1) / 2, gap, color=color, label=name, linewidth=1.8)
+    axes.set(xlabel="step", ylabel="training loss - bf16's, nats per byte")
+    axes.set_title("what it costs in loss: make demo", size=11)
+    axes.legend(frameon=False, fontsize=9)
+    hide_spines(axes)
+
+
+def hide_spines(axes: Axes) -> None:
+    """Leave the two axes that carry figures."""
+    for side in ("right", "top"):
+        axes.spines[side].set_visible(False)
+
+
 def main(folder: Path = FOLDER) -> None:
-    """Write the three pictures."""
+    """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms):
+    for draw in (number_lines, blocks, three_gemms, speed_and_loss):
         draw().savefig(folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None})
 
 

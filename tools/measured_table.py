@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_tables
+import peers_table
 from marked_block import ROOT, command, table
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -98,6 +99,7 @@ def gpu_table(name: str) -> str:
 
 
 BLOCKS = [
+    (ROOT / "README.md", "measured: peers", peers_table.peers_table),
     (ROOT / "README.md", "measured: demo", demo_table),
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(

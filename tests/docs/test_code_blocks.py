@@ -71,6 +71,25 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         pytest.skip(f"a block of {page.name} needs {error.name}, which is not installed")
 
 
+def pasted_blocks():
+    """What a reader pastes first: every block of README.md, and the first one of each other page."""
+    for page in PAGES:
+        blocks = [block for block in code_blocks(page, "python") if "no-run" not in block.info]
+        for block in blocks if page.name == "README.md" else blocks[:1]:
+            yield pytest.param(block, id=f"{page.name}:{block.line}")
+
+
+@pytest.mark.parametrize("block", list(pasted_blocks()))
+def test_blocks_run_by_themselves(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        exec(compile(block.padded, str(block.path), "exec"), {"__name__": "__main__"})
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(f"it needs {error.name}, which is not installed")
+
+
 @pages
 def test_bash_blocks_name_what_exists(page):
     missing = [

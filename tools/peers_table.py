@@ -1,0 +1,88 @@
+"""microfloat beside TransformerEngine and torchao: the ratios of README's table and picture, from results/peers.
+
+Nothing is measured here. Standard library only.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from marked_block import ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results" / "peers"
+LIBRARIES = ("microfloat", "TransformerEngine", "torchao")
+
+# What was measured -> (section, shape) in the files. The layer of microfloat is that of transformers, converted.
+WORK = {
+    "Linear, 16384 x 4096 to 14336": ("linear", "16384x4096x14336"),
+    "the five Linears of a Llama block": ("block", "eager"),
+    "a Llama decoder layer with attention": ("layer", "4x4096 GQA"),
+}
+# Recipe -> its name in the files; torchao's "tensorwise" scales per tensor from the current amax.
+RECIPES = {"delayed": "delayed", "fp8_current": "current", "fp8_block": "block", "mxfp8": "mxfp8.auto"}
+TORCHAO = {"fp8_current": "ao.tensorwise.compile"}
+REFUSED = {("TransformerEngine", "mxfp8")}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """bf16's time over that of a library, or None where it was not measured; `refused`: it does not run there."""
+
+    work: str
+    recipe: str
+    library: str
+    value: float | None
+    refused: bool = False
+
+
+def ratios() -> list[Ratio]:
+    """Every library on every piece of work under every recipe."""
+    ours, theirs, their_blocks, in_turn = (
+        _rows(name) for name in ("pairs", "pairs_te", "pairs_te_block", "all_in_turn")
+    )
+    found = []
+    for work, place in WORK.items():
+        for recipe, name in RECIPES.items():
+            # Measured beside TransformerEngine, where that was done.
+            microfloat = theirs.get((*place, f"mf.{name}"), ours.get((*place, f"mf.{name}")))
+            te = {**theirs, **their_blocks}.get((*place, f"te.{name}"))
+            torchao = in_turn.get((*place, TORCHAO[recipe])) if recipe in TORCHAO else None
+            for library, value in zip(LIBRARIES, (microfloat, te, torchao), strict=True):
+                found.append(Ratio(work, recipe, library, value, (library, recipe) in REFUSED))
+    return found
+
+
+def peers_table() -> str:
+    """A row per piece of work and recipe."""
+    rows, cells = [], {(ratio.work, ratio.recipe, ratio.library): _cell(ratio) for ratio in ratios()}
+    for work in WORK:
+        for recipe in RECIPES:
+            first = work if recipe == next(iter(RECIPES)) else ""
+            rows.append([first, f"`{recipe}`", *(cells[work, recipe, library] for library in LIBRARIES)])
+    header = ["forward + backward, eager", "recipe", "microfloat", "TransformerEngine 2.20.2", "torchao 0.18, compiled"]
+    data = json.loads((RESULTS / "pairs_te.json").read_text(encoding="utf-8"))
+    in_turn = _rows("all_in_turn")[*WORK["Linear, 16384 x 4096 to 14336"], "mf.current"]
+    text = (
+        "How many times as fast as bf16 in plain PyTorch (the layer: transformers' own); -: not measured. Each "
+        "candidate took turns with bf16; torchao was measured with all candidates in turn, where microfloat's figure "
+        f"is {in_turn:.2f}. TransformerEngine brings a decoder layer of its own, whose attention, rotary embedding and "
+        "norms decide those rows."
+    )
+    versions = data["versions"]
+    where = (
+        f"`{data['command']}` (a script outside this repository; `benchmarks/results/peers`) on one "
+        f"{data['machine']['gpu']}, {data['date']}; microfloat {versions['microfloat']}, torch {versions['torch']}."
+    )
+    return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{where}"
+
+
+def _cell(ratio: Ratio) -> str:
+    if ratio.refused:
+        return "refuses"
+    return "-" if ratio.value is None else f"{ratio.value:.2f}"
+
+
+def _rows(name: str) -> dict[tuple[str, str, str], Any]:
+    """(section, shape, candidate) -> ratio."""
+    data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return {(row["section"], row["shape"], row["name"]): row["ratio"] for row in data["rows"]}
