@@ -2,18 +2,20 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
+from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax._dimensions import canonical_dimensions
 from microfloat.jax.backends import native, reference
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.backends.select import GemmPlan, choice_of
 from microfloat.jax.ops import check_backend
+from microfloat.kernels.families import family_of
 from microfloat.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -21,9 +23,9 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS, OPERANDS
+from microfloat.recipes.core import GEMMS, OPERANDS, Gemm, NamedRecipe
 from microfloat.recipes.names import as_recipe
-from microfloat.support import Support
+from microfloat.support import Notes, Support, text_table, wrapped
 
 __all__ = [
     "CastRow", "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
@@ -44,16 +46,18 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class CastRow:
-    """What casts a tensor (x, w or dy) on a GPU, and why."""
+    """One quantized operand: its GEMM, its tensor (x, w or dy), its format, what casts it, and why no kernel does."""
 
+    gemm: str
     tensor: str
+    format: str
     kernel: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a recipe does on a device: a row per GEMM, and what casts x, w and dy; prints as a table."""
+    """What a recipe does on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
 
     recipe: Recipe
     device: str
@@ -61,26 +65,52 @@ class Explanation:
     casts: tuple[CastRow, ...] = ()
 
     @property
+    def available(self) -> bool:
+        """Whether every GEMM runs."""
+        return all(row.support.available for row in self.rows)
+
+    @property
     def accelerated(self) -> bool:
         """Whether every quantized GEMM runs on tensor cores of its format."""
         return all(row.support.accelerated for row in self.rows)
 
-    def __str__(self) -> str:
-        header = ("GEMM", "operands", "padding", "kernel", "runs", "accelerated", "why")
-        yes = {True: "yes", False: "no"}
-        cells = [header] + [
-            (row.gemm, row.operands, row.padding, row.kernel, yes[row.support.available], yes[row.support.accelerated],
-             row.support.reason)
+    def to_dict(self) -> dict:
+        """The same as JSON-ready data."""
+        gemms = [
+            {
+                "gemm": row.gemm, "operands": row.operands, "padding": row.padding, "kernel": row.kernel,
+                "available": row.support.available, "accelerated": row.support.accelerated,
+                "reason": row.support.reason,
+            }
             for row in self.rows
         ]  # fmt: skip
-        return "\n".join([f"{self.recipe!r} on {self.device}", *_table(cells), *self._cast_lines()])
+        casts = [asdict(row) for row in self.casts]
+        return {"recipe": self.recipe.to_dict(), "device": self.device, "gemms": gemms, "casts": casts}
+
+    def __str__(self) -> str:
+        notes, yes = Notes(), {True: "yes", False: "no"}
+        cells: list[tuple[str, ...]] = [("GEMM", "operands", "padding", "runs", "accelerated", "kernel, why")]
+        for row in self.rows:
+            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
+            cells.append((
+                row.gemm, row.operands, row.padding, yes[row.support.available], yes[row.support.accelerated],
+                notes.number(kernel + row.support.reason),
+            ))  # fmt: skip
+        recipe = repr(self.recipe) if isinstance(self.recipe, NamedRecipe) else type(self.recipe).__name__
+        lines = [*wrapped(f"{recipe} on {self.device}"), *text_table(cells), *notes.lines()]
+        return "\n".join([*lines, *self._cast_lines()])
 
     def _cast_lines(self) -> list[str]:
-        """One line for all tensors that are cast alike."""
-        alike: dict[tuple[str, str], list[str]] = {}
+        """A line for all operands that are cast alike."""
+        alike: dict[str, list[str]] = {}
         for row in self.casts:
-            alike.setdefault((row.kernel, row.reason), []).append(row.tensor)
-        return [f"casts of {', '.join(tensors)}: {kernel} ({why})" for (kernel, why), tensors in alike.items()]
+            by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel
+            alike.setdefault(by, []).append(f"{row.gemm} {row.tensor}")
+        return [
+            line
+            for by, operands in alike.items()
+            for line in wrapped(f"cast by {by}: {'all operands' if len(alike) == 1 else ', '.join(operands)}")
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,14 +129,7 @@ class ProgramDots:
         cells = [("instruction", "operands", "FP8 GEMM")]
         cells += [(name, kinds, "yes" if fp8 else "no") for name, kinds, fp8 in self.rows]
         verdict = "Fp8 call detected!" if self.calls_fp8 else "No Fp8 call!"
-        return "\n".join([f"{verdict} ({self.device})", *_table(cells)])
-
-
-def _table(cells: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
+        return "\n".join([f"{verdict} ({self.device})", *text_table(cells)])
 
 
 def explain(
@@ -118,8 +141,10 @@ def explain(
 ) -> "Explanation | ProgramDots":
     """What runs, where and why; nothing is run.
 
-    * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device` ("cpu", "cuda", a JAX device, or
-      None for the default one); `shape` is (M, K, N) of a Linear, for the padding.
+    * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device`: "cpu", "cuda", a JAX device, None for
+      the default one, or a GPU that this machine lacks, by its name, its generation or its architecture ("h200",
+      "ampere", "sm_100"). That answer assumes that all packages are installed there, while the answer about this
+      machine names the package that is missing. `shape` is (M, K, N) of a Linear, for padding and casts.
     * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct).
     * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
       GEMM is called, on any platform.
@@ -143,26 +168,51 @@ def explain(
     elif arguments:
         device = arguments[0] if device is None else device
         shape = arguments[1] if len(arguments) > 1 and shape is None else shape
-    name, chip, missing = _target(device)
+    target = _target(device)
     sizes = _checked_shape(shape)
-    rows = tuple(_row(recipe, gemm, chip, missing, sizes, backend) for gemm in GEMMS)
-    return Explanation(recipe, name, rows, _casts(recipe, sizes, backend) if name == "cuda" and chip else ())
+    rows = tuple(_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS)
+    return Explanation(recipe, target.name, rows, () if target.chip is None else _casts(recipe, target, sizes, backend))
 
 
-def _casts(recipe: Recipe, shape: tuple[int, int, int] | None, backend: str) -> tuple[CastRow, ...]:
-    """What casts each tensor: a kernel where all its casts have one."""
+class _Target(NamedTuple):
+    """What is asked about: a compute capability or None, and why nothing can be said of it or None.
+
+    `elsewhere`: a GPU by its name, on a machine that has all packages.
+    """
+
+    name: str
+    chip: tuple[int, int] | None = None
+    missing: Support | None = None
+    elsewhere: bool = False
+
+
+def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> tuple[CastRow, ...]:
+    """What casts each operand: a kernel where all casts of its tensor have one."""
     rows, inputs, outputs = shape or (0, 0, 0)
     sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
     found = []
-    for tensor, size in sizes.items():
-        wanted = [recipe.casts[operand] for operand, name in OPERANDS.items() if name == tensor]
-        reasons = [why_no_kernel(one, size if shape else None, backend) for one in wanted if one is not None]
-        missing = next((reason for reason in reasons if reason), "")
-        if missing:
-            found.append(CastRow(tensor, "XLA's operations", missing))
-        elif reasons:
-            found.append(CastRow(tensor, "Triton kernel", "one pass writes both layouts"))
+    for (gemm, side), tensor in OPERANDS.items():
+        one = recipe.cast(gemm, side)
+        if one is None:
+            continue
+        together = [recipe.casts[operand] for operand, name in OPERANDS.items() if name == tensor]
+        size = sizes[tensor] if shape else None
+        why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
+        reason = next(filter(None, why), "")
+        kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
+        if not reason and (gemm, side) in _READ_AT_ONCE and _way(getattr(recipe, gemm), target) == "bf16":
+            kernel += " (decoded to bfloat16)"
+        found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return tuple(found)
+
+
+# Operands whose GEMM follows their cast; the others wait for the backward, as codes.
+_READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad", "lhs"))
+
+
+def _way(gemm: Gemm, target: _Target) -> str:
+    kinds = [reference.kind_of(operand, 0) for operand in gemm.casts]
+    return "exact" if gemm.accumulate == "exact" else native.choose(kinds[0], kinds[1], target.chip, gemm.path).way
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:
@@ -173,41 +223,40 @@ def _checked_shape(shape: object) -> tuple[int, int, int] | None:
     raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
 
 
-def _target(device: object) -> tuple[str, tuple[int, int] | None, Support | None]:
-    """(name, compute capability or None, why nothing can be said or None)."""
+def _target(device: object) -> _Target:
     if isinstance(device, jax.Device):
         device = cast(Any, device).platform
     if device is not None and not isinstance(device, str):
-        raise invalid_type("device", type(device), "a JAX device, 'cpu', 'cuda' or None")
+        raise invalid_type("device", type(device), "a JAX device, its platform, a GPU by its name, or None")
     chip = native.capability()
     if device is None:
         device = "cuda" if chip else jax.default_backend()
+    named = chip_named(device)
+    if named is not None:
+        return _Target(f"{device} ({named.name}, {named.architecture})", named.capability, None, True)
     name = {"gpu": "cuda"}.get(device.split(":")[0], device.split(":")[0])
     if name not in ("cpu", "cuda", "tpu", "rocm"):
-        raise invalid_value("device", repr(device), "'cpu', 'cuda', 'rocm' or 'tpu'")
+        needed = "'cpu', 'cuda', 'rocm' or 'tpu', or a GPU by its name, such as 'h200' or 'sm_100'"
+        raise invalid_value("device", repr(device), needed)
     if name != "cuda":
-        return name, None, None
-    absent = None if chip else Support(False, False, "JAX sees no CUDA device on this machine")
-    return name, chip, absent
+        return _Target(name)
+    return _Target(name, chip, None if chip else Support(False, False, "JAX sees no CUDA device on this machine"))
 
 
 _IN_HIGH_PRECISION = Support(True, True, "the recipe keeps this GEMM in high precision; it runs in the operands' dtype")
 
 
-def _row(
-    recipe: Recipe, name: str, chip: tuple[int, int] | None, missing: Support | None,
-    shape: tuple[int, int, int] | None, backend: str,
-) -> GemmRow:  # fmt: skip
+def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> GemmRow:
     gemm = getattr(recipe, name)
     operands = " x ".join("high precision" if operand is None else operand.format.name for operand in gemm.casts)
-    if missing is not None:
-        return GemmRow(name, operands, "-", "-", missing)
+    if target.missing is not None:
+        return GemmRow(name, operands, "-", "-", target.missing)
     if gemm.is_high_precision:
         return GemmRow(name, operands, "-", "lax.dot_general", _IN_HIGH_PRECISION)
     cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
     kinds = [reference.kind_of(operand, cols) for operand in gemm.casts]
     plan = GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, backend, np.dtype(np.float32))
-    choice = choice_of(plan, chip)
+    choice = choice_of(plan, target.chip)
     support = choice.support
     if not support.accelerated:
         support = Support(True, False, f"emulated: {support.reason}")
@@ -259,9 +308,8 @@ def dots_of(text: str) -> tuple[tuple[str, str, bool], ...]:
 
 
 def _availability(recipe: Recipe, device: object) -> Support:
-    rows = cast(Explanation, explain(recipe, device=device)).rows  # of a recipe, not of a function
-    available = all(row.support.available for row in rows)
-    return Support(available, all(row.support.accelerated for row in rows), rows[0].support.reason)
+    answer = cast(Explanation, explain(recipe, device=device))  # of a recipe, not of a function
+    return Support(answer.available, answer.accelerated, answer.rows[0].support.reason)
 
 
 def is_fp8_available(device: object = None) -> Support:

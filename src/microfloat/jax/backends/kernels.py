@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 
 from microfloat.jax._collectives import in_common_variance, like_in_variance
 from microfloat.jax.backends import cuda
+from microfloat.kernels.families import family_of
 from microfloat.recipes import Cast
 
 __all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]
@@ -41,21 +42,29 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
         return missing
     if not is_local():
         return "several devices or a mesh: XLA shards its own operations only"
-    if shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST:
-        return f"fewer than {SMALLEST} elements"
-    return ""
+    return _why_too_small(shape)
 
 
-def why_no_kernel(cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto") -> str:
-    """Why XLA's operations cast a matrix of this shape, or "" where a kernel does."""
+def _why_too_small(shape: Sequence[int] | None) -> str:
+    is_small = shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST
+    return f"fewer than {SMALLEST} elements" if is_small else ""
+
+
+def why_no_kernel(
+    cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto", *, elsewhere: bool = False
+) -> str:
+    """Why XLA's operations cast a matrix of this shape, or "" where a kernel does.
+
+    `elsewhere`: on a machine with one GPU that has all packages, instead of this one.
+    """
     if backend == "reference":
         return "backend='reference'"
-    if reason := why_none_here(shape):
+    if reason := _why_too_small(shape) if elsewhere else why_none_here(shape):
         return reason
-    from microfloat.kernels.casts import kernel_cast
-
-    numbers = kernel_cast(cast)
-    return numbers.refusal or ("its Hadamard transform has no kernel" if numbers.bare is not None else "")
+    family, refusal = family_of(cast)
+    if refusal:
+        return f"no kernel for {refusal}"
+    return "its Hadamard transform has no kernel" if cast.hadamard is not None and family != "nvfp4" else ""
 
 
 def is_local() -> bool:
