@@ -62,10 +62,13 @@ def _register(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     return add
 
 
-def _view(*operators: Any, by_shape: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _view(
+    *operators: Any, by_shape: bool = False, takes_axes: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register ``implementation(q, *arguments)`` for operators whose results share storage with q.
 
-    `by_shape`: the implementation gets the shape of the result in place of the arguments.
+    `by_shape`: the implementation gets the shape of the result in place of the arguments. `takes_axes`: there may be
+    something wrong with the arguments.
     """
 
     def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +76,7 @@ def _view(*operators: Any, by_shape: bool = False) -> Callable[[Callable[..., An
         def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             q = args[0]
             # A tensor without values raises what torch raises for axes, indices and sizes that do not fit.
-            expected = func(q.new_empty(q.shape, device="meta"), *args[1:], **kwargs)
+            expected = func(_valueless(q), *args[1:], **kwargs) if takes_axes else q
             result = implementation(q, expected.shape) if by_shape else implementation(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return return_and_correct_aliasing(func, tuple(args), kwargs, result)
@@ -82,6 +85,10 @@ def _view(*operators: Any, by_shape: bool = False) -> Callable[[Callable[..., An
         return _register(*operators)(run)
 
     return add
+
+
+def _valueless(q: QuantizedTensor) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device="meta")
 
 
 def _view_of(
@@ -100,7 +107,7 @@ def _view_of(
 # ---- copies ------------------------------------------------------------------------------------------------------
 
 
-@_view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@_view(aten.detach.default, aten.alias.default, aten.lift_fresh.default, takes_axes=False)
 def _detach(q: QuantizedTensor) -> QuantizedTensor:
     tensor_scale = None if q.tensor_scale is None else q.tensor_scale.detach()
     return _view_of(q, q.codes.detach(), q.scale.detach(), tensor_scale, shape=q.shape)
@@ -362,7 +369,7 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTen
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
         raise _refusal(func, args, kwargs)
-    joined = func([q.new_empty(q.shape, device="meta") for q in tensors], dim)
+    joined = func([_valueless(q) for q in tensors], dim)
     first, dim = tensors[0], dim % tensors[0].dim()
     for q in tensors[1:]:
         _check_kinds(
@@ -418,7 +425,7 @@ def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedT
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
         raise _refusal(func, args, kwargs)
-    func([q.new_empty(q.shape, device="meta") for q in tensors], dim)
+    func([_valueless(q) for q in tensors], dim)
     return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
 
 
