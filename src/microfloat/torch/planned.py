@@ -174,7 +174,7 @@ def _delayed_linear(
         records = late is not None
         histories: tuple[Any, Any] = (None, None)
         if late is not None:
-            histories = tuple(torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
+            histories = x.new_zeros(1, dtype=torch.float32), x.new_zeros(1, dtype=torch.float32)
     else:
         records = torch.is_grad_enabled()
         if not alone or scaling.LATE:

@@ -15,7 +15,8 @@ __all__ = ["checkpoint"]
 
 def _in_eager_mode(function: Callable) -> Callable:
     """Let Dynamo break the graph at `function`, and give the reason under fullgraph."""
-    wrapped = torch._disable_dynamo(function)  # imports Dynamo no sooner than it is called
+    # Imports Dynamo no sooner than it is called.
+    wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
     wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
     wrapped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "microfloat.torch.checkpoint cannot be compiled; use torch.utils.checkpoint, which can, with layers whose "

@@ -129,8 +129,9 @@ def _update_by_torch(
         made.append((members, rolled, fresh))
     previous = torch.stack(scales)
     for members, rolled, fresh in made:  # all of them or none
-        torch._foreach_copy_([histories[index] for index in members], list(rolled.unbind()))
-        torch._foreach_copy_([scales[index] for index in members], list(fresh.unbind()))
+        copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        copy_all([histories[index] for index in members], list(rolled.unbind()))
+        copy_all([scales[index] for index in members], list(fresh.unbind()))
     return previous
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+import microfloat.torch as mf
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
 from microfloat.torch import planned
@@ -187,18 +188,20 @@ def saved_tensors_may_travel(device):
         assert_same(expected, (x.grad, layer.weight.grad))
         for recipe in (Float8CurrentScaling(), DelayedScaling()):
             grads = []
-            for checkpointed in (False, True):
+            for reentrant in (None, False, True):
                 layer = make(recipe, device)
                 for _ in range(3):
                     x.grad = None
                     layer.zero_grad()
-                    if checkpointed:
-                        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-                    else:
+                    if reentrant is None:
                         y = layer(x)
+                    else:
+                        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
                     y.backward(dy)
+                mf.update_scaling(layer)
                 grads.append((x.grad, layer.weight.grad, *[buffer.clone() for buffer in layer.buffers()]))
-            assert_same(*grads, recipe)
+            assert_same(grads[0], grads[1], recipe)
+            assert_same(grads[0], grads[2], recipe)
 
 
 def operands_are_checked_once_for_all(device):
