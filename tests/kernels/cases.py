@@ -170,6 +170,68 @@ def delayed(device):
     assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
 
 
+def told_of_overflow(want, x, transposed):
+    """An operand of the reference as a product is handed it for a gradient: NaN where a scope's amax is infinite."""
+    magnitude = (x.t() if transposed else x).float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    level = "scale" if want.tensor_scale is None else "tensor_scale"
+    scale = getattr(want, level)
+    height, width = magnitude.shape
+    if scale.dim():
+        block = want.format.block if level == "scale" else (1, None)
+        height, width = (size or whole for size, whole in zip(block, magnitude.shape, strict=True))
+    padded = torch.zeros([-(-size // unit) * unit for size, unit in zip(magnitude.shape, (height, width), strict=True)])
+    padded[: magnitude.shape[0], : magnitude.shape[1]] = magnitude
+    amax = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3)).reshape(scale.shape)
+    if want.format.scale.name == "E8M0":  # which tells of it by itself
+        return want
+    if scale.dtype == torch.uint8:  # one level
+        return replace(want, scale=scale.masked_fill(amax.isinf(), 0x7F))
+    return replace(want, **{level: scale.masked_fill(amax.isinf(), float("nan"))})
+
+
+def gradients(device, name, options=(), shape=(37, 75), dtype="float32"):
+    """Casts of a gradient: the codes of any other tensor, and a NaN scale for what holds an infinity; for no more."""
+    cast = make_cast(name, options)
+    seed = seed_words(device)
+    for infinite in (True, False):
+        x = matrix(shape, dtype, special=True)
+        if not infinite:
+            x[x.isinf()] = 3.0
+        streams = {"row_stream": 2, "column_stream": 4}
+        both = triton.quantize_both(x.to(device), cast.of_gradient, cast.of_gradient, seed=seed, **streams)
+        for got, transposed, stream in zip(both, (False, True), (2, 4), strict=True):
+            plain = reference.quantize(x, cast, transposed=transposed, seed=seed.cpu(), stream=stream)
+            want = told_of_overflow(plain, x, transposed)
+            assert (infinite and name != "mxfp8") is any(
+                bytes_of(getattr(want, field)).tobytes() != bytes_of(getattr(plain, field)).tobytes()
+                for field in ("scale", "tensor_scale") if getattr(want, field) is not None
+            )  # fmt: skip
+            check_operand(got, want, f"{name} transposed {transposed}, infinite {infinite}")
+            theirs = reference.quantize(x, cast.of_gradient, transposed=transposed, seed=seed.cpu(), stream=stream)
+            check_operand(theirs, want, f"reference, {name} transposed {transposed}, infinite {infinite}")
+
+
+def delayed_gradients(device):
+    """Under a given scale the amax tells of infinities, whether it is recorded or not; a finite gradient's is as ever."""
+    cast, known = Cast("fp8_tensor_e5m2", scaling=Delayed()), torch.tensor(0.3)
+    for special in (True, False):
+        for shape, dtype in (((33, 50), "float32"), ((512, 256), "bfloat16")):
+            x = matrix(shape, dtype, special=special)
+            for row, column in ((True, True), (True, False), (False, True)):
+                for history in (torch.zeros(2, device=device), None):
+                    both = triton.quantize_both(
+                        x.to(device), cast.of_gradient if row else None, cast.of_gradient if column else None,
+                        scale_enc=known.to(device), record=history,
+                    )  # fmt: skip
+                    for got, transposed in zip(both, (False, True), strict=True):
+                        if got is not None:
+                            want = reference.quantize(x, cast, transposed=transposed, scale_enc=known)
+                            check_operand(got, told_of_overflow(want, x, transposed), f"{shape} {special} {transposed}")
+                    if history is not None:
+                        assert float(history[0]) == (0.0 if special else float(x.float().abs().max()))
+    assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
+
+
 def converted_once(device):
     """Codes of whole tiles of large matrices, each element converted once for both operands."""
     history, known, enough = torch.zeros(2, device=device), torch.tensor(0.3), casts._ENOUGH_PROGRAMS
@@ -562,6 +624,30 @@ def scale_orders(device):
     row, column = triton.quantize_both(x, cast, cast)
     assert (row.scale.stride(), column.scale.stride()) == ((1, 256), (1, 128))
     assert triton.quantize(x, cast).scale.is_contiguous()
+
+
+def fused_gradients(device, name):
+    """The gradients of a gate, cast where they are computed: a scale tells of an infinity in its own gradient alone."""
+    cast = Cast("fp8_tensor_e5m2", scaling=Delayed()) if name == "delayed" else Cast(name)
+    gate, up, grad = (matrix((40, 136), "bfloat16", spread=1) for _ in range(3))
+    for infinite in (True, False):
+        if infinite:
+            gate[7, 9], up[7, 9], grad[7, 9] = 0.0, 1.0, float("inf")  # that of up is Inf * silu(0), which is NaN
+        else:
+            grad[7, 9] = 1.0
+        inputs = [tensor.to(device) for tensor in (grad, gate, up)]
+        first, second = (values.cpu() for values, _ in triton.activation_backward_values(*inputs))
+        assert (bool(first.isinf().any()), bool(second.isinf().any())) == (infinite, False)
+        options = {}
+        if name == "delayed":
+            known, live = (torch.tensor(0.3, device=device),) * 2, (torch.zeros(2, device=device), None)
+            options = {"scale_enc": known, "record": live}
+        made = triton.activation_backward_quantize(*inputs, cast.of_gradient, cast.of_gradient, **options)
+        for both, values in zip(made, (first, second), strict=True):
+            for got, transposed in zip(both, (False, True), strict=True):
+                scale_enc = torch.tensor(0.3) if name == "delayed" else None
+                want = reference.quantize(values, cast, transposed=transposed, scale_enc=scale_enc)
+                check_operand(got, told_of_overflow(want, values, transposed), f"{name} {transposed} {infinite}")
 
 
 def fused_squares(device):

@@ -38,6 +38,16 @@ CASES = [
     *[case("operands", name, (256, 192), "bfloat16", **SPECIAL) for name in ("mxfp8", "mxfp8_e5m2", "mxfp6_e2m3")],
     *[case("operands", "mxfp8", EVEN, "bfloat16", _rule(rule), **SPECIAL) for rule in ("floor", "ceil", "even", "oas")],
     case("scale_orders"),
+    # Of gradients, whose scales tell of overflow.
+    *[case("gradients", name) for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128", "mxfp8", "nvfp4",
+    "nvfp4_row", "nvfp4_2d")],
+    *[case("gradients", name, (), (128, 256), "bfloat16") for name in ("fp8_1x128_e5m2", "fp8_tensor_e5m2", "nvfp4_2d")],
+    case("gradients", "nvfp4", RHT + STOCHASTIC, (48, 72), "bfloat16"),
+    *[case("gradients", "nvfp4", _rule(rule), (40, 72), "bfloat16") for rule in ("one_level_e4m3", "four_over_six",
+    "two_level_torchao")],
+    case("gradients", "fp8_1x128", _rule("amax"), (40, 72), "bfloat16"),
+    case("delayed_gradients"),
+    *[case("fused_gradients", name) for name in ("delayed", "fp8_1x128")],
     case("fused_squares"),
     # Rules.
     *[case("operands", "mxfp8", (33, 66), "bfloat16", _rule(rule)) for rule in ("floor", "ceil", "even", "oas")],

@@ -19,6 +19,7 @@ CASES = [
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
     *[("general_backward_takes_over", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
+    *[("overflow", (name,)) for name in NAMES],
     ("counts_change_the_plan", ()),
     *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
     ("negated_views", ()),

@@ -12,7 +12,8 @@ program that waited for its own stores here, or for the answer of its arrival, w
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import float_of
+from microfloat.kernels._convert import bits_of, float_of
+from microfloat.kernels._scales import unless_infinite
 
 # What the last program does with a maximum: store it as float32, or merge it into a history if it is finite.
 STORE = tl.constexpr(0)
@@ -102,6 +103,34 @@ def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr,
                 tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
             else:
                 tl.store(out_ptr, float_of(total))
+
+
+@triton.jit
+def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale_ptr, scale2_ptr, HW: tl.constexpr):
+    """`publish_maximum` with RECORD, and the scale of a gradient at both addresses: NaN where the maximum is infinite
+    (docs/numerics.md 8.4).
+    """
+    if HW:
+        out, words, at, also = (
+            out_ptr.to(tl.int64), scratch_ptr.to(tl.int64), scale_ptr.to(tl.int64), scale2_ptr.to(tl.int64)
+        )  # fmt: skip
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+            "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+            "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; "
+            "mov.b32 v, 0x7FC00000; @p mov.b32 v, $5; st.global.b32 [$6], v; st.global.b32 [$7], v; "
+            "DONE: mov.b32 $0, 0; }",
+            "=r,r,r,l,l,r,l,l", [arrived, programs - 1, out, words, bits_of(scale), at, also], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if arrived == programs - 1:
+            total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
+            tl.atomic_xchg(scratch_ptr + 1, 0)
+            tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
+            scale = unless_infinite(scale, float_of(total), True)
+            tl.store(scale_ptr, scale)
+            tl.store(scale2_ptr, scale)
 
 
 @triton.jit

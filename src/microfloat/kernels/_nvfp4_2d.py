@@ -236,9 +236,9 @@ def cast_tiles(
     """Both operands of tiles (`load_halves`) under the first `level` of their scales; place as in `_tiles`."""
     r, w, words = halves
     R, C, row0, col0 = place
-    _used, encode, decode, tensor_scale = level
+    _used, encode, decode, tensor_scale, _stored = level
     amax = tile_amax(words, HW)
-    stored, factor, value = e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], False, HW)
+    stored, factor, value = e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], False, HW)
     bad = amax > 0x7F800000
     code = encoding(factor, value, decode, bad, HW)
     signs = in_lanes(tl.where(bad, 0, SIGNS))

@@ -29,8 +29,18 @@ def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def fp32_scale(amax_bits, epsilon, MAX: tl.constexpr, POW2: tl.constexpr):
+def unless_infinite(scale, amax, GRADIENT: tl.constexpr):
+    """The scale that a product is handed: of a gradient NaN where the amax is infinite, so that overflow shows."""
+    if GRADIENT:
+        return tl.where(amax == float("inf"), float("nan"), scale)
+    else:
+        return scale
+
+
+@triton.jit
+def fp32_scale(amax_bits, epsilon, MAX: tl.constexpr, POW2: tl.constexpr, GRADIENT: tl.constexpr):
     """FP32 scales: ``s = f32(max / A)``, stored ``f32(1 / s)``; A = 0 and A = Inf give 1. NaN is already dropped.
+    With GRADIENT what is stored for A = Inf is NaN (docs/numerics.md 8.4).
 
     With `POW2` s is rounded down to a power of two, which needs no division: max is 1.75 * 2^emax, and
     ``f32(1.75 / m) < 1`` exactly where the mantissa of A is above 1.75.
@@ -42,11 +52,11 @@ def fp32_scale(amax_bits, epsilon, MAX: tl.constexpr, POW2: tl.constexpr):
         exponent = (bits_of(amax) + (0x800000 - 0x600001)) >> 23
         exponent = tl.maximum(exponent - EMAX, 1)  # that of A / max as a power of two, biased; at least 2^-126
         exponent = tl.where(plain, 127, exponent)
-        return float_of(exponent << 23), float_of((254 - exponent) << 23)
+        return unless_infinite(float_of(exponent << 23), amax, GRADIENT), float_of((254 - exponent) << 23)
     else:
         SMALLEST: tl.constexpr = MAX * 2.0**-126
         factor = tl.where(plain, 1.0, tl.div_rn(MAX, tl.maximum(amax, SMALLEST)))
-        return tl.div_rn(1.0, factor), factor
+        return unless_infinite(tl.div_rn(1.0, factor), amax, GRADIENT), factor
 
 
 # How an NVFP4 block amax becomes a scale, as constants of a compiled kernel.
@@ -79,13 +89,16 @@ def reciprocal_of_normal(x):
 
 
 @triton.jit
-def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr):
-    """NVFP4's first level from the tensor (or row) amax: (A as used, S, f32(1/S), tensor_scale)."""
+def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr, GRADIENT: tl.constexpr):
+    """NVFP4's first level from the tensor (or row) amax: (A as used, S, f32(1/S), tensor_scale, what is stored of
+    it).
+    """
     CLAMP: tl.constexpr = (2688.0 if RULE < 3 else CAPACITY) * 2.0**-117
     plain = (amax == 0.0) | (amax == float("inf"))
     used = tl.where(plain, CAPACITY, tl.maximum(amax, CLAMP))
     encode = tl.div_rn(CAPACITY, used)
-    return used, encode, tl.div_rn(1.0, encode), tl.div_rn(used, CAPACITY)
+    tensor_scale = tl.div_rn(used, CAPACITY)
+    return used, encode, tl.div_rn(1.0, encode), tensor_scale, unless_infinite(tensor_scale, amax, GRADIENT)
 
 
 @triton.jit
@@ -104,10 +117,11 @@ def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
 @triton.jit
 def e4m3_scale(
     amax_bits, encode_level, decode_level, tensor_scale, RULE: tl.constexpr, INVERSE_SIX: tl.constexpr,
-    LOWERED: tl.constexpr, HW: tl.constexpr,
+    GRADIENT: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them, but
-    for a LOWERED factor (`e4m3_factor`), which it leaves as it comes.
+    for a LOWERED factor (`e4m3_factor`), which it leaves as it comes. An infinity in that of a GRADIENT makes 0x7F of
+    the byte where there is no first level to tell of it.
     """
     a = float_of(amax_bits)
     bad = amax_bits > 0x7F800000
@@ -132,4 +146,7 @@ def e4m3_scale(
             factor = tl.div_rn(1.0, value)
         if LOWERED:
             factor = factor * 2.0**-14
-    return tl.where(bad, 0x7F, stored), tl.where(bad, nan, factor), tl.where(bad, nan, value)
+    factor = tl.where(bad, nan, factor)
+    if GRADIENT and RULE == ONE_LEVEL:
+        bad = amax_bits >= 0x7F800000
+    return tl.where(bad, 0x7F, stored), factor, tl.where(bad, nan, value)

@@ -4,11 +4,11 @@ One program casts a tile of BM x BN elements twice: along its rows, with whole b
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
 ways, in whole tiles of bfloat16, is read once (`_squares`).
 
-A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE)``: element,
-scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of two), block
-length, rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input) where scales
-go, and whether blocks are BLOCK x BLOCK tiles. A *source* is that of `_produce`; place, generator and HOW are those of
-`_tiles`.
+A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE, GRADIENT)``:
+element, scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of
+two), block length, rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input)
+where scales go, whether blocks are BLOCK x BLOCK tiles, and whether scales are those of a gradient
+(`_scales.unless_infinite`). A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -65,7 +65,7 @@ def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
         return stored.to(tl.uint8), factor, tl.where(stored == 255, float("nan"), value)
     else:
         MAX: tl.constexpr = 448.0 if MB == 3 else 57344.0
-        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST[3] == 1)
+        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST[3] == 1, CAST[9])
         return stored, factor, stored
 
 

@@ -91,7 +91,7 @@ class KernelCast:
     `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`: the
     mantissa threshold of E8M0, or 1 for powers of two. `codes_per_byte`, `block`: the shapes of what is written.
     `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `kernels.scaled` and `kernels.fold`
-    take. `nvfp4_cast`: the constant that `kernels.nvfp4` takes, without its last two entries (OUTPUT, ALIGNED). `bare`:
+    take. `nvfp4_cast`: the constant that `kernels.nvfp4` takes, without its last entries (`nvfp4_constant`). `bare`:
     the cast without its Hadamard transform, where that is a pass of its own.
     """
 
@@ -114,8 +114,12 @@ class KernelCast:
         """The constant that `kernels.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
         return (
             self.mantissa_bits, self.bias, int(self.float_scale), self.rule, self.block[1], self.stochastic, output,
-            scale_layout, self.block[0] != 1,
+            scale_layout, self.block[0] != 1, self.cast.is_gradient,
         )  # fmt: skip
+
+    def nvfp4_constant(self, output: int, aligned: bool) -> tuple:
+        """The constant that `kernels.nvfp4` takes; `output`: codes or values; `aligned`: whether stored units are."""
+        return (*self.nvfp4_cast, output, aligned, self.cast.is_gradient)
 
     @property
     def signs(self) -> int:
@@ -228,7 +232,7 @@ def kernel_cast(cast: Cast) -> KernelCast:
         cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
         cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
         element.codes_per_byte, fmt.scale.name == "FP32",
-        (element.mantissa_bits, element.bias, rule, cast.is_stochastic),
+        (element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient),
         _nvfp4_cast(cast) if family == "nvfp4" else (), _bare(cast),
     )  # fmt: skip
 

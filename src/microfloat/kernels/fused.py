@@ -9,7 +9,6 @@ import triton.language as tl
 
 from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs
 from microfloat.kernels._meeting import (
-    RECORD,
     STORE,
     arrive,
     offer_maximum,
@@ -39,6 +38,7 @@ from microfloat.kernels.scaled import (
     load_tile,
     local_words,
     measure_tile,
+    record_maximum,
     words_amax_bits,
     write_tile,
 )
@@ -112,9 +112,9 @@ def produce_scaled(
         generators = (seed2_ptr, row_stream, column_stream)
         write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
-        publish_maximum(arrived, tl.num_programs(0), record, scratch_ptr, RECORD, HW)
+        record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HW)
         if PRODUCER == GATE_GRADIENTS:
-            publish_maximum(arrived2, tl.num_programs(0), record2, scratch_ptr + 3, RECORD, HW)
+            record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HW)
 
 
 @triton.jit

@@ -1,11 +1,12 @@
 """NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
 pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`_nvfp4_2d`).
 
-A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED)``: the
-constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x
+A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED, GRADIENT)``:
+the constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x
 16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
-(exact; the tensor scale stays outside) in the layout of the input, and whether stored units are aligned. A transformed
-column operand has R rounded up to 16 rows.
+(exact; the tensor scale stays outside) in the layout of the input, whether stored units are aligned, and whether the
+tensor scale is that of a gradient (`_scales.unless_infinite`). A transformed column operand has R rounded up to 16
+rows.
 
 An *operand* is the tuple of pointers ``(out, scale, tensor_scale, amax)``: what is written, and the amaxes that its
 first level comes from. `streams` is (row_stream, column_stream, batch); matrix, generator and HOW are those of
@@ -45,7 +46,7 @@ def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
         amax = tl.load(amax_ptr + index, mask=inside, other=0.0)
     else:
         amax = tl.load(amax_ptr)
-    return tensor_level(amax, CAST[0], CAST[1])
+    return tensor_level(amax, CAST[0], CAST[1], CAST[9])
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def choose_rows(
     block, amax, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
 ):
     """(stored, factor, value) of blocks along rows."""
-    used, encode, decode, tensor_scale = level
+    used, encode, decode, tensor_scale, _stored = level
     if CAST[0] < FOUR_OVER_SIX_MAE:
-        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], LOWERED, HW)
+        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], LOWERED, HW)
     else:
         stored6, factor6, value6 = candidate(amax, encode, decode, 1.0, HW)
         stored4, factor4, value4 = candidate(amax, encode, decode, 1.5, HW)
@@ -86,14 +87,14 @@ def choose_columns(
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """(stored, factor, value) of the blocks of the first and of the second columns."""
-    used, encode, decode, tensor_scale = level_low
-    used2, encode2, decode2, tensor_scale2 = level_high
+    used, encode, decode, tensor_scale, _stored = level_low
+    used2, encode2, decode2, tensor_scale2, _stored2 = level_high
     if CAST[0] < FOUR_OVER_SIX_MAE:
-        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], LOWERED, HW)
+        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], LOWERED, HW)
         if CAST[5]:
             return s, f, v, s, f, v
         else:
-            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], LOWERED, HW)
+            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], CAST[9], LOWERED, HW)
             return s, f, v, s2, f2, v2
     else:
         s6, f6, v6 = candidate(amax_low, encode, decode, 1.0, HW)
@@ -214,10 +215,10 @@ def nvfp4_rows(
         store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST[8], EVEN)
     if CAST[6]:
         if col0 == 0:
-            tl.store(tensor_scale_ptr + row0 + r, level[3], mask=r < rows)
+            tl.store(tensor_scale_ptr + row0 + r, level[4], mask=r < rows)
     else:
         if (row0 == 0) & (col0 == 0):
-            tl.store(tensor_scale_ptr, level[3])
+            tl.store(tensor_scale_ptr, level[4])
 
 
 @triton.jit
@@ -320,11 +321,11 @@ def nvfp4_columns(
             store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST[8], EVEN)
     if CAST[6]:
         if row0 == 0:
-            tl.store(tensor_scale_ptr + col0 + c, level_low[3], mask=c < cols)
-            tl.store(tensor_scale_ptr + col0 + c + 1, level_high[3], mask=c + 1 < cols)
+            tl.store(tensor_scale_ptr + col0 + c, level_low[4], mask=c < cols)
+            tl.store(tensor_scale_ptr + col0 + c + 1, level_high[4], mask=c + 1 < cols)
     else:
         if (row0 == 0) & (col0 == 0):
-            tl.store(tensor_scale_ptr, level_low[3])
+            tl.store(tensor_scale_ptr, level_low[4])
 
 
 @triton.jit
@@ -383,8 +384,8 @@ def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.conste
     place = (R, C, row0, col0)
     cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, place, CAST, HOW.HW, BM, BN)
     if (row0 == 0) & (col0 == 0):
-        tl.store(row_tensor_scale, level[3])
-        tl.store(column_tensor_scale, level[3])
+        tl.store(row_tensor_scale, level[4])
+        tl.store(column_tensor_scale, level[4])
 
 
 @triton.jit

@@ -12,7 +12,8 @@ outputs and sources those of `scaled`.
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs, packed_max
+from microfloat.kernels._convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
+from microfloat.kernels._scales import unless_infinite
 from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
 from microfloat.kernels.amax import tile_axes
 from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
@@ -124,14 +125,26 @@ def leave(scratch_ptr):
 
 
 @triton.jit
-def record_two(first_bits, second_bits, first_out, second_out, scratch_ptr, PAIR: tl.constexpr):
-    """`publish_maximum` with RECORD for two maxima, each into a history of its own; the scratch of `wait_for_all`."""
+def record_two(
+    first_bits, second_bits, first_out, second_out, scratch_ptr, source_ptr, row_scale, column_scale,
+    X: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """`publish_maximum` with RECORD for two maxima, each into a history of its own; the scratch of `wait_for_all`. The
+    scale of a gradient, which is a first matrix, is written here (`scaled.record_maximum`).
+    """
     tl.atomic_max(scratch_ptr, first_bits.to(tl.int64), sem="relaxed")
     if PAIR:
         tl.atomic_max(scratch_ptr + 2, second_bits.to(tl.int64), sem="relaxed")
     if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
         tl.atomic_max(first_out.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
+        ANY: tl.constexpr = X.ROW if X.ROW is not None else X.COLUMN
+        if ANY[4]:
+            scale = unless_infinite(tl.div_rn(1.0, tl.load(source_ptr)), float_of(total), True)
+            if X.ROW is not None:
+                tl.store(row_scale, scale)
+            if X.COLUMN is not None:
+                tl.store(column_scale, scale)
         if PAIR:
             total = tl.atomic_xchg(scratch_ptr + 2, 0).to(tl.int32)
             tl.atomic_max(second_out.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
@@ -199,4 +212,6 @@ def cast_pair(
     if SOURCE != GIVEN:
         leave(scratch_ptr)
     elif RECORDS:
-        record_two(x_amax, w_amax, x_record, w_record, scratch_ptr, PAIR)
+        record_two(
+            x_amax, w_amax, x_record, w_record, scratch_ptr, x_source, x_row_scale, x_column_scale, X, PAIR
+        )  # fmt: skip

@@ -28,7 +28,14 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
-from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels._meeting import (
+    RECORD,
+    arrive,
+    offer_maximum,
+    peek,
+    publish_maximum,
+    publish_scaled_maximum,
+)
 from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
@@ -71,9 +78,9 @@ def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, POW2: tl.constexpr):
+def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, CAST: tl.constexpr):
     """(scale, factor) of rows or columns from their float32 amaxes."""
-    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, POW2)
+    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, CAST[2], CAST[4])
 
 
 @triton.jit
@@ -227,7 +234,7 @@ def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SO
         factor = tl.load(source_ptr)
         return factor, factor  # the scale is the reciprocal, which one program computes
     elif SOURCE == AMAX:
-        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2])
+        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2], ANY[4])
     else:
         return 1.0, 1.0
 
@@ -275,10 +282,10 @@ def write_tile(
     f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     if SOURCE == AXES:
         if ROW is not None:
-            scale0, f0 = axis_scale(source_ptr + row0 + r, r < rows, epsilon, MAX, ANY[2])
-            scale1, f1 = axis_scale(source_ptr + row0 + r + 1, r + 1 < rows, epsilon, MAX, ANY[2])
-            scale2, f2 = axis_scale(source_ptr + row0 + r + 2, r + 2 < rows, epsilon, MAX, ANY[2])
-            scale3, f3 = axis_scale(source_ptr + row0 + r + 3, r + 3 < rows, epsilon, MAX, ANY[2])
+            scale0, f0 = axis_scale(source_ptr + row0 + r, r < rows, epsilon, MAX, ANY)
+            scale1, f1 = axis_scale(source_ptr + row0 + r + 1, r + 1 < rows, epsilon, MAX, ANY)
+            scale2, f2 = axis_scale(source_ptr + row0 + r + 2, r + 2 < rows, epsilon, MAX, ANY)
+            scale3, f3 = axis_scale(source_ptr + row0 + r + 3, r + 3 < rows, epsilon, MAX, ANY)
             if col0 == 0:
                 tl.store(row_scale + row0 + r, scale0, mask=r < rows)
                 tl.store(row_scale + row0 + r + 1, scale1, mask=r + 1 < rows)
@@ -286,20 +293,22 @@ def write_tile(
                 tl.store(row_scale + row0 + r + 3, scale3, mask=r + 3 < rows)
         if COLUMN is not None:
             c = 2 * w
-            scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, MAX, ANY[2])
-            scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, MAX, ANY[2])
+            scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, MAX, ANY)
+            scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, MAX, ANY)
             if row0 == 0:
                 tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
     else:
         if SOURCE == TILE:
-            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2])
+            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2], ANY[4])
         else:
             scale0, f0 = given
         f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
         at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
-        if (SOURCE == TILE) | ((row0 == 0) & (col0 == 0)):
+        # Of a gradient with a given scale the last program writes it: only then is known whether all was finite.
+        FIRST: tl.constexpr = SOURCE != GIVEN or not ANY[4]
+        if FIRST and ((SOURCE == TILE) | ((row0 == 0) & (col0 == 0))):
             if SOURCE == GIVEN:
                 scale0 = tl.div_rn(1.0, f0)
             if ROW is not None:
@@ -339,12 +348,32 @@ def cast_tile(
 
 
 @triton.jit
+def record_maximum(
+    arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """The last program records the amax of all, and of a gradient it writes the scale, which depends on it."""
+    ANY: tl.constexpr = ROW if ROW is not None else COLUMN
+    if ANY[4]:
+        if ROW is None:
+            row_scale = column_scale
+        if COLUMN is None:
+            column_scale = row_scale
+        scale, programs = tl.div_rn(1.0, given[1]), tl.num_programs(0)
+        publish_scaled_maximum(arrived, programs, record_ptr, scratch_ptr, scale, row_scale, column_scale, HW)
+    else:
+        publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, RECORD, HW)
+
+
+@triton.jit
 def cast_scaled(
     x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
     seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC)`` or None."""
+    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC, GRADIENT)`` or None; those of
+    gradients (`_scales.unless_infinite`) with a GIVEN scale record.
+    """
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
@@ -373,4 +402,4 @@ def cast_scaled(
     generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
     write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
-        publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, RECORD, HW)
+        record_maximum(arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW, COLUMN, HW)

@@ -16,7 +16,7 @@ from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 __all__ = [
-    "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "Hadamard", "NamedRecipe", "Recipe",
+    "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
     "as_cast", "as_scaled_format",
 ]  # fmt: skip
 
@@ -163,6 +163,18 @@ class Cast:
         return isinstance(self.scaling, Delayed)
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether this is a `GradientCast`."""
+        return False
+
+    @functools.cached_property
+    def of_gradient(self) -> "Cast":
+        """The same cast of an output gradient, as the products of a layer run it."""
+        if self.format.scale.name == "E8M0":
+            return self
+        return GradientCast(**{entry.name: getattr(self, entry.name) for entry in fields(self)})
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether the cast draws random bytes."""
         return self.rounding == "stochastic"
@@ -179,6 +191,21 @@ class Cast:
     @property
     def _chooses_by_error(self) -> bool:
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
+
+
+@dataclass(frozen=True)
+class GradientCast(Cast):
+    """A Cast of an output gradient on its way into dgrad and wgrad: the same codes, and scales that tell of overflow.
+
+    Where the amax of a scope (tensor, row, block) is infinite, so that its elements saturate, the scale that the
+    product is handed is NaN in place of the stored one; of two levels it is the outer. dx and dw then come out
+    non-finite, which is what a GradScaler looks for. E8M0 scales do so by themselves. Source: docs/numerics.md 8.4.
+    """
+
+    @property
+    def is_gradient(self) -> bool:
+        """True."""
+        return True
 
 
 def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> ScaledFormat:

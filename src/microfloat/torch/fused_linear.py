@@ -30,6 +30,7 @@ from microfloat.torch.linear import (
     _Saver,
     _unsafe_view,
     bias_gradient,
+    of_slot,
     refuse_double_backward,
 )
 from microfloat.torch.producers import (
@@ -102,6 +103,7 @@ class _Casts:
     row: Any
     column: Any
     codes_only: bool
+    slot: str
     options: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -113,11 +115,12 @@ class _Casts:
                 codes_only = False
         streams = STREAM[slot]
         options = {"seed": call.seed, "row_stream": streams[0], "column_stream": streams[1]}
-        return _Casts(row, column, codes_only, options)
+        return _Casts(row, column, codes_only, slot, options)
 
     @property
     def both(self) -> tuple[Cast | None, Cast | None]:
-        return tuple(cast if isinstance(cast, Cast) else None for cast in (self.row, self.column))  # type: ignore[return-value]
+        casts = (self.row, self.column)
+        return tuple(of_slot(self.slot, cast) if isinstance(cast, Cast) else None for cast in casts)  # type: ignore[return-value]
 
     @property
     def delayed(self) -> Cast | None:

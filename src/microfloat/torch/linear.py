@@ -195,6 +195,11 @@ def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
+def of_slot(slot: str, cast: Cast) -> Cast:
+    """The cast as products of a layer run it: of dy, one that tells them of overflow."""
+    return cast.of_gradient if slot == "dy" else cast
+
+
 class _Unused:
     """Marks a usage whose GEMM will not run; None already means high precision."""
 
@@ -207,8 +212,7 @@ def _cast_both(
 ) -> tuple[AnyOperand | None, AnyOperand | None]:
     """Both operand forms of one tensor; high-precision forms are views of it, unused ones None."""
     refuse_batched(tensor)
-    row_cast = row if isinstance(row, Cast) else None
-    column_cast = column if isinstance(column, Cast) else None
+    row_cast, column_cast = (of_slot(slot, cast) if isinstance(cast, Cast) else None for cast in (row, column))
     row_stream, column_stream = STREAM[slot]
     quantized: tuple[Any, Any] = (None, None)
     if row_cast is not None or column_cast is not None:
@@ -226,7 +230,8 @@ def _cast_both(
             )  # fmt: skip
         else:
             if history is not None:
-                scaling.record_amax_(history, backend.amax(tensor))
+                options["amax"] = backend.amax(tensor)
+                scaling.record_amax_(history, options["amax"])
             quantized = backend.quantize_both(tensor, row_cast, column_cast, **options)
     return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
 

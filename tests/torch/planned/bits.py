@@ -1,5 +1,7 @@
 """One call: the same bits by plan and without, whatever it is given and whatever is wanted of it."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -21,6 +23,7 @@ from tests.torch.planned.setting import (
     native_on,
     recipe_of,
     results,
+    without_plans,
 )
 
 
@@ -38,6 +41,26 @@ def same_bits_by_addresses(device, name):
     # The first step starts launches with tensors, the second by addresses.
     steps = [inputs(device, (2, 16, K), seed=seed) for seed in range(2)]
     compare(device, recipe_of(name), steps, guard=by_addresses)
+
+
+def overflow(device, name):
+    """An infinity in dy: non-finite dx and dw by plan, in the elements where the general path has them."""
+    outcomes = []
+    for around in (contextlib.nullcontext, without_plans):
+        with native_on(device), block_gemms(device, []), around():
+            torch.manual_seed(5)
+            layer, (x, dy) = make(recipe_of(name), device), inputs(device)
+            steps = [dy, dy.clone(), dy]
+            steps[1][3, 5] = float("inf")
+            for step in steps:  # and nothing of it is left in the step that follows
+                x.grad = layer.weight.grad = None
+                layer(x).backward(step)
+                outcomes.append([torch.isfinite(t) for t in (x.grad, layer.weight.grad)])
+    for before, during, after in (outcomes[:3], outcomes[3:]):
+        assert all(bool(finite.all()) for finite in (*before, *after))
+        assert not during[0][3].any()
+        assert not during[1][5].any()
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[1], outcomes[4], strict=True))
 
 
 def general_path_serves_the_rest(device, what):

@@ -297,7 +297,7 @@ def _nvfp4_side(source: _Source, side: str, wanted: Wanted | None) -> dict[str, 
         out = _codes(wanted, rows, stored)
         height = 16 if wanted.cast.block[0] == 16 else 1
         scale = Output((ceil_div(rows, height), ceil_div(stored, 16)), jnp.uint8)
-    constant = (*wanted.cast.nvfp4_cast, wanted.output, aligned)
+    constant = wanted.cast.nvfp4_constant(wanted.output, aligned)
     return dict(zip(names, (out, scale, level, constant), strict=True))
 
 

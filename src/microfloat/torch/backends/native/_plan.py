@@ -115,6 +115,8 @@ class LinearPlan:
         wants = []
         for wanted, (gemm, side, stream) in zip((row, column), _USES[slot], strict=True):
             cast: Cast | None = getattr(self.recipe, gemm).casts[side]
+            if cast is not None and slot == "dy":
+                cast = cast.of_gradient
             wants.append(None if not wanted or cast is None else Want(cast, self.forms[gemm][side], side == 1, stream))
         return wants[0], wants[1]
 

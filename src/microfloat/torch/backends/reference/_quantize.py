@@ -5,7 +5,7 @@ matrix lies in memory (`_grid`). Whole-tensor and whole-row amaxes are measured 
 float32 (exact), scaled, and encoded while it is in the cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,7 +83,7 @@ def quantize_operand(
         blocks.mul_(scales.encode)
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
     two_level = cast.rule.two_level
-    tensor_scale = level.stored if level is not None and two_level is not None and two_level.tensor_scale else None
+    tensor_scale = level.handed if level is not None and two_level is not None and two_level.tensor_scale else None
     if across:
         codes, stored = codes.t(), stored.t() if stored.dim() == 2 else stored
         tensor_scale = tensor_scale.t() if tensor_scale is not None and tensor_scale.dim() == 2 else tensor_scale
@@ -161,11 +161,12 @@ def _whole_tensor_scales(
             amax = _amax_bits(x, grid.contraction if fmt.tensor_scale == "row" else None)[1].view(torch.float32)
         elif fmt.tensor_scale == "row" and grid.contraction == 0:
             amax = amax.t()
-        level = _scales.tensor_level(amax, constants)
+        level = _scales.tensor_level(amax, constants, cast.is_gradient)
     if not grid.is_per_tensor:
         return level, None
     if scale_enc is not None:
-        return level, _scales.scales_of_encode_factor(scale_enc)
+        gradient_amax = (tensor_amax(x) if amax is None else amax) if cast.is_gradient else None
+        return level, _scales.scales_of_encode_factor(scale_enc, gradient_amax)
     if constants is None and fmt.scale.name == "FP32" and amax is not None:
         return level, _scales.fp32_scales(amax, cast)
     raw, clean = _amax_bits(x)
@@ -176,7 +177,7 @@ def _scales_of_amax(raw: torch.Tensor, clean: torch.Tensor, cast: Cast, level: T
     """Block scales from the two kinds of amax bits (NaN above infinity; NaN ignored, the same tensor without NaN)."""
     constants = cast.rule.two_level
     if constants is not None and level is not None:
-        return _with_nan(_scales.two_level_scales(clean.view(torch.float32), constants, level), raw, clean)
+        return _with_nan(_scales.two_level_scales(clean.view(torch.float32), constants, level), raw, clean, cast)
     if cast.rule.thresholds is not None:
         return _scales.e8m0_scales(raw, cast)
     scales = _scales.fp32_scales(clean.view(torch.float32), cast)
@@ -195,12 +196,16 @@ def _block_scales(
     if constants is not None and constants.four_over_six is not None and level is not None:
         amax = clean.view(torch.float32)
         scales = four_over_six_scales(blocks, amax, cast.format.element, constants, level, workspace, contraction)
-        return _with_nan(scales, raw, clean)
+        return _with_nan(scales, raw, clean, cast)
     return _scales_of_amax(raw, clean, cast, level)
 
 
-def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor) -> BlockScales:
-    """E4M3 block scales: a block that contains a NaN stores the NaN scale."""
+def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor, cast: Cast) -> BlockScales:
+    """E4M3 block scales: a block that contains a NaN stores the NaN scale; so does, where there is no tensor scale to
+    tell of it, a block of a gradient with an infinity.
+    """
+    if cast.is_gradient and cast.rule.two_level is not None and not cast.rule.two_level.tensor_scale:
+        scales = replace(scales, stored=scales.stored.masked_fill(raw >= INFINITY_BITS, E4M3.nan_code))
     if raw is clean:
         return scales
     is_nan = raw > INFINITY_BITS

@@ -18,6 +18,7 @@ from microfloat.torch.backends.reference._grid import Chunk
 __all__ = [
     "FMAX", "INFINITY_BITS", "BlockScales", "TensorLevel", "block_level", "decode_bytes", "divide", "e8m0_scales",
     "encode_e4m3", "fp32_scales", "saturates", "scales_of_encode_factor", "tensor_level", "two_level_scales",
+    "unless_infinite",
 ]  # fmt: skip
 
 FMAX = 3.4028234663852886e38
@@ -79,24 +80,34 @@ def fp32_scales(amax: torch.Tensor, cast: Cast) -> BlockScales:
     factor = factor.masked_fill((amax == 0) | (amax == float("inf")), 1.0)
     if cast.rule.power_of_two:
         factor = (factor.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
-    return scales_of_encode_factor(factor)
+    return scales_of_encode_factor(factor, amax if cast.is_gradient else None)
 
 
-def scales_of_encode_factor(factor: torch.Tensor) -> BlockScales:
-    """The stored scale of a given encode factor, ``f32(1 / s)``."""
-    return BlockScales(divide(1.0, factor), factor, elements_may_be_nan=True)
+def scales_of_encode_factor(factor: torch.Tensor, gradient_amax: torch.Tensor | None = None) -> BlockScales:
+    """The stored scale of a given encode factor, ``f32(1 / s)``; of a gradient with an infinite amax NaN."""
+    stored = divide(1.0, factor)
+    if gradient_amax is not None:
+        stored = unless_infinite(stored, gradient_amax)
+    return BlockScales(stored, factor, elements_may_be_nan=True)
+
+
+def unless_infinite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The scale that a product is handed for a gradient: NaN where the amax is infinite (docs/numerics.md 8.4)."""
+    return scale.masked_fill(amax == float("inf"), float("nan"))
 
 
 @dataclass(frozen=True)
 class TensorLevel:
-    """The upper of two levels: A clamped, S = capacity / A, the stored scale A / capacity.
+    """The upper of two levels: A clamped, S = capacity / A, the scale A / capacity.
 
-    float32 (), or one per row of the operand form: [R, 1], of a matrix that is read across [1, R].
+    float32 (), or one per row of the operand form: [R, 1], of a matrix that is read across [1, R]. `handed`: the scale
+    that becomes the operand's, the same one but for gradients (`unless_infinite`).
     """
 
     amax: torch.Tensor
     encode: torch.Tensor
     stored: torch.Tensor
+    handed: torch.Tensor | None = None
 
     def window(self, chunk: Chunk, contraction: int) -> "TensorLevel":
         """The same for the rows of a chunk, shaped to meet its blocks [blocks, rows, blocks, columns]."""
@@ -106,8 +117,9 @@ class TensorLevel:
         return TensorLevel(*(part[rows][:, None, :, None] for part in (self.amax, self.encode, self.stored)))
 
 
-def tensor_level(amax: torch.Tensor, constants: TwoLevel) -> TensorLevel:
+def tensor_level(amax: torch.Tensor, constants: TwoLevel, gradient: bool = False) -> TensorLevel:
     """From the tensor's (or each row's) amax; 0 and Inf mean a tensor scale of one."""
+    measured = amax
     unscaled = (amax == 0) | (amax == float("inf"))
     amax = amax.clamp(min=constants.smallest_amax).masked_fill(unscaled, constants.capacity)
     one = torch.ones_like(amax)
@@ -115,7 +127,7 @@ def tensor_level(amax: torch.Tensor, constants: TwoLevel) -> TensorLevel:
         return TensorLevel(amax, one, one)
     encode = torch.where(unscaled, one, divide(constants.capacity, amax))
     stored = torch.where(unscaled, one, divide(amax, constants.capacity))
-    return TensorLevel(amax, encode, stored)
+    return TensorLevel(amax, encode, stored, unless_infinite(stored, measured) if gradient else stored)
 
 
 def encode_e4m3(target: torch.Tensor, smallest: float, largest: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,6 +190,8 @@ def quantize_work(
     pointers = (x, *work.inputs.others, *work.parameters)
     if plan.family == "scaled":
         sources = [source_of(plan, amax[i], scale_enc[i]) for i in range(count)]
+        if plan.cast.is_gradient and sources[0][0] == _GIVEN:  # its scale depends on what is recorded
+            record = tuple(x.new_zeros(1, dtype=torch.float32) if one is None else one for one in record)
         outputs: list = []
         for i in range(2):
             outputs += [*codes[i], scales[i][0], sources[i][1], record[i]] if i < count else [None] * 5

@@ -75,8 +75,8 @@ def nvfp4_launch(
     else:
         row_aligned, column_aligned = row_length % 2 == 0, matrix.columns % 2 == 0
     casts = (
-        (*row.nvfp4_cast, output, row_aligned) if row else None,
-        (*column.nvfp4_cast, output, column_aligned) if column else None,
+        row.nvfp4_constant(output, row_aligned) if row else None,
+        column.nvfp4_constant(output, column_aligned) if column else None,
     )
     tile_rows, tile_columns, warps, steps = tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
     constants = (*casts, steps, matrix.how(tile_rows, tile_columns))

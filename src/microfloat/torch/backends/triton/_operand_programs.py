@@ -208,9 +208,13 @@ def _block_scale(builder: Builder, part: _Part | None, tile: int) -> int:
 
 def _tensorwise(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) -> None:
     plans = _plan(parts[0]), _plan(parts[1])
-    delayed = (plans[0] or plans[1]).cast.is_delayed  # type: ignore[union-attr]
+    cast = (plans[0] or plans[1]).cast  # type: ignore[union-attr]
+    delayed = cast.is_delayed
+    record = RECORD
+    if delayed and cast.is_gradient and not records:  # the scale depends on what is recorded
+        record, records = builder.add(Room((1,), (1,), torch.float32, cleared=True)), True
     if _seed(*parts) == NOTHING and not delayed and fits_together(matrix, None):
-        _together(builder, [(matrix, parts)], records)
+        _together(builder, [(matrix, parts)], records, record)
         return
     codes, scale = [_codes(builder, part) for part in parts], _shared_scale(builder, parts)
     source = GIVEN
@@ -219,7 +223,7 @@ def _tensorwise(builder: Builder, matrix: Matrix, parts: _Parts, records: bool) 
         builder.launch(_scaled.amax_launch(matrix), SOURCE, source, WORDS)
     mode = _scaled.GIVEN if delayed else _scaled.AMAX
     launch = _scaled.cast_launch(matrix, *plans, mode, records=records, **_streams(*parts))
-    record, words = (RECORD, WORDS) if records else (NOTHING, NOTHING)
+    record, words = (record, WORDS) if records else (NOTHING, NOTHING)
     builder.launch(launch, SOURCE, *codes, scale, scale, source, NOTHING, record, words, _seed(*parts))
 
 
@@ -231,10 +235,12 @@ def _shared_scale(builder: Builder, parts: _Parts, base: int = 0) -> int:
     return scale
 
 
-def _together(builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: bool) -> None:
+def _together(
+    builder: Builder, matrices: list[tuple[Matrix, _Parts]], records: bool, first_record: int = RECORD
+) -> None:
     """One launch for one or two matrices with scales of their own, per tensor or per row."""
     positions: list[int] = []
-    places = ((SOURCE, GIVEN, RECORD), (SECOND, SECOND_GIVEN, SECOND_RECORD))
+    places = ((SOURCE, GIVEN, first_record), (SECOND, SECOND_GIVEN, SECOND_RECORD))
     mode = _mode(*matrices[0][1])
     axes, delayed = mode == _scaled.AXES, mode == _scaled.GIVEN
     for base, (source, given, record), (matrix, parts) in zip((0, 4), places, matrices, strict=False):

@@ -121,6 +121,8 @@ def quantize_scaled(
         row_scale = column_scale = torch.empty((), dtype=torch.float32, device=x.device)
         if scale_enc is not None:
             mode, source = GIVEN, scale_enc
+            if plan.cast.is_gradient and record is None:  # the scale depends on what is recorded
+                record = torch.zeros(1, dtype=torch.float32, device=x.device)
         else:
             mode, source = AMAX, (measure_amax(matrix) if amax is None else amax)
     elif plan.block == (1, None):

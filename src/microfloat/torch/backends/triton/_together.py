@@ -90,7 +90,7 @@ def values_launch(
         tiles += ceil_div(matrix.rows, rows) * ceil_div(matrix.columns, columns)
         scalars += [*counters, *matrix.sizes]
         aligned = matrix.columns % 2 == 0
-        first, second = (None if plan is None else (*plan.nvfp4_cast, VALUES, aligned) for plan in (row, column))
+        first, second = (None if plan is None else plan.nvfp4_constant(VALUES, aligned) for plan in (row, column))
         passes.append(Pass(first, second, matrix.how(rows, columns)))
         keys.append(matrix.key)
     if len(matrices) == 1:
