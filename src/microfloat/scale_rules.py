@@ -1,15 +1,20 @@
 """Scale rules as rows of numbers: how an amax becomes a stored scale (docs/numerics.md, section 2).
 
-Three families, told apart by the scale format they write. E8M0 rules differ in one mantissa threshold; FP32 rules in
-whether the encode factor is rounded to a power of two; E4M3 rules (NVFP4) in their headroom and order of operations.
+Three kinds, one for each scale format: E8M0 rules ("threshold") differ in one mantissa threshold; FP32 rules ("ratio")
+in whether the encode factor, max / amax, is rounded to a power of two; E4M3 rules ("two_level", NVFP4) in their
+headroom and order of operations. Whoever computes scales knows kinds, not names, and refuses a kind that it does not
+know.
 """
 
 from dataclasses import dataclass
 
-from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
 
-__all__ = ["SCALE_RULES", "ScaleRule", "TwoLevel", "e8m0_threshold", "resolve_scale_rule"]
+__all__ = [
+    "KINDS", "SCALE_RULES", "ScaleRule", "TwoLevel", "check_kind", "e8m0_threshold", "resolve_scale_rule",
+    "unknown_kind",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,17 @@ class TwoLevel:
     four_over_six: str | None = None
 
 
+_THRESHOLDS = ("never", "any", "even", "max")
+KINDS = ("ratio", "threshold", "two_level")
+
+
 @dataclass(frozen=True)
 class ScaleRule:
-    """One named rule: the scale format it writes, and the numbers that its family needs."""
+    """One named rule: the scale format it writes, and the numbers that its kind needs.
+
+    `kind`: how the numbers are used. None is the kind that `thresholds` or `two_level` belong to; a rule without them,
+    and without a kind, is a kind of its own, which every backend refuses until it computes it.
+    """
 
     name: str
     scale: ScaleFormat
@@ -43,6 +56,13 @@ class ScaleRule:
     power_of_two: bool = False
     thresholds: dict[str, int] | str | None = None
     two_level: TwoLevel | None = None
+    kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            threshold = isinstance(self.thresholds, dict) or self.thresholds in _THRESHOLDS
+            kind = "two_level" if self.two_level is not None else "threshold" if threshold else self.name
+            object.__setattr__(self, "kind", kind)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -67,8 +87,8 @@ def _four_over_six(error: str, bound: int) -> ScaleRule:
 SCALE_RULES = {
     rule.name: rule
     for rule in (
-        ScaleRule("amax", SCALE_FP32, "encode by f32(max / amax)"),
-        ScaleRule("amax_pow2", SCALE_FP32, "the same, encode factor rounded down to 2^k", power_of_two=True),
+        ScaleRule("amax", SCALE_FP32, "encode by f32(max / amax)", kind="ratio"),
+        ScaleRule("amax_pow2", SCALE_FP32, "the same, factor rounded down to 2^k", power_of_two=True, kind="ratio"),
         ScaleRule("floor", SCALE_E8M0, "OCP: 2^(floor(log2 amax) - emax); saturates", thresholds="never"),
         ScaleRule("ceil", SCALE_E8M0, "floor + 1 unless amax is a power of two", thresholds="any"),
         ScaleRule("even", SCALE_E8M0, "floor of amax rounded to the element's mantissa width", thresholds="even"),
@@ -95,6 +115,17 @@ SCALE_RULES = {
 }  # fmt: skip
 
 _ALIASES = {"four_over_six": "four_over_six_mae_256"}
+
+
+def check_kind(rule: ScaleRule, who: str) -> None:
+    """Raise NotSupportedError for a rule of a kind that `who`, which computes all of KINDS, does not know."""
+    if rule.kind not in KINDS:
+        raise NotSupportedError(f"{who}: got {unknown_kind(rule)}, needed one of a kind that it computes: {KINDS}.")
+
+
+def unknown_kind(rule: ScaleRule) -> str:
+    """A rule of a new kind, in words."""
+    return f"the scale rule {rule.name!r} of the kind {rule.kind!r}"
 
 
 def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:

@@ -212,7 +212,7 @@ def gradients(device, name, options=(), shape=(37, 75), dtype="float32"):
 
 
 def delayed_gradients(device):
-    """Under a given scale the amax tells of infinities, whether it is recorded or not; a finite gradient's is as ever."""
+    """Under a given scale the amax tells of infinities, whether it is recorded or not; and of nothing else."""
     cast, known = Cast("fp8_tensor_e5m2", scaling=Delayed()), torch.tensor(0.3)
     for special in (True, False):
         for shape, dtype in (((33, 50), "float32"), ((512, 256), "bfloat16")):

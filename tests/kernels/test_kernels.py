@@ -41,7 +41,8 @@ CASES = [
     # Of gradients, whose scales tell of overflow.
     *[case("gradients", name) for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128", "mxfp8", "nvfp4",
     "nvfp4_row", "nvfp4_2d")],
-    *[case("gradients", name, (), (128, 256), "bfloat16") for name in ("fp8_1x128_e5m2", "fp8_tensor_e5m2", "nvfp4_2d")],
+    *[case("gradients", name, (), (128, 256), "bfloat16") for name in ("fp8_1x128_e5m2", "fp8_tensor_e5m2",
+    "nvfp4_2d")],
     case("gradients", "nvfp4", RHT + STOCHASTIC, (48, 72), "bfloat16"),
     *[case("gradients", "nvfp4", _rule(rule), (40, 72), "bfloat16") for rule in ("one_level_e4m3", "four_over_six",
     "two_level_torchao")],

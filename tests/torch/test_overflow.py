@@ -75,7 +75,7 @@ def test_gradscaler_lowers_its_scale(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
-@pytest.mark.parametrize("name", (*WHOLE, "fp8_block"))
+@pytest.mark.parametrize("name", [*WHOLE, "fp8_block"])
 def test_compiled(name):
     layer = mf.Linear(K, N, recipe=RECIPES[name]())
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

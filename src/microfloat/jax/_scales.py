@@ -29,7 +29,7 @@ from microfloat.jax._bits import (
 )
 from microfloat.jax._tiles import spread
 from microfloat.recipes import Cast, Current
-from microfloat.scale_rules import TwoLevel, e8m0_threshold
+from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
 __all__ = ["BlockScales", "block_scales", "nan_over", "tensor_amax"]
 
@@ -82,6 +82,7 @@ def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array 
 
     Under delayed scaling `amax` is that of this tensor, if it is known: the scale does not depend on it.
     """
+    check_kind(cast.rule, "the JAX front end")
     if scale_enc is not None:
         overflowed = None if amax is None else (bits_of(amax) == INFINITY_BITS).reshape(1, 1)
         return _fp32_scales(jnp.full((1, 1), scale_enc, jnp.float32), overflowed)

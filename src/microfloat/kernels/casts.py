@@ -227,7 +227,7 @@ def kernel_cast(cast: Cast) -> KernelCast:
     fmt, element = cast.format, cast.format.element
     family, refusal = family_of(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
-    rule = e8m0_threshold(cast.rule, element) if is_e8m0 else int(cast.rule.power_of_two)
+    rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
     return KernelCast(
         cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
         cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,

@@ -2,8 +2,8 @@
 pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`_nvfp4_2d`).
 
 A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED, GRADIENT)``:
-the constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform), 16 x
-16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
+the constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform),
+16 x 16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
 (exact; the tensor scale stays outside) in the layout of the input, whether stored units are aligned, and whether the
 tensor scale is that of a gradient (`_scales.unless_infinite`). A transformed column operand has R rounded up to 16
 rows.

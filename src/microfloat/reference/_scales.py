@@ -11,7 +11,7 @@ import numpy as np
 from microfloat.formats import E4M3, decode, encode
 from microfloat.recipes import Cast, Current
 from microfloat.reference._operand import block_max, spread
-from microfloat.scale_rules import TwoLevel, e8m0_threshold
+from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
 __all__ = ["BlockScales", "block_scales", "magnitude_bits"]
 
@@ -41,6 +41,7 @@ def magnitude_bits(values: np.ndarray) -> np.ndarray:
 
 def block_scales(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None, scale_enc: np.float32 | None) -> BlockScales:
     """The scales of `x_RC` under `cast`; `amax` replaces the measured one, `scale_enc` is that of delayed scaling."""
+    check_kind(cast.rule, "the NumPy oracle")
     if scale_enc is not None:
         return _fp32_scales(np.full((1, 1), scale_enc, np.float32))
     if cast.rule.two_level is not None:

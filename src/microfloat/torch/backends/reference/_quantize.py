@@ -11,6 +11,7 @@ import torch
 
 from microfloat.formats import E4M3
 from microfloat.recipes import Cast
+from microfloat.scale_rules import check_kind
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.reference import _scales
 from microfloat.torch.backends.reference._elements import (
@@ -54,6 +55,7 @@ def quantize_operand(
 
     Codes and scales lie in memory as x does: of an x that is read across they are transposed views.
     """
+    check_kind(cast.rule, "the reference backend")
     x_RC = x_RC.detach()
     rows, length = x_RC.shape
     if cast.hadamard is not None:
