@@ -30,7 +30,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BTD).view(batch, length, 3, self.heads, dim // self.heads)
         q_BHTE, k_BHTE, v_BHTE = qkv.permute(2, 0, 3, 1, 4)
         q_BHTE, k_BHTE = rotate(q_BHTE, rotation_TE), rotate(k_BHTE, rotation_TE)
-        y_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        y_BHTE = attend(q_BHTE, k_BHTE, v_BHTE)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, dim))
 
 
@@ -101,6 +101,16 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """How many numbers are trained."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor) -> Tensor:
+    """Causal attention; the result has q's dtype."""
+    if q_BHTE.device.type != "cpu":
+        return functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+    # In float32, which torch's CPU kernel computes in little more than half of the time that it takes in bfloat16.
+    with torch.autocast("cpu", enabled=False):
+        wide = q_BHTE.float(), k_BHTE.float(), v_BHTE.float()
+        return functional.scaled_dot_product_attention(*wide, is_causal=True).type_as(q_BHTE)
 
 
 def rotation_tables(context: int, head_dim: int) -> tuple[Tensor, Tensor]:
