@@ -196,12 +196,17 @@ class Trainer(Training):
         return GPT(options.shape).parameter_count()
 
     @staticmethod
+    def use_one_core() -> None:
+        torch.set_num_threads(1)
+
+    @staticmethod
     def environment() -> dict[str, Any]:
         return {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
 
     @staticmethod
     def machine(options: Options) -> dict[str, Any]:
-        facts = {"device": str(options.device), "torch_threads": torch.get_num_threads()}
+        threads = torch.get_num_threads() if options.jobs == 1 else 1
+        facts = {"device": str(options.device), "runs_at_a_time": options.jobs, "torch_threads": threads}
         if options.device_type == "cuda":
             facts["gpu"] = torch.cuda.get_device_name(options.device)
         return report.machine(**facts)
@@ -225,7 +230,7 @@ def find_device(name: str) -> tuple[torch.device, str]:
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     """The command line, with a torch device."""
-    return gpt_options.parse_options(arguments, "train_gpt.py", find_device)
+    return gpt_options.parse_options(arguments, "train_gpt.py", find_device, divides_cores=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

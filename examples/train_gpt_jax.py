@@ -186,7 +186,7 @@ def find_device(name: str) -> tuple[jax.Device, str]:
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     """The command line, with a JAX device."""
-    return gpt_options.parse_options(arguments, "train_gpt_jax.py", find_device)
+    return gpt_options.parse_options(arguments, "train_gpt_jax.py", find_device, divides_cores=False)
 
 
 def main(arguments: list[str] | None = None) -> int:

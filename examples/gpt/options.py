@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class Options:
     folder: Path
     resume: bool
     runs: tuple[Run, ...]
+    jobs: int = 1
     initial_weights: Path | None = None
     export_weights: Path | None = None
     record: Path | None = None
@@ -102,8 +104,8 @@ class Options:
     def settings(self) -> dict:
         """What the losses depend on, for results.json and to compare a checkpoint with."""
         left_out = (
-            "shape", "device", "device_type", "folder", "resume", "checkpoint_every", "runs", "initial_weights",
-            "export_weights", "record",
+            "shape", "device", "device_type", "folder", "resume", "checkpoint_every", "runs", "jobs",
+            "initial_weights", "export_weights", "record",
         )  # fmt: skip
         plain = {name: value for name, value in vars(self).items() if name not in left_out}
         weights = {}
@@ -112,11 +114,13 @@ class Options:
         return {**plain, **vars(self.shape), "device": self.device_type, **weights}
 
 
-def parse_options(arguments: list[str] | None, program: str, find_device: Callable[[str], tuple[Any, str]]) -> Options:
-    """Parse and check the command line. Raises InvalidValueError (or ValueError) whose message names the flag.
+def parse_options(
+    arguments: list[str] | None, program: str, find_device: Callable[[str], tuple[Any, str]], *, divides_cores: bool
+) -> Options:
+    """Parse and check the command line. Raises InvalidValueError whose message names the flag.
 
     ``find_device(name)`` is the framework's: its device and "cpu" or "cuda"; for one that is not there it raises
-    `device_error`.
+    `device_error`. `divides_cores`: whether several processes of the framework can have a core of a CPU each.
     """
     given = _parser(program).parse_args(arguments)
     preset = PRESETS[given.preset]
@@ -127,6 +131,14 @@ def parse_options(arguments: list[str] | None, program: str, find_device: Callab
         value = getattr(given, name)
         return getattr(default, name) if value is None else value
 
+    runs = tuple(plan_runs(_split(given.recipe) or DEFAULT_RECIPES, _split(given.ablate)))
+    jobs = given.jobs
+    if not divides_cores or device_type != "cpu":
+        if jobs not in (None, 1):
+            raise invalid_value("--jobs", jobs, "1: here a run has the whole machine")
+        jobs = 1
+    elif jobs is None:
+        jobs = min(len(runs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     shape = Shape(**{name: choose(name, preset.shape) for name in vars(preset.shape)})
     return Options(
         preset=given.preset,
@@ -145,7 +157,8 @@ def parse_options(arguments: list[str] | None, program: str, find_device: Callab
         device_type=device_type,
         folder=Path(given.out) / (given.name or given.preset),
         resume=given.resume,
-        runs=tuple(plan_runs(_split(given.recipe) or DEFAULT_RECIPES, _split(given.ablate))),
+        runs=runs,
+        jobs=jobs,
         initial_weights=_existing("--initial-weights", given.initial_weights),
         export_weights=given.export_weights and Path(given.export_weights),
         record=given.record and Path(given.record),
@@ -194,7 +207,7 @@ def _existing(flag: str, name: str | None) -> Path | None:
 
 
 def _check_ranges(given: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "eval_windows", "checkpoint_every", "corpus_bytes"):
+    for name in ("steps", "batch", "eval_windows", "checkpoint_every", "corpus_bytes", "jobs"):
         value = getattr(given, name)
         if value is not None and value < 1:
             raise invalid_value(_flag(name), value, "a positive number")
@@ -245,6 +258,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--eval-windows", type=int, help="held-out windows that are evaluated")
     add("--corpus-bytes", type=int, default=16 * 2**20, help="read at most this much text (default: 16 MiB)")
     add("--device", default="auto", help="auto (cuda where there is one), cpu, cuda, cuda:1, ...")
+    add("--jobs", type=int, metavar="N",
+        help="train N runs at a time, each on one core of the CPU (default: as many as there are cores; on a GPU, and "
+        "in JAX, one run after the other)")  # fmt: skip
     add("--name", help="results go to runs/NAME (default: the preset's name)")
     add("--out", default="runs", help="the folder that holds NAME (default: runs)")
     add("--resume", action="store_true", help="continue what was interrupted, with the same losses bit for bit")

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from gpt import report
 from gpt.data import Corpus, CorpusError, load_corpus
 from gpt.files import check_writable
 from gpt.options import Options, Run
+from gpt.side_by_side import train_side_by_side
 from microfloat.errors import CheckpointError, MicrofloatError
 
 __all__ = ["StopRequest", "Training", "compare", "run_command"]
@@ -186,23 +187,46 @@ def compare(options: Options, console: Console, kind: type[Training]) -> int:
     with StopRequest() as stop:
         with report.make_progress(console) as progress:
             blank = {"total": options.steps, "start": False, "loss": "", "speed": ""}
-            bars = [progress.add_task(run.name, **blank) for run in options.runs]
-            for run, bar in zip(options.runs, bars, strict=True):
-                trainer = kind(run, options, corpus)
-                if files[run.name].exists():
-                    state = kind.load(files[run.name])
-                    trainer.restore(state)
-                    remark_on_environment(state["environment"], trainer, console)
-                results[run.name] = trainer.result
-                show = show_in(progress, bar, trainer)
-                if not trainer.result.finished and not trainer.train(stop, files[run.name], show):
-                    break
+            bars = {run.name: Bar(progress, progress.add_task(run.name, **blank), options) for run in options.runs}
+            if options.jobs > 1:
+                results = train_side_by_side(
+                    train_run, kind, options, files, stop, lambda name, *state: bars[name].show(*state), console.print
+                )
+            else:
+                for run in options.runs:
+                    show = bars[run.name].show
+                    results[run.name] = train_run(
+                        kind, run, options, corpus, files[run.name], stop, show, console.print
+                    )
+                    if not results[run.name].finished:
+                        break
         write_report(options, corpus, results, console, kind)
-    if stop.signal is None or trainer.result.finished:
+    if stop.signal is None or is_complete(options, results):
         return 0
     again = command_to_resume(sys.argv, options.resume)
     console.print(f"Stopped. To continue with the same losses: {again}", markup=False, soft_wrap=True)
     return 128 + stop.signal
+
+
+def train_run(
+    kind: type[Training], run: Run, options: Options, corpus: Corpus, file: Path, stop: Any,
+    show: Callable[[int, float | None], None], say: Callable[[str], None],
+) -> report.Result:  # fmt: skip
+    """Train one run to its end, from its checkpoint if there is one, or until `stop` has a signal."""
+    trainer = kind(run, options, corpus)
+    if file.exists():
+        state = kind.load(file)
+        trainer.restore(state)
+        remark_on_environment(state["environment"], trainer, say)
+    show(trainer.step, None)
+    if not trainer.result.finished:
+        trainer.train(stop, file, lambda trainer: show(trainer.step, trainer.result.train_loss[-1]))
+    return trainer.result
+
+
+def is_complete(options: Options, results: dict[str, report.Result]) -> bool:
+    """Whether every run has finished."""
+    return len(results) == len(options.runs) and all(result.finished for result in results.values())
 
 
 def check_outputs(options: Options, parameters: int) -> None:
@@ -247,13 +271,11 @@ def check_settings(state: dict, file: Path, ours: dict) -> None:
         )
 
 
-def remark_on_environment(theirs: dict, trainer: Training, console: Console) -> None:
+def remark_on_environment(theirs: dict, trainer: Training, say: Callable[[str], None]) -> None:
     """Say so when a checkpoint comes from an environment in which the losses may differ in their last bits."""
     ours = trainer.environment()
     if theirs != ours:
-        console.print(
-            f"{trainer.run.name}: the checkpoint was made under {theirs}, this is {ours}: last bits may differ."
-        )
+        say(f"{trainer.run.name}: the checkpoint was made under {theirs}, this is {ours}: last bits may differ.")
 
 
 def introduce(options: Options, corpus: Corpus, console: Console, parameters: int) -> None:
@@ -272,26 +294,30 @@ def introduce(options: Options, corpus: Corpus, console: Console, parameters: in
         console.print(f"In bf16 under every recipe: {part}.")
 
 
-def show_in(progress: Progress, bar: int, trainer: Training) -> Callable[[Training], None]:
-    """A callback that keeps one bar of the progress display up to date."""
-    progress.start_task(bar)
-    progress.update(bar, completed=trainer.step)
-    started, first = time.perf_counter(), trainer.step
-    tokens = trainer.options.batch * trainer.options.shape.context
+class Bar:
+    """One run's line of the progress display."""
 
-    def show(trainer: Training) -> None:
-        speed = (trainer.step - first) * tokens / (time.perf_counter() - started)
-        loss = trainer.result.train_loss[-1]
-        progress.update(bar, completed=trainer.step, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
+    def __init__(self, progress: Progress, task: TaskID, options: Options) -> None:
+        self._progress, self._task = progress, task
+        self._tokens = options.batch * options.shape.context
+        self._started = self._first = 0.0
 
-    return show
+    def show(self, step: int, loss: float | None) -> None:
+        """Show that `step` steps are done; without a loss, that the run begins there."""
+        if loss is None:
+            self._started, self._first = time.perf_counter(), step
+            self._progress.start_task(self._task)
+            self._progress.update(self._task, completed=step)
+            return
+        speed = (step - self._first) * self._tokens / (time.perf_counter() - self._started)
+        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
 
 
 def write_report(
     options: Options, corpus: Corpus, results: dict[str, report.Result], console: Console, kind: type[Training]
 ) -> None:
     """The table, the picture and results.json, of whatever there is so far."""
-    complete = len(results) == len(options.runs) and all(result.finished for result in results.values())
+    complete = is_complete(options, results)
     title = f"{options.preset}, {options.steps} steps" + ("" if complete else " (not finished)")
     report.write_results(
         options.folder / "results.json",

@@ -88,7 +88,7 @@ def operands_of(model: GPT, tokens_BT: jax.Array, layers: list[str]) -> dict[str
     found = {name: Found() for name in layers}
     for name in layers:
         modules[name].dot_general = nnx.data(Spy(modules[name].dot_general, found[name]))
-    gradients = nnx.grad(lambda model: model.loss(tokens_BT))(watched)
+    gradients = mnnx.grad(lambda model: model.loss(tokens_BT))(watched)
     for name in layers:
         node = gradients
         for part in name.split("."):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 SMALL = """
     --device cpu --layers 1 --dim 32 --heads 2 --hidden 32 --context 16 --batch 2
-    --eval-windows 4 --corpus-bytes 4000000 --checkpoint-every 100
+    --eval-windows 4 --corpus-bytes 4000000 --checkpoint-every 100 --jobs 1
 """
 
 

@@ -1,9 +1,12 @@
 """The command line: which runs it asks for, and what it refuses."""
 
+import os
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
+from gpt import options as gpt_options
 from gpt.options import DEFAULT_RECIPES, PRESETS, plan_runs
 from train_gpt import parse_options
 
@@ -68,6 +71,19 @@ def test_flags_override_the_preset():
     assert options.folder.as_posix() == "runs/mine"
 
 
+def test_runs_share_the_cores_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(3)), raising=False)
+    assert parse_options(["--device", "cpu"]).jobs == 3
+    assert parse_options(["--device", "cpu", "--recipe", "mxfp8"]).jobs == 2
+    assert parse_options(["--device", "cpu", "--jobs", "1"]).jobs == 1
+    where = lambda name: (name, "cuda")  # noqa: E731
+    options = gpt_options.parse_options([], "train_gpt.py", where, divides_cores=True)
+    assert options.jobs == 1
+    for kind, divides in (("cuda", True), ("cpu", False)):
+        with pytest.raises(InvalidValueError, match="--jobs: got 2, needed 1"):
+            gpt_options.parse_options(["--jobs", "2"], "x", lambda name: (name, kind), divides_cores=divides)  # noqa: B023
+
+
 def test_124m_has_124_million_parameters():
     torch = pytest.importorskip("torch")
     from gpt.model import GPT
@@ -94,6 +110,7 @@ def test_124m_has_124_million_parameters():
         ("--hidden 0", "--hidden: got 0"),
         ("--context 0", "--context: got 0"),
         ("--device meta", "--device: got 'meta'"),
+        ("--jobs 0", "--jobs: got 0, needed a positive number"),
         ("--device quantum", "--device: got 'quantum'"),
         ("--device cuda:99", "--device: got 'cuda:99'"),
         ("--name ../up", "--name: got '../up', needed a plain folder name"),

@@ -11,6 +11,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,6 +19,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import train_gpt  # noqa: E402
 from gpt.checkpointing import load_checkpoint  # noqa: E402
+from gpt.exchange import save_weights  # noqa: E402
 from gpt.training import command_to_resume  # noqa: E402
 
 from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
@@ -219,10 +221,12 @@ def test_checkpoints_are_also_written_on_the_way(tmp_path, monkeypatch):
     assert saved == [("bf16", 2), ("bf16", 4), ("bf16", 5), ("bf16", 5)]
 
 
-def test_ctrl_c_in_a_real_process(tmp_path, repository):
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_in_a_real_process(tmp_path, repository, jobs):
     """SIGINT while it trains: status 130, partial results, and a checkpoint that a Trainer continues from."""
     script = repository / "examples" / "train_gpt.py"
-    command = [sys.executable, "-W", "error", str(script), *arguments(tmp_path, "--recipe mxfp8 --steps 100000")]
+    flags = arguments(tmp_path, f"--recipe mxfp8 --steps 100000 --jobs {jobs}")
+    command = [sys.executable, "-W", "error", str(script), *flags]
     environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
     checkpoint = tmp_path / "small" / "checkpoints" / "bf16.pt"
     with subprocess.Popen(
@@ -243,6 +247,29 @@ def test_ctrl_c_in_a_real_process(tmp_path, repository):
     trainer = train_gpt.Trainer(options.runs[0], options, train_gpt.load_corpus(options.corpus_bytes))
     trainer.restore(load_checkpoint(checkpoint))
     assert trainer.step == len(results(tmp_path)["recipes"]["bf16"]["train_loss"]) > 0
+
+
+def test_runs_side_by_side_end_with_the_losses_of_runs_in_turn(tmp_path, monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert train(tmp_path / "turn", "--recipe nvfp4,delayed --steps 4 --jobs 1") == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert train(tmp_path / "beside", "--recipe nvfp4,delayed --steps 4 --jobs 2") == 0
+    for name in ("bf16", "nvfp4", "delayed"):
+        assert losses(tmp_path / "beside", name) == losses(tmp_path / "turn", name)
+    assert list(results(tmp_path / "beside")["recipes"]) == ["bf16", "nvfp4", "delayed"]
+    assert results(tmp_path / "beside")["machine"]["runs_at_a_time"] == 2
+
+
+def test_what_goes_wrong_in_a_run_side_by_side_is_one_message(tmp_path, capsys):
+    """Weights of another size, which only the process that makes the model can see."""
+    file = tmp_path / "weights.safetensors"
+    save_weights(file, {"lm_head.weight": np.zeros((2, 2), np.float32)})
+    assert train(tmp_path, f"--recipe bf16_again --steps 1 --jobs 2 --initial-weights {file}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_gpt.py: --initial-weights: got")
 
 
 # ------------------------------------------------------------------------------------------- bad input
