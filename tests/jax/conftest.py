@@ -18,7 +18,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # Read when JAX first makes its CPU client, which no test module does while it is imported.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 
-_NEED_FLAX = ("test_fp8_ops", "test_linen", "test_nnx", "test_guide")
+_NEED_FLAX = ("test_bad_input", "test_fp8_ops", "test_guide", "test_linen", "test_microbatches", "test_nnx")
 
 
 def pytest_ignore_collect(collection_path):

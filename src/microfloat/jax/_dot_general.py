@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.layout import Format
+from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from microfloat.arguments import check_choice
@@ -24,7 +26,7 @@ from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
 from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
 from microfloat.jax._random import call_seed
-from microfloat.jax.ops import check_array, check_backend, check_dtype
+from microfloat.jax.ops import check_array, check_backend, check_dtype, real_array
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
@@ -133,8 +135,11 @@ class DotGeneral:
             raise invalid_value(
                 "recipe", repr(self.recipe), "a recipe with delayed scaling", "This one needs no amaxes."
             )
+        slot = real_array("gradient_slot", gradient_slot)
+        if slot.shape != ():
+            raise invalid_value("gradient_slot", f"shape {slot.shape}", "a float32 zero of shape ()")
         frozen = lax.stop_gradient(state)
-        dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, gradient_slot))
+        dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, slot))
         y = self(
             lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type,
             state=DelayedState(frozen.x, frozen.w, dy, state.rules),
@@ -170,6 +175,8 @@ def place(y: Array, out_sharding: object) -> Array:
     """`y` with the sharding that was asked for; None leaves it alone."""
     if out_sharding is None:
         return y
+    if not isinstance(out_sharding, Sharding | PartitionSpec | Format):
+        raise invalid_type("out_sharding", type(out_sharding), "a jax.sharding.NamedSharding, a PartitionSpec or None")
     constrain = jax.sharding.reshard if _explicit.is_explicit(y) else lax.with_sharding_constraint
     return constrain(y, out_sharding)
 

@@ -153,6 +153,8 @@ def explain(
     arguments.
     """
     if not isinstance(subject, Recipe | str):
+        if isinstance(subject, type):
+            as_recipe(subject)  # type: ignore[arg-type]
         if not callable(subject):
             raise invalid_type("recipe", type(subject), "a Recipe, its name, or a function")
         return _program_dots(subject, *arguments)

@@ -14,10 +14,12 @@ from jax import Array, custom_vjp, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
+from microfloat.arguments import check_choice
 from microfloat.errors import invalid_value
 from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._collectives import like_in_variance, on_first_device, once, told_axes, varying_axes
+from microfloat.jax._fp8_arguments import as_float_dtype, as_fp8_dtype, as_numbers, as_state
 from microfloat.jax._max_grad import from_max_grad
 
 __all__ = [
@@ -104,20 +106,25 @@ def in_qdq(
     The gradient of `scale` and `amax_history` is their new value. ``mode="jvp"`` is plain fake quantization for
     users of jvp and linearize: ``x + stop_gradient(qdq(x) - x)``, and no gradient for the state.
     """
-    inp = jnp.asarray(inp)
-    if mode not in ("vjp", "jvp"):
-        raise invalid_value("mode", repr(mode), "'vjp' or 'jvp'")
+    rule, inp, scale, amax_history = _checked(compute_dtype, q_dtype, inp, scale, amax_history)
+    check_choice("mode", mode, ("vjp", "jvp"))
     if mode == "jvp":
-        fixed, new_scale, history = lax.stop_gradient((inp, jnp.asarray(scale), jnp.asarray(amax_history)))
+        fixed, new_scale, history = lax.stop_gradient((inp, scale, amax_history))
         new_scale, _ = meta.updated_state(fixed, q_dtype, new_scale, history)
         return inp + lax.stop_gradient(casts.qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
-    return in_qdq_threaded(Rule(compute_dtype, q_dtype), inp, jnp.asarray(scale), jnp.asarray(amax_history))[0]
+    return in_qdq_threaded(rule, inp, scale, amax_history)[0]
 
 
 def out_qdq(compute_dtype: DTypeLike, q_dtype: DTypeLike, out: ArrayLike, scale: Array, amax_history: Array) -> Array:
     """`out` unchanged; its gradient goes through FP8 and back. The gradient of the state is its new value."""
-    rule = Rule(compute_dtype, q_dtype)
-    return out_qdq_threaded(rule, jnp.asarray(out), jnp.asarray(scale), jnp.asarray(amax_history))[0]
+    return out_qdq_threaded(*_checked(compute_dtype, q_dtype, out, scale, amax_history))[0]
+
+
+def _checked(
+    compute_dtype: DTypeLike, q_dtype: DTypeLike, x: ArrayLike, scale: ArrayLike, history: ArrayLike
+) -> tuple[Rule, Array, Array, Array]:
+    rule = Rule(as_float_dtype("compute_dtype", compute_dtype), as_fp8_dtype("q_dtype", q_dtype))
+    return rule, as_numbers("x", x), *as_state("", scale, history)
 
 
 def _quantized_input(rule: Rule, x: Array, scale: Array, history: Array) -> tuple[Array, State]:
@@ -190,8 +197,7 @@ def in_q(
     The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Differentiating through the codes
     themselves raises InvalidValueError, where zeros would be returned otherwise.
     """
-    rule = Rule(compute_dtype, q_dtype)
-    return _in_q_checked(rule, jnp.asarray(inp), jnp.asarray(scale), jnp.asarray(amax_history))[:2]
+    return _in_q_checked(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))[:2]
 
 
 def _out_dq_primal(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> Array:

@@ -12,16 +12,16 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.errors import unknown_name
+from microfloat.errors import invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax._bits import bits_of, encode, quotient, rounded, where, widened
 from microfloat.jax._derivatives import straight_through
+from microfloat.jax._fp8_arguments import FP8_DTYPES, as_float_dtype, as_fp8_dtype, as_numbers
 from microfloat.jax._max_grad import from_max_grad, is_max_grad
 from microfloat.jax.backends import cuda
 
 __all__ = ["dequantize", "factors", "get_fp8_max", "qdq", "quantize", "scaled_by"]
 
-_FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 # The dtypes whose arithmetic is that of float32, rounded.
 _NARROW = ("float32", "bfloat16", "float16")
@@ -29,10 +29,7 @@ _NARROW = ("float32", "bfloat16", "float16")
 
 def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Array:
     """The largest finite value of an FP8 dtype, as `out_dtype`; InvalidValueError for other dtypes."""
-    dtype = jnp.dtype(fp8_dtype)
-    if dtype.name not in _FP8_DTYPES:
-        raise unknown_name("fp8_dtype", dtype.name, _FP8_DTYPES)
-    return jnp.finfo(dtype).max.astype(out_dtype)
+    return jnp.finfo(as_fp8_dtype("fp8_dtype", fp8_dtype)).max.astype(out_dtype)
 
 
 def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
@@ -41,7 +38,7 @@ def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: 
     The scale is rounded to `compute_dtype` first; the quotient is one of ``promote(x.dtype, compute_dtype)``.
     Infinities saturate, NaN stays. Tangents are of the FP8 dtype, so gradients through the codes are of little use.
     """
-    x, scale, compute = _operands(x, scale, compute_dtype)
+    x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = _checked(q_dtype)
     return straight_through(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
 
@@ -60,7 +57,7 @@ def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DType
 
     Gradients go straight through the rounding, and are zero where x is clipped.
     """
-    x, scale, compute = _operands(x, scale, compute_dtype)
+    x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = _checked(q_dtype)
     codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
     straight = straight_through(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
@@ -86,14 +83,15 @@ def scaled_by(values: Array, scale: Array, other: Array) -> Array:
 
 
 def _checked(q_dtype: DTypeLike) -> np.dtype:
-    get_fp8_max(q_dtype, jnp.float32)
-    return jnp.dtype(q_dtype)
+    return as_fp8_dtype("q_dtype", q_dtype)
 
 
 def _operands(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> tuple[Array, Array, np.dtype]:
     """Float arrays; a scale of one element without axes, so that it meets an x of any rank, a larger one as it is."""
-    dtype, scale = jnp.dtype(dtype), jnp.asarray(scale)
-    arrays = [jnp.asarray(x), from_max_grad(scale) if is_max_grad(scale) else scale]
+    dtype, scale = as_float_dtype("dtype", dtype), as_numbers("scale", scale)
+    if not scale.size:
+        raise invalid_value("scale", f"shape {scale.shape}", "one number, or one per axis that it is to scale")
+    arrays = [as_numbers("x", x, narrow=True), from_max_grad(scale) if is_max_grad(scale) else scale]
     x, scale = (
         array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.promote_types(array.dtype, dtype))
         for array in arrays
@@ -102,13 +100,13 @@ def _operands(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> tuple[Array, 
 
 
 def _is_narrow(*dtypes: np.dtype) -> bool:
-    return all(dtype.name in (*_NARROW, *_FP8_DTYPES) for dtype in dtypes)
+    return all(dtype.name in (*_NARROW, *FP8_DTYPES) for dtype in dtypes)
 
 
 def _rounded(values: Array, dtype: np.dtype) -> Array:
     """Float values as float32, each a number of `dtype`, as those of FP8 are."""
     wide = widened(values)
-    return wide if values.dtype.name in _FP8_DTYPES else widened(wide.astype(dtype))
+    return wide if values.dtype.name in FP8_DTYPES else widened(wide.astype(dtype))
 
 
 def _scaled(values: Array, scale: Array, dtype: np.dtype) -> Array:

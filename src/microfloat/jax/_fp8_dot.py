@@ -9,13 +9,13 @@ import numpy as np
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.errors import invalid_value
 from microfloat.jax import _fp8_casts as casts
 from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._bits import quotient, widened
 from microfloat.jax._collectives import sum_to_type_of
 from microfloat.jax._derivatives import straight_through
-from microfloat.jax._dimensions import DimensionNumbers
+from microfloat.jax._dimensions import DimensionNumbers, canonical_dimensions
+from microfloat.jax._fp8_arguments import as_float_dtype, as_numbers, as_state
 from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded
 
 __all__ = [
@@ -210,9 +210,11 @@ def quantized_dot(
     Gradients go to the unquantized `lhs` and `rhs`: the output gradient is quantized to e5m2 with its delayed
     scale, then dotted with the other operand's codes. The gradient of the out_grad state is its new value.
     """
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
     accumulator = lhs.dtype if preferred_element_type is None else preferred_element_type
     rule = DotRule(_static_dimensions(dimension_numbers), accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
-    state = (jnp.asarray(out_grad_scale), jnp.asarray(out_grad_amax_history))
+    state = as_state("out_grad_", out_grad_scale, out_grad_amax_history)
     scales = (jnp.asarray(lhs_scale), jnp.asarray(rhs_scale))
     return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)[0]
 
@@ -263,20 +265,17 @@ def fp8_scaled_dot_general(
     histories are their new values.
     """
     del precision
-    out = quantize_compute_type if preferred_element_type is None else preferred_element_type
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+    wanted = quantize_compute_type if preferred_element_type is None else preferred_element_type
+    out = as_float_dtype("preferred_element_type", wanted)
     options = DotOptions(dimension_numbers, quantize_compute_type, out)
     states = {
         "lhs": (lhs_scale, lhs_amax_history), "rhs": (rhs_scale, rhs_amax_history),
         "grad": (grad_scale, grad_amax_history),
     }  # fmt: skip
-    for name, pair in states.items():
-        for kind, leaf in zip(("scale", "amax_history"), pair, strict=True):
-            if leaf is None:
-                raise invalid_value(
-                    f"{name}_{kind}", "None", "float32 state", "The first scale is ones(1), the first history zeros(L)."
-                )
-    arrays = tuple(tuple(jnp.asarray(leaf) for leaf in pair) for pair in states.values())
-    return scaled_dot_threaded(options, jnp.asarray(lhs), jnp.asarray(rhs), arrays)[0]  # type: ignore[arg-type]
+    checked = tuple(as_state(f"{name}_", *pair) for name, pair in states.items())
+    return scaled_dot_threaded(options, lhs, rhs, checked)[0]  # type: ignore[arg-type]
 
 
 @partial(custom_jvp, nondiff_argnums=(2, 3, 4))

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.jax._bits import divide, widened
 from microfloat.jax._collectives import max_over, sharding_axes, varying_axes
+from microfloat.jax._fp8_arguments import as_numbers
 from microfloat.jax._fp8_casts import get_fp8_max, qdq
 from microfloat.jax._max_grad import from_max_grad
 
@@ -28,7 +29,7 @@ def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin:
     Two reciprocals, as existing checkpoints have them. Never below 2^-126; a subnormal amax counts as zero; a
     stored scale that is not positive and finite counts as 1.
     """
-    amax, scale = jnp.asarray(amax), jnp.asarray(scale)
+    amax, scale, fp8_max = as_numbers("amax", amax), as_numbers("scale", scale), as_numbers("fp8_max", fp8_max)
     scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
     usable = (amax >= _SMALLEST) & jnp.isfinite(amax)
     encode = _quotient(_quotient(fp8_max, jnp.where(usable, amax, jnp.ones_like(amax))), 2.0**margin)

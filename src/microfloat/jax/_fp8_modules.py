@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from microfloat.errors import invalid_type
 from microfloat.jax._dimensions import DimensionNumbers, canonical_dimensions, parse_einsum
 from microfloat.jax._flax_state import STATE_NAMES, StateModule
+from microfloat.jax._fp8_arguments import as_numbers
 from microfloat.jax._fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
 from microfloat.jax._fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
 
@@ -131,13 +132,10 @@ class Fp8Einsum(Fp8DotGeneralBase):
 
 def _operands(lhs: ArrayLike, rhs: ArrayLike) -> tuple[Array, Array]:
     """Both operands in rhs's dtype, the dtype to compute in: a float dtype of 16 bits or more."""
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    for name, dtype in (("rhs", rhs.dtype), ("lhs", lhs.dtype)):
-        narrow = str(dtype).startswith(("float8", "float6_", "float4"))
-        if narrow or (name == "rhs" and not jnp.issubdtype(dtype, jnp.floating)):
-            raise invalid_type(
-                name, dtype, "float32, bfloat16, float16 or float64", f"The op quantizes; convert {name} with .astype."
-            )
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    if not jnp.issubdtype(rhs.dtype, jnp.floating):
+        remedy = "The op quantizes; convert rhs with .astype."
+        raise invalid_type("rhs", rhs.dtype, "float32, bfloat16, float16 or float64", remedy)
     return lhs.astype(rhs.dtype), rhs
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from microfloat.errors import invalid_type
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax._fp8_meta import compute_scale
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
@@ -45,6 +45,8 @@ def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
 def reset_state(collection: Any) -> Any:
     """Scales of one and histories of zero, in the shapes of `collection`."""
 
+    _check_collection("collection", collection)
+
     def fresh(path: tuple, leaf: Array) -> Array:
         name = str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
         return jnp.ones_like(leaf) if name.endswith(_SCALE) else jnp.zeros_like(leaf)
@@ -54,9 +56,16 @@ def reset_state(collection: Any) -> Any:
 
 def merge_state(old: Any, gradients: Iterable[Any]) -> Any:
     """N microbatches as one step: the state after `old`, with the largest amax of all gradients, rolled once."""
+    _check_collection("old", old)
+    if isinstance(gradients, Mapping | jax.Array | np.ndarray | str) or not isinstance(gradients, Iterable):
+        raise invalid_type(
+            "gradients", type(gradients), "a list of gradients with respect to `old`, one per microbatch"
+        )
     gradients = list(gradients)
     if not gradients:
         return old
+    for gradient in gradients:
+        _check_same("gradients", old, gradient)
 
     def largest(*leaves: Array) -> Array:
         return jnp.max(jnp.stack([from_max_grad(leaf) for leaf in leaves]), axis=0)
@@ -66,13 +75,32 @@ def merge_state(old: Any, gradients: Iterable[Any]) -> Any:
 
 def next_state(old: Any, gradient: Any) -> Any:
     """The consumer rule over a whole collection; leaves that are no scale or history take their gradient as it is."""
-    if not isinstance(old, Mapping):
-        return gradient
+    _check_collection("old", old)
+    _check_same("gradient", old, gradient)
+    return _next(old, gradient)
+
+
+def _check_collection(argument: str, collection: Any) -> None:
+    if not isinstance(collection, Mapping):
+        raise invalid_type(argument, type(collection), "a state collection: a mapping, as model.init returns it")
+
+
+def _check_same(argument: str, old: Any, gradient: Any) -> None:
+    """InvalidTypeError or InvalidValueError for a gradient that is none with respect to `old`."""
+    _check_collection(argument, gradient)
+    if missing := [name for name in old if name not in gradient]:
+        raise invalid_value(argument, f"a mapping without {missing}", "the gradient with respect to `old`")
+    for name, value in old.items():
+        if isinstance(value, Mapping):
+            _check_same(argument, value, gradient[name])
+
+
+def _next(old: Mapping[str, Any], gradient: Mapping[str, Any]) -> Any:
     result = {}
     for name, value in old.items():
         history = f"{name.removesuffix(_SCALE)}{_HISTORY}"
         if isinstance(value, Mapping):
-            result[name] = next_state(value, gradient[name])
+            result[name] = _next(value, gradient[name])
         elif name.endswith(_SCALE) and history in old:
             pair = _next_pair((value, old[history]), (gradient[name], gradient[history]))
             result[name], result[history] = pair

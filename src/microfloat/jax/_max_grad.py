@@ -121,7 +121,7 @@ fm32 = fp32_max_grad
 
 def is_max_grad(x: Array) -> bool:
     """Whether `x` is of the extended dtype (ours, or another library's of the same name and meaning)."""
-    return getattr(x.dtype, "name", "") == "fp8_meta32"
+    return getattr(getattr(x, "dtype", None), "name", "") == "fp8_meta32"
 
 
 def from_max_grad(x: Array) -> Array:

@@ -55,6 +55,9 @@ class DotGeneral(nnx.Module):
     ) -> None:
         self.op = dots.dot_general(recipe, **options)
         recipe = self.op.recipe
+        if not isinstance(stacked, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in stacked):
+            raise invalid_type("stacked", repr(stacked), "a tuple of sizes: the leading axes of stacked variables")
+        stacked = tuple(stacked)
         self.sr_rng: Any = nnx.data(None)
         if rngs is not None and not isinstance(rngs, nnx.Rngs):
             raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")

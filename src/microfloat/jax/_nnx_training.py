@@ -1,7 +1,7 @@
 """Training nnx models with delayed scaling: gradients that include the state, and the optimizer that advances it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from microfloat.errors import invalid_value
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._max_grad import fp32_max_grad
 from microfloat.jax._microbatches import chosen, has_stepped, larger, step_counts
@@ -52,9 +52,11 @@ def grad(
 def _differentiated(
     transform: Callable, f: Callable, argnums: int | Sequence[int], wrt: Any, **options: Any
 ) -> Callable:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(isinstance(number, int) for number in numbers):
-        raise invalid_value("argnums", argnums, "an int or a sequence of ints", "Give the filter as wrt=.")
+    if not callable(f):
+        raise invalid_type("f", type(f), "a function of the model")
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+        raise invalid_value("argnums", repr(argnums), "an int or a tuple of ints", "Give the filter as wrt=.")
     states = tuple(nnx.DiffState(number, (wrt, ScaleState)) for number in numbers)
 
     def accumulating(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +94,10 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param, **options: Any) -> None:
+        if not isinstance(model, nnx.Module):
+            raise invalid_type("model", type(model), "an nnx.Module")
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
         super().__init__(model, tx, wrt=wrt, **options)
         # Variable names of the delayed ops -> the largest gradients since the last step.
         self.collected = nnx.data({})
@@ -102,6 +108,11 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """One step; `grads` comes from `value_and_grad` or `grad` of this module."""
+        if not isinstance(model, nnx.Module):
+            raise invalid_type("model", type(model), "the nnx.Module that is trained")
+        if not isinstance(grads, Mapping) or not grads:
+            got = type(grads) if not isinstance(grads, Mapping) else "no gradient"
+            raise invalid_type("grads", got, "what value_and_grad or grad of this module returned")
         before = [value_of(count) for count in step_counts(self.opt_state)]
         updates = super().update(model, grads, **kwargs)
         stepped = has_stepped(before, [value_of(count) for count in step_counts(self.opt_state)]) if before else None

@@ -1,5 +1,6 @@
 """A QuantizedArray from parts that exist already: what fits what (docs/numerics.md 7.1)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -32,9 +33,16 @@ def checked_parts(
     fmt = as_scaled_format(format)
     wide = check_dtype("dtype", dtype)
     stored = _stored_codes(codes, fmt)
+    if hadamard is not None and not isinstance(hadamard, Hadamard):
+        raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
     if shape is None:
         shape = (*stored.shape[:-1], stored.shape[-1] * fmt.element.codes_per_byte)
-        shape = shape[::-1] if axis == -2 and len(shape) == 2 else shape
+        shape = shape[::-1] if normalize_axis(axis, len(shape)) == -2 else shape
+    if not isinstance(shape, tuple | list) or any(
+        isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0 for size in shape
+    ):
+        got = type(shape) if not isinstance(shape, tuple | list) else repr(shape)
+        raise invalid_type("shape", got, "a tuple of sizes, such as (4, 32)")
     shape = tuple(int(size) for size in shape)
     axis = normalize_axis(axis, len(shape))
     cols = shape[axis] if shape else 1
@@ -69,7 +77,7 @@ def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
 
 
 def _part(argument: str, value: ArrayLike, dtype: DTypeLike) -> Array:
-    given = getattr(value, "dtype", None)
+    given = getattr(value, "dtype", None) if isinstance(value, jax.Array | np.ndarray | np.generic) else None
     if given is None or given != jnp.dtype(dtype):
         raise invalid_type(argument, given or type(value), f"an array of {jnp.dtype(dtype)}", "View its bytes so.")
     return jnp.asarray(value)

@@ -197,6 +197,7 @@ class TrainState(train_state.TrainState):
     @classmethod
     def create(cls, *, apply_fn: Callable, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
         """A state at step 0; `apply_fn` is usually ``model.apply``."""
+        _check_transformation(tx)
         state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
         if not _has_state(params):
             return state
@@ -237,12 +238,22 @@ def _replaced(variables: Mapping[str, Any], new: dict[str, Any]) -> Any:
     return flax_core.freeze(merged) if isinstance(variables, flax_core.FrozenDict) else merged
 
 
-def _accumulating(apply_fn: Callable) -> Callable:
+def _accumulating(apply_fn: Callable | None) -> Callable | None:
+    if apply_fn is None:  # a state that is only saved and restored
+        return None
+    if not callable(apply_fn):
+        raise invalid_type("apply_fn", type(apply_fn), "a function such as model.apply")
+
     @functools.wraps(apply_fn)
     def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
         return apply_fn(max_accumulate(variables) if _has_state(variables) else variables, *args, **kwargs)
 
     return apply
+
+
+def _check_transformation(tx: object) -> None:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
 
 
 def overwrite_with_gradient(tx: Any) -> Any:
@@ -253,8 +264,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
     inside of one it would get an average, which is NotSupportedError.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
+    _check_transformation(tx)
 
     def split(tree: Any) -> tuple[dict[str, Any], Any]:
         if not isinstance(tree, Mapping):

@@ -224,7 +224,8 @@ def _operand(
     array = check_array(argument, value)
     if array.ndim == 0:
         raise invalid_value(argument, "a 0-d array", "a matrix [R, C] in operand form", "Reshape it first.")
-    return array.reshape(-1, array.shape[-1]), None, array.dtype, array.shape[:-1] or (1,)
+    rows = int(np.prod(array.shape[:-1], dtype=np.int64))
+    return array.reshape(rows, array.shape[-1]), None, array.dtype, array.shape[:-1] or (1,)
 
 
 def _check_pair(
@@ -283,10 +284,12 @@ def check_array(argument: str, x: object) -> Array:
 
 def check_dtype(argument: str, dtype: object) -> np.dtype:
     """float32, bfloat16 or float16 as a dtype; InvalidTypeError for anything else."""
+    is_dtype = isinstance(dtype, str | type | np.dtype) or (callable(dtype) and hasattr(dtype, "dtype"))
     try:
-        found = jnp.dtype(dtype)  # type: ignore[arg-type]
+        found = jnp.dtype(dtype if is_dtype else "none")  # type: ignore[arg-type]
     except TypeError:
-        raise invalid_type(argument, repr(dtype), "float32, bfloat16 or float16") from None
+        got = repr(dtype) if isinstance(dtype, str) else type(dtype)
+        raise invalid_type(argument, got, "float32, bfloat16 or float16") from None
     if found not in WIDE_DTYPES:
         raise invalid_type(argument, found, "float32, bfloat16 or float16")
     return found
@@ -314,10 +317,7 @@ def normalize_axis(axis: object, ndim: int) -> int:
 
 def check_backend(backend: object) -> str:
     """ "auto", "reference" or "native"."""
-    from microfloat.errors import unknown_name
-
-    if backend not in ("auto", "reference", "native"):
-        raise unknown_name("backend", backend, ["auto", "reference", "native"])
+    check_choice("backend", backend, ("auto", "reference", "native"))
     return str(backend)
 
 
@@ -385,7 +385,8 @@ def real_array(argument: str, value: ArrayLike) -> Array:
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
         return jnp.asarray(as_float(argument, value), jnp.float32)
     dtype = getattr(value, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise invalid_type(argument, dtype or type(value), "a float32 number or array")
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or not jnp.issubdtype(dtype, jnp.floating):
+        raise invalid_type(argument, dtype if is_array else type(value), "a float32 number or array")
     array = jnp.asarray(value)
     return widened(array) if array.dtype.itemsize <= 4 else array.astype(jnp.float32)

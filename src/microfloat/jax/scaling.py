@@ -170,15 +170,19 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
 
 
 def _one_amax(tensor: str, amax: object) -> Array:
-    if amax is None or isinstance(amax, str) or np.size(amax) != 1:  # type: ignore[arg-type]
-        raise invalid_value(f"amaxes[{tensor!r}]", f"shape {np.shape(amax)}", "one float32")  # type: ignore[arg-type]
-    return jnp.asarray(amax, jnp.float32).reshape(())  # type: ignore[arg-type]
+    from microfloat.jax.ops import real_array
+
+    array = real_array(f"amaxes[{tensor!r}]", amax)  # type: ignore[arg-type]
+    if array.size != 1:
+        raise invalid_value(f"amaxes[{tensor!r}]", f"shape {array.shape}", "one float32")
+    return array.reshape(())
 
 
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
     """N microbatches as one step: one roll, and the largest amax. `gradients` are those with respect to `old`."""
     _check_state("old", old)
-    if isinstance(gradients, DelayedState) or not isinstance(gradients, Iterable):
+    is_one = isinstance(gradients, DelayedState | Mapping | jax.Array | np.ndarray | str)
+    if is_one or not isinstance(gradients, Iterable):
         raise invalid_type("gradients", type(gradients), "a list of DelayedStates, one per microbatch")
     gradients = list(gradients)
     if not gradients:

@@ -72,7 +72,7 @@ def check_exclude(exclude: object) -> tuple[str, ...]:
         remedy = f"Write exclude=({exclude!r},)."
     elif callable(exclude):
         remedy = "A function goes to filter=."
-    elif isinstance(exclude, Iterable):
+    elif isinstance(exclude, Iterable) and getattr(exclude, "ndim", 1):
         patterns = tuple(exclude)
         wrong = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
         if wrong is None:
