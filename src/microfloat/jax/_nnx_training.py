@@ -54,8 +54,8 @@ def _differentiated(
 ) -> Callable:
     if not callable(f):
         raise invalid_type("f", type(f), "a function of the model")
-    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+    numbers = [argnums] if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, tuple | list) or not numbers or not all(type(number) is int for number in numbers):
         raise invalid_value("argnums", repr(argnums), "an int or a tuple of ints", "Give the filter as wrt=.")
     states = tuple(nnx.DiffState(number, (wrt, ScaleState)) for number in numbers)
 

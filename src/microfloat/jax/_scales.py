@@ -157,7 +157,8 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     encode_factor = where(unscaled, one, divide(capacity, clamped))
     stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
-    return _TensorLevel(*lax.optimization_barrier((amax, encode_factor, stored)), overflowed)
+    amax, encode_factor, stored = lax.optimization_barrier((amax, encode_factor, stored))
+    return _TensorLevel(amax, encode_factor, stored, overflowed)
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:

@@ -384,9 +384,8 @@ def real_array(argument: str, value: ArrayLike) -> Array:
     """A real number, or a floating-point array, as float32."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
         return jnp.asarray(as_float(argument, value), jnp.float32)
-    dtype = getattr(value, "dtype", None)
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or not jnp.issubdtype(dtype, jnp.floating):
-        raise invalid_type(argument, dtype if is_array else type(value), "a float32 number or array")
+    if not isinstance(value, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(value.dtype, jnp.floating):
+        got = getattr(value, "dtype", None) or type(value)
+        raise invalid_type(argument, got, "a float32 number or array")
     array = jnp.asarray(value)
     return widened(array) if array.dtype.itemsize <= 4 else array.astype(jnp.float32)
