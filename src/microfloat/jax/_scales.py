@@ -157,8 +157,8 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     encode_factor = where(unscaled, one, divide(capacity, clamped))
     stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
-    amax, encode_factor, stored = lax.optimization_barrier((amax, encode_factor, stored))
-    return _TensorLevel(amax, encode_factor, stored, overflowed)
+    kept = lax.optimization_barrier((amax, encode_factor, stored))
+    return _TensorLevel(kept[0], kept[1], kept[2], overflowed)
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
