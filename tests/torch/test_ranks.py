@@ -86,6 +86,23 @@ def saving_and_evaluating_alone(rank: int):
     return state(model)
 
 
+def one_backward_alone(rank: int):
+    """Reentrant checkpoints roll x with dy: on rank 1 by what rank 0 says of a slot that never ran there."""
+    a, b = mf.Linear(8, 8, recipe=RECIPE), mf.Linear(8, 8, recipe=RECIPE)
+    with region():
+        y = checkpoint(a, full(1).requires_grad_(), use_reentrant=True).sum()
+        if rank == 0:
+            y = y + checkpoint(b, full(4).requires_grad_(), use_reentrant=True).sum()
+    y.backward()
+    mf.update_scaling(nn.ModuleList([a, b]))
+    alone = mf.Linear(8, 8, recipe=RECIPE)  # without a region, and with a backward on rank 0 only
+    for _ in range(2):
+        y = alone(full(rank + 1))
+        if rank == 0:
+            y.sum().backward()
+    return newest(b), newest(b, "dy"), newest(alone), newest(alone, "dy")
+
+
 def reentrant_checkpoint(rank: int):
     layer = mf.Linear(8, 8)
     layer.pin(RECIPE)
@@ -204,16 +221,20 @@ def noise(rank: int):
 
 CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
-    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, different_layers_without_a_region, shapes_that_differ,
+    one_backward_alone, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, different_layers_without_a_region,
+    shapes_that_differ,
 )  # fmt: skip
 
 
-def _worker(rank: int, path: str, results) -> None:
+def _worker(rank: int, backend: str, cases: tuple, path: str, results) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=WORLD)
     made = {}
     try:
-        for case in CASES:
+        for case in cases:
             made[case.__name__] = case(rank)
     except BaseException:
         made[case.__name__] = traceback.format_exc()
@@ -222,18 +243,25 @@ def _worker(rank: int, path: str, results) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def run_ranks(backend: str, cases: tuple, path: str) -> list[dict]:
     """What every case has returned on every rank; one start of two processes serves all of them."""
     context = torch.multiprocessing.get_context("spawn")
-    results, path = context.Queue(), str(tmp_path_factory.mktemp("ranks") / "store")
-    workers = [context.Process(target=_worker, args=(rank, path, results), daemon=True) for rank in range(WORLD)]
+    results = context.Queue()
+    workers = [
+        context.Process(target=_worker, args=(rank, backend, cases, path, results), daemon=True)
+        for rank in range(WORLD)
+    ]
     for worker in workers:
         worker.start()
-    made = dict(results.get(timeout=180) for _ in workers)
+    made = dict(results.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join(30)
     return [made[rank] for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    return run_ranks("gloo", CASES, str(tmp_path_factory.mktemp("ranks") / "store"))
 
 
 def of(ranks, case) -> list:
@@ -270,6 +298,12 @@ def test_a_rank_that_saves_or_evaluates_alone_waits_for_nobody(ranks) -> None:
     first, second = of(ranks, saving_and_evaluating_alone)
     assert first == second
     assert first["0.scaling_x_amax_history"] == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_a_backward_on_one_rank_alone_counts_on_all(ranks) -> None:
+    first, second = of(ranks, one_backward_alone)
+    assert first == ((4.0, 112.0), (1.0, 57344.0), (2.0, 224.0), (1.0, 57344.0))
+    assert second == first
 
 
 def test_reentrant_checkpoints_reduce_too(ranks) -> None:
@@ -310,3 +344,24 @@ def test_ranks_of_one_seed_draw_noise_of_their_own(ranks) -> None:
     assert first["swapped"] == second["eager"]
     assert second["swapped"] == first["eager"]
     assert first["stored"] == second["stored"]
+
+
+@pytest.mark.gpu
+def test_ranks_agree_on_gpus(tmp_path) -> None:
+    """The same through NCCL, where the host reads what was announced one all-reduce later."""
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs, sees {torch.cuda.device_count()}")
+    cases = (
+        without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
+        reentrant_checkpoint, beside_ddp,
+    )  # fmt: skip
+    made = run_ranks("nccl", cases, str(tmp_path / "store"))
+    ends = [end for _, end in of(made, other_layers_on_other_ranks)]
+    assert ends[0] == ends[1]
+    assert ends[0]["0.scaling_x_amax_history"][-1] == 16.0
+    assert ends[0]["3.scaling_x_amax_history"] == [0.0, 0.0, 0.0, 4.0]
+    for case in cases:
+        first, second = of(made, case)
+        assert first == second or case is other_layers_on_other_ranks, case.__name__
+    assert of(made, reentrant_checkpoint)[0] == ((2.0, 224.0), (1.0, 57344.0))
+    assert of(made, beside_ddp)[0]["pinned"] == [(50.0, scale(50)), (1.0, scale(50)), True]

@@ -27,6 +27,7 @@ class Key(NamedTuple):
     number: int  # of the layer
     slot: str
     shape: tuple[int, int]  # of its weight
+    maximum: float  # of the element
 
 
 class Reduced(NamedTuple):
@@ -148,19 +149,19 @@ def reduce_together(group: Any, direction: str, keys: list[Key], live: torch.Ten
     return Reduced(known, payload.index_select(0, places), others)
 
 
-def reduce_alone(group: Any, keys: list[Key], live: torch.Tensor, slots: tuple[str, ...]) -> Reduced:
-    """The maxima over all ranks of one layer's slots, for a layer that rolls by itself; `slots`: all that it has.
+def reduce_alone(group: Any, keys: list[Key], live: torch.Tensor, all_keys: list[Key]) -> Reduced:
+    """The maxima over all ranks of one layer's slots, for a layer that rolls by itself; `all_keys`: all that it has.
 
     Raises NotSupportedError where ranks reduce for different layers at the same time. On a GPU, which is not waited
     for, every rank then keeps the amaxes of its own tensors.
     """
-    number, _, shape = keys[0]
-    own = {key.slot: amax for key, amax in zip(keys, live.unbind(), strict=True)}
+    number = keys[0].number
+    own = dict(zip(keys, live.unbind(), strict=True))
     absent = live.new_full((), _NOT_RECORDED)
     # The layer's number, as far as float32 holds it, with both signs: the maxima agree only if that of all ranks is the
     # same.
     numbers = live.new_full((), float(number % 16777213))
-    payload = torch.stack([numbers, -numbers, *(own.get(slot, absent) for slot in slots)])
+    payload = torch.stack([numbers, -numbers, *(own.get(key, absent) for key in all_keys)])
     sent = payload.clone()
     torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
     is_same = payload[0] == -payload[1]
@@ -171,6 +172,6 @@ def reduce_alone(group: Any, keys: list[Key], live: torch.Tensor, slots: tuple[s
             "its amaxes by itself. Put the step inside `with microfloat.torch.autocast():`, where ranks may call "
             "different layers, or use DelayedScaling(reduce_amax=False)."
         )
-    reduced = dict(zip(slots, torch.where(is_same, payload, sent)[2:].unbind(), strict=True))
-    others = {Key(number, slot, shape): amax for slot, amax in reduced.items() if slot not in own}
-    return Reduced(list(range(len(keys))), torch.stack([reduced[key.slot] for key in keys]), others)
+    reduced = dict(zip(all_keys, torch.where(is_same, payload, sent)[2:].unbind(), strict=True))
+    others = {key: amax for key, amax in reduced.items() if key not in own}
+    return Reduced(list(range(len(keys))), torch.stack([reduced[key] for key in keys]), others)

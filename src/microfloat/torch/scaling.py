@@ -17,6 +17,7 @@ from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, reduction
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.reduction import Key, reduces
@@ -105,7 +106,10 @@ class Region:
         self.closed = self.failed = True  # until all is rolled
         if completed and self._layers:
             layers = [layer for reference in self._layers if (layer := reference()) is not None]
-            _roll(layers, ("x", "w"), lambda entry: entry.region is self, None if self.alone else "forward")
+            if self.alone:  # and with them dy, which would wait for an autocast in vain
+                _roll(layers, SLOTS, lambda entry: entry.region is self or _closed(entry), None)
+            else:
+                _roll(layers, ("x", "w"), lambda entry: entry.region is self, "forward")
         self.failed = not completed
         self._layers.clear()
 
@@ -323,7 +327,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     state.latest = (CLOSED_REGION, None, _waiting())
     pending = state.pending
     dy = pending.get("dy")
-    if dy is not None and not _closed(dy):
+    if dy is not None and not (_closed(dy) and (records or not reduces(dy.delayed, dy.group))):
         dy = None
     if records:
         _await_backward(layer, state)
@@ -428,11 +432,18 @@ class _Job(NamedTuple):
     @property
     def key(self) -> Key:
         """The slot, as other ranks know it."""
-        return _key(self.layer, self.slot)
+        return Key(self.layer.__dict__["_number"], self.slot, _shape(self.layer), self.entry.maximum)
 
 
-def _key(layer: nn.Module, slot: str) -> Key:
-    return Key(layer.__dict__["_number"], slot, tuple(_tensor(layer.weight).shape))  # type: ignore[arg-type]
+def _largest(layer: nn.Module) -> dict[str, float]:
+    """Slot -> largest element, by the recipe that is pinned to a layer."""
+    recipe = getattr(layer, "pinned", None)
+    casts = recipe.casts if isinstance(recipe, Recipe) else {}
+    return {OPERANDS[key]: cast.format.element.max for key, cast in casts.items() if cast is not None}
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    return tuple(_tensor(layer.weight).shape)  # type: ignore[return-value]
 
 
 def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any, direction: str | None) -> None:
@@ -496,7 +507,10 @@ def _update_shared(group: Any, batches: list[list[_Job]], direction: str | None)
     live = torch.cat([part.to(place) for part in lives])
     keys = [job.key for job in jobs]
     if direction is None:
-        reduced = reduction.reduce_alone(group, keys, live, SLOTS)
+        known = {key.slot: key for key in keys}
+        largest = _largest(jobs[0].layer)
+        all_keys = [known.get(slot, keys[0]._replace(slot=slot, maximum=largest.get(slot, 0.0))) for slot in SLOTS]
+        reduced = reduction.reduce_alone(group, keys, live, all_keys)
     else:
         reduced = reduction.reduce_together(group, direction, keys, live)
     amaxes = dict(zip(reduced.known, reduced.live.unbind(), strict=True))
@@ -520,12 +534,12 @@ def _update_others(others: dict[Key, torch.Tensor], jobs: list[_Job]) -> None:
     alike: dict[tuple[Delayed, torch.device], tuple[list[_Job], list[torch.Tensor]]] = {}
     for key, amax in others.items():
         layer = _NUMBERED.get(key.number)
-        if layer is None or key != _key(layer, key.slot) or (amax.device.type == "cpu" and amax < 0):
+        if layer is None or _shape(layer) != key.shape or (amax.device.type == "cpu" and amax < 0):
             continue
-        # As it was rolled before; a layer that has never run here is taken to follow the others' recipe.
-        entry = _state(layer).rolled.get(key.slot) or next(
-            (job.entry for job in jobs if job.slot == key.slot), jobs[0].entry
-        )
+        if key.slot not in _state(layer).rolled and not key.maximum:  # nothing here says what the slot holds
+            continue
+        # As it was rolled before; a layer that has never run here is taken to follow the recipe of the others.
+        entry = _state(layer).rolled.get(key.slot) or jobs[0].entry._replace(maximum=key.maximum)
         ensure_buffers(layer, entry.delayed)
         batch, amaxes = alike.setdefault((entry.delayed, encode_scale(layer, key.slot).device), ([], []))
         batch.append(_Job(layer, key.slot, entry))
@@ -554,9 +568,12 @@ def begin_forward(layer: nn.Module, region: Region | None, group: Any) -> None:
     state = _state(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
     if "dy" in state.pending or LATE:
-        # Inside a region ranks may call different layers: what they share waits for a point that all of them pass.
-        alone = region is None
-        _roll([layer], SLOTS, lambda entry: _closed(entry) and (alone or not reduces(entry.delayed, entry.group)), None)
+        # What ranks share waits for a point that all of them pass: of layers without a region, a forward that records,
+        # or the first pass of a reentrant checkpoint.
+        shared = region is None and any(entry.late for entry in state.pending.values())
+        _roll(
+            [layer], SLOTS, lambda entry: _closed(entry) and (shared or not reduces(entry.delayed, entry.group)), None
+        )
 
 
 def flush_to_read(layer: nn.Module) -> None:
