@@ -388,3 +388,19 @@ def test_transformations_with_kernels(small):
     saving = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)
     plain, remat = (jax.jit(jax.grad(function))(given[1]) for function in (loss, saving))
     assert relative_error(remat.astype(jnp.float32), plain.astype(jnp.float32)) < ROUNDED
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_overflow_of_dy_shows_where_kernels_cast(small, name):
+    """An infinity in dy: non-finite dx and dw by kernels as by XLA's operations (docs/numerics.md 8.4)."""
+    recipe = recipes.RECIPES[name]()
+    x, w, dy = (spread_values(shape, jnp.bfloat16, seed) for seed, shape in enumerate(((32, 256), (256, 32), (32, 32))))
+    arguments = {"key": jax.random.key(0)} if recipe.is_stochastic else {}
+    if recipe.is_delayed:
+        arguments["state"] = scaling.init(recipe)
+    backward = jax.jit(lambda dy: jax.vjp(lambda x, w: mj.dot_general(recipe)(x, w, DENSE, **arguments), x, w)[1](dy))
+    assert all(bool(jnp.isfinite(gradient).all()) for gradient in backward(dy))
+    dx, dw = backward(dy.at[3, 5].set(jnp.inf))
+    assert not bool(jnp.isfinite(dx[3]).any())
+    assert not bool(jnp.isfinite(dw[:, 5]).any())

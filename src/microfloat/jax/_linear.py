@@ -161,11 +161,13 @@ class _Call(NamedTuple):
         cast = self.config.recipe.cast(*operand)
         if cast is None:
             return None
+        if operand in _USES["dy"]:
+            cast = cast.of_gradient
         if cast.is_stochastic and self.seed.words is None:
             raise missing_key(self.config.recipe)
         gemm = getattr(self.config.recipe, operand[0])
         decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
-        return casts.CastOf(cast, _STREAMS[operand], decoded, shows_overflow=operand in _USES["dy"])
+        return casts.CastOf(cast, _STREAMS[operand], decoded)
 
     def _given(self, tensor: str, wanted: list[casts.CastOf | None]) -> casts.Given:
         stochastic = any(one is not None and one.cast.is_stochastic for one in wanted)

@@ -54,7 +54,7 @@ class BlockScales(NamedTuple):
     def for_product(self) -> "BlockScales":
         """The scales that the product of a gradient reads: NaN over an infinite amax, so that overflow is seen.
 
-        Codes and what `quantize` returns stay as they are (docs/numerics.md 2.3).
+        Codes and what `quantize` returns stay as they are (docs/numerics.md 8.4).
         """
         if self.overflowed is None:
             return self

@@ -6,14 +6,14 @@ transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from microfloat.jax._collectives import max_over
-from microfloat.jax._scales import nan_over, tensor_amax
+from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import cuda, kernels, native, reference
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.recipes import Cast, Gemm
@@ -22,15 +22,11 @@ __all__ = ["CastOf", "Given", "Operands", "cast_both", "decodes", "uses_kernel"]
 
 
 class CastOf(NamedTuple):
-    """One operand that is wanted: its Cast, its random stream, and whether it is decoded for a bfloat16 GEMM.
-
-    `shows_overflow`: a scale whose amax is infinite is NaN, for the product alone (docs/numerics.md 2.3).
-    """
+    """One operand that is wanted: its Cast, its random stream, and whether it is decoded for a bfloat16 GEMM."""
 
     cast: Cast
     stream: int | Array = 0
     decoded: bool = False
-    shows_overflow: bool = False
 
 
 class Given(NamedTuple):
@@ -134,27 +130,14 @@ def _by_triton(static: _Static, x_RC: Array, given: Given) -> Operands:
     arguments = _casts.Arguments(words, given.amax, given.scale_enc, static.axes, static.records)
     assert static.capability is not None
     first, second, amax = _casts.cast_by_kernel(x_RC, row, column, arguments, static.capability)
-    return Operands(_shown(static.row, first, amax), _shown(static.column, second, amax), amax)
-
-
-def _shown(wanted: CastOf | None, operand: Operand | None, amax: Array | None) -> Operand | None:
-    """An operand that a kernel cast, with NaN for its one scale where overflow must be seen and the amax is known."""
-    if wanted is None or operand is None or amax is None or not wanted.shows_overflow:
-        return operand
-    if not wanted.cast.format.is_per_tensor:
-        return operand
-    overflowed = jnp.isinf(amax)
-    if isinstance(operand, Decoded):
-        return operand._replace(outer=nan_over(overflowed, cast(Array, operand.outer)))
-    matrix = cast(reference.Matrix, operand)
-    return matrix._replace(scale=nan_over(overflowed, matrix.scale))
+    return Operands(first, second, amax)
 
 
 def _by_xla(static: _Static, x_RC: Array, given: Given) -> Operands:
     """The same by XLA's operations."""
     row, column = static.row, static.column
     amax = max_over(tensor_amax(x_RC), static.axes) if static.records else None
-    if given.scale_enc is not None and any(wanted is not None and wanted.shows_overflow for wanted in (row, column)):
+    if given.scale_enc is not None and any(wanted is not None and wanted.cast.is_gradient for wanted in (row, column)):
         given = given._replace(amax=tensor_amax(x_RC) if amax is None else amax)
     first = None if row is None else _one_by_xla(row, x_RC, given, static.axes)
     second = None
@@ -184,7 +167,4 @@ def _one_by_xla(wanted: CastOf, x_RC: Array, given: Given, axes: frozenset[str])
     noise = None
     if wanted.cast.is_stochastic and given.words is not None:
         noise = reference.Noise(given.words, wanted.stream, 0 if given.batch is None else given.batch)
-    return reference.cast_matrix(
-        x_RC, wanted.cast, noise, amax=given.amax, scale_enc=given.scale_enc, axes=axes,
-        shows_overflow=wanted.shows_overflow,
-    )  # fmt: skip
+    return reference.cast_matrix(x_RC, wanted.cast, noise, amax=given.amax, scale_enc=given.scale_enc, axes=axes)

@@ -79,12 +79,10 @@ def cast_matrix(
     amax: Array | None = None,
     scale_enc: Array | None = None,
     axes: frozenset[str] = frozenset(),
-    shows_overflow: bool = False,
 ) -> Matrix:
     """Quantize an operand form (any wide float dtype) as docs/numerics.md, sections 2 to 5, say.
 
-    `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map). `shows_overflow`: scales are
-    those that a product reads, NaN where their amax is infinite.
+    `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
     """
     x_RC = widened(x_RC)
     if cast.hadamard is not None:
@@ -94,7 +92,7 @@ def cast_matrix(
     if axes and amax is None and scale_enc is None and measures_tensor(cast):
         amax = max_over(tensor_amax(x_RC), axes)
     scales = block_scales(tiles, cast, amax, scale_enc)
-    if shows_overflow:
+    if cast.is_gradient:
         scales = scales.for_product()
     codes = _codes(tiles, spread(scales.encode), element, _noise_tiles(shape_RC, cast, noise))
     if scales.is_nan is not None:

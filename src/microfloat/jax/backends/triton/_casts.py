@@ -223,7 +223,8 @@ def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, argument
         given[f"{side}_out"] = _codes(wanted, *extents) if wanted else None
         given[f"{side}_scale"] = Output(shapes[side], jnp.float32) if wanted else None
         given[side.upper()] = wanted.cast.scaled_cast if wanted else None
-    records = arguments.records
+    # The scale of a gradient under a given one depends on what is recorded.
+    records = arguments.records or (given["SOURCE"] == _GIVEN and cast.cast.is_gradient)
     given |= {
         "RECORDS": records, "record_ptr": Output((), jnp.float32, zeroed=True) if records else None,
         "scratch_ptr": _scratch() if records else None, "epsilon": cast.epsilon,
@@ -235,7 +236,7 @@ def _scaled(source: _Source, row: Wanted | None, column: Wanted | None, argument
         Matrix(done[f"{side}_out"], done[f"{side}_scale"], None) if wanted else None
         for side, wanted in (("row", row), ("column", column))
     ]
-    return made[0], made[1], done.get("record_ptr")
+    return made[0], made[1], done.get("record_ptr") if arguments.records else None
 
 
 def _scratch() -> Output:
