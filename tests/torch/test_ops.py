@@ -14,6 +14,7 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedE
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
 from microfloat.torch import backends, seeds
+from microfloat.torch.backends.reference import _grid, _matmul
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
@@ -89,18 +90,48 @@ def test_requires_grad_is_left_behind():
     assert not mf.scaled_matmul(q, q).requires_grad
 
 
-def test_large_rows_and_many_rows_are_cut_into_chunks_without_a_seam():
+def test_large_rows_and_many_rows_are_cut_into_chunks_without_a_seam(monkeypatch):
     """More elements than one chunk, in every direction; random bytes, tiles and packing continue across the cut."""
+    monkeypatch.setattr(_grid, "chunk_budget", lambda device: 1 << 16)
     generator = torch.Generator().manual_seed(1)
-    for shape in ((3, 700_001), (9001, 130), (1200, 1200)):
+    casts = [Cast("nvfp4", rounding="stochastic"), *map(Cast, ("nvfp4_2d", "nvfp4_row", "mxfp8", "fp8_row"))]
+    for shape in ((3, 90_001), (1201, 130), (400, 400)):
         x = torch.randn(shape, generator=generator).bfloat16()
-        for cast in (Cast("nvfp4", rounding="stochastic"), Cast("nvfp4_2d"), Cast("mxfp8"), Cast("fp8_128x128")):
+        for cast in (*casts, Cast("fp8_128x128")):
             for axis in (-1, -2):
                 q = mf.quantize(x, cast, axis=axis, seed=5)
                 expected = reference.quantize(x.float().numpy(), cast, axis=axis, seed=5)
                 assert np.array_equal(q.codes.view(torch.uint8).numpy(), expected.codes), (shape, cast, axis)
                 assert np.array_equal(q.scale.numpy(), expected.scale), (shape, cast, axis)
                 assert np.array_equal(q.dequantize(torch.float32).numpy(), reference.dequantize(expected))
+
+
+def raw(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+FOUR_OVER_SIX = (Cast("nvfp4", "four_over_six"), Cast("nvfp4_2d", "four_over_six"))
+TRANSFORMED = Cast("nvfp4", None, "stochastic", Hadamard())
+
+
+@pytest.mark.parametrize(
+    "cast", [*map(Cast, FORMATS.values()), *FOUR_OVER_SIX, TRANSFORMED], ids=lambda cast: cast.format.name
+)
+@pytest.mark.parametrize("across", [False, True])
+def test_both_operands_of_a_matrix_are_those_of_two_casts(cast, across):
+    """Whichever way the matrix lies in memory, the operands lie as it does and hold the same bytes."""
+    x = torch.randn(70, 131, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = x.t().contiguous().t() if across else x
+    options = {"seed": torch.tensor([5, 6])} if cast.is_stochastic else {}
+    tolerance = 0.0 if cast.hadamard is None else 1e-5
+    for operand, transposed in zip(backends.reference.quantize_both(x, cast, cast, **options), (0, 1), strict=True):
+        alone = backends.reference.quantize(x, cast, transposed=bool(transposed), **options)
+        assert alone.codes.is_contiguous()
+        for got, wanted in zip(operand.flatten()[0], alone.flatten()[0], strict=True):
+            assert got.shape == wanted.shape
+            assert torch.equal(raw(got), raw(wanted))
+        values = (backends.reference.dequantize(either) for either in (operand, alone))
+        assert torch.allclose(*values, rtol=0, atol=tolerance)
 
 
 # ---- axes
@@ -353,6 +384,32 @@ def test_bias_is_added_before_the_only_rounding(accumulate):
     assert mf.scaled_matmul(q, q, out_dtype=torch.bfloat16, accumulate=accumulate) == 256
     bias = torch.tensor([1.0], dtype=torch.bfloat16)
     assert mf.scaled_matmul(q, q, bias=bias, out_dtype=torch.bfloat16, accumulate=accumulate) == 258
+
+
+@every_format
+@pytest.mark.parametrize("scale", [1.0, 2.0**-66, 2.0**-100])
+def test_a_cpus_bfloat16_units_give_the_same_products(fmt, scale, monkeypatch):
+    """Small integers, whose sums are exact in any order; scaled down, products or sums are subnormal numbers."""
+    generator = torch.Generator().manual_seed(5)
+    a, b = (mf.quantize(torch.randint(-4, 5, (33, 96), generator=generator) * scale, fmt) for _ in range(2))
+    products = []
+    for units in (False, True):
+        monkeypatch.setattr(_matmul, "_has_bfloat16_units", lambda units=units: units)
+        products.append(mf.scaled_matmul(a, b, out_dtype=torch.bfloat16))
+    assert torch.equal(*products)
+
+
+def test_bfloat16_units_are_used_where_they_give_the_same(monkeypatch):
+    monkeypatch.setattr(_matmul, "_has_bfloat16_units", lambda: True)
+
+    def used(*casts):
+        return _matmul._bfloat16_product(*(mf.quantize(X, cast).to_operand() for cast in casts)) is not None
+
+    assert used("fp8_tensor", "fp8_tensor_e5m2")
+    assert used("mxfp8", "mxfp4")
+    assert used("nvfp4", "nvfp4_2d")
+    for cast in ("fp8_row", "fp8_1x128", "fp8_128x128", "nvfp4_row"):
+        assert not used(cast, cast)
 
 
 def test_operand_form_of_more_axes():

@@ -16,10 +16,10 @@ from microfloat.formats import ScaledFormat
 
 __all__ = ["Chunk", "Grid", "Workspace", "chunk_budget", "is_stored_across"]
 
-# Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (1 MB each per thread) should stay in its
+# Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (2 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
-_CPU_CHUNK_PER_THREAD = 1 << 18
-_MOST_THREADS = 8  # more of them share chunks of the same size, so that kept temporaries stay below 100 MB
+_CPU_CHUNK_PER_THREAD = 1 << 19
+_MOST_THREADS = 4  # more of them share chunks of the same size, so that kept temporaries stay below 100 MB
 _DEVICE_CHUNK = 1 << 26
 
 
