@@ -42,7 +42,7 @@ class Preset:
 
 
 PRESETS = {
-    # Half a million parameters: four runs in about a minute and a half on two free CPU cores.
+    # Half a million parameters: four runs in about 100 s on two free CPU cores.
     "tiny": Preset(Shape(dim=128, layers=2, heads=4, hidden=384, context=128), 300, 16, 1.2e-3, 128, 100),
     # 124 million parameters, GPT-2 small's width and depth (its large vocabulary spent on a wider SwiGLU): for a GPU.
     "124m": Preset(Shape(dim=768, layers=12, heads=12, hidden=3456, context=1024), 2000, 16, 6e-4, 128, 100),
