@@ -19,11 +19,12 @@ def cheaper_passes(*, fusion_emitters=False):
 
 @contextlib.contextmanager
 def _without_fusion_emitters():
-    """As an option of every compilation; where JAX keeps its options elsewhere, nothing changes."""
+    """As an option of every compilation; where JAX keeps its options elsewhere, or on a GPU, nothing changes."""
+    import jax
     from jax._src import compiler
 
     usual = getattr(compiler, "get_compile_options", None)
-    if usual is None:
+    if usual is None or jax.default_backend() != "cpu":  # other platforms do not know the option
         yield
         return
 

@@ -208,6 +208,19 @@ def test_heads_routers_and_adapters_are_excluded_by_default(name: str) -> None:
     assert mf.convert(model, "mxfp8", exclude=()).converted == [name]
 
 
+def test_the_gate_of_a_gated_mlp_is_no_router() -> None:
+    """A `gate` beside an `up` of its shape is converted; one of another shape is a router, and so is what one names."""
+
+    def block(rows: int, up: str) -> nn.Module:
+        return nn.ModuleDict({"gate": nn.Linear(8, rows), up: nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+
+    model = nn.ModuleDict({"mlp": block(32, "up"), "other": block(32, "up_proj"), "moe": block(4, "up")})
+    report = mf.convert(model, "mxfp8")
+    assert list(report.skipped) == ["moe.gate"]
+    assert mf.convert(block(32, "up"), "mxfp8").skipped == {}
+    assert list(mf.convert(block(32, "up"), "mxfp8", exclude=("gate",)).skipped) == ["gate"]
+
+
 def test_tied_and_parametrized_layers() -> None:
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
     head.weight = embedding.weight

@@ -34,7 +34,14 @@ from microfloat.jax._nnx_training import Optimizer, grad, value_and_grad
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
-from microfloat.recipes.report import ConversionReport, ConversionRow, check_exclude, check_filter, why_left_out
+from microfloat.recipes.report import (
+    ConversionReport,
+    ConversionRow,
+    check_exclude,
+    check_filter,
+    gates_of_mlps,
+    why_left_out,
+)
 
 __all__ = [
     "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
@@ -75,9 +82,10 @@ def convert(
     chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
     if isinstance(recipe, Placement):
         chosen = recipe.resolve([name for name, _, _ in layers])
+    gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
     for name, layer, (_, _, op, _) in layers:
-        reason = _refusal(name, layer, exclude, filter)
+        reason = _refusal(name, layer, exclude, filter, gates)
         if reason is None and name not in chosen:
             reason = "no pattern of the placement matches"
         wanted = chosen[name] if reason is None else None
@@ -102,10 +110,12 @@ def _check_model(model: object) -> None:
         raise invalid_type("model", type(model), "an nnx.Module", "For linen use linen.dot_general_cls.")
 
 
-def _refusal(name: str, layer: nnx.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
+def _refusal(
+    name: str, layer: nnx.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
+) -> str | None:
     if getattr(layer, "dot_general_cls", None) is not None:
         return "dot_general_cls is set, which Flax prefers"
-    return why_left_out(name, layer, exclude, keep)
+    return why_left_out(name, layer, exclude, keep, gates)
 
 
 def _install(name: str, layer: Any, target: tuple, reason: str | None, op: DotGeneral | None) -> ConversionRow:

@@ -1,6 +1,6 @@
 """Which layers a conversion leaves out, and the report of what it did: the same in every front end."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +10,7 @@ from microfloat.recipes.core import Recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from microfloat.support import text_table
 
-__all__ = ["ConversionReport", "ConversionRow", "check_exclude", "check_filter", "why_left_out"]
+__all__ = ["ConversionReport", "ConversionRow", "check_exclude", "check_filter", "gates_of_mlps", "why_left_out"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,27 @@ def check_filter(keep: object) -> None:
         raise invalid_type("filter", type(keep), "a callable (name, module) -> bool", remedy)
 
 
+def gates_of_mlps(exclude: Sequence[str], shapes: Mapping[str, tuple[int, int] | None]) -> frozenset[str]:
+    """The layers called `gate` that the default does not take for routers: those of gated MLPs, beside an `up` of the
+    same shape.
+    """
+    if tuple(exclude) != DEFAULT_EXCLUDE:
+        return frozenset()
+    gates = {}
+    for name, shape in shapes.items():
+        path, _, last = name.rpartition(".")
+        if last == "gate" and shape is not None:
+            gates[name] = [f"{path}.{up}" if path else up for up in ("up", "up_proj")], shape
+    return frozenset(name for name, (ups, shape) in gates.items() if any(shapes.get(up) == shape for up in ups))
+
+
 def why_left_out(
-    name: str, module: Any, exclude: Sequence[str], keep: Callable[[str, Any], object] | None
-) -> str | None:
-    """Why patterns or the filter leave a layer out, or None."""
+    name: str, module: Any, exclude: Sequence[str], keep: Callable[[str, Any], object] | None,
+    gates: frozenset[str] = frozenset(),
+) -> str | None:  # fmt: skip
+    """Why patterns or the filter leave a layer out, or None. `gates`: `gates_of_mlps`, which stay in."""
     for pattern in exclude:
-        if fnmatchcase(name, pattern):
+        if fnmatchcase(name, pattern) and name not in gates:
             rule = "default rule: " if pattern in DEFAULT_EXCLUDE else ""
             return f"{rule}name matches {pattern!r} (exclude=() converts it)"
     if keep is None:

@@ -19,7 +19,14 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
-from microfloat.recipes.report import ConversionReport, ConversionRow, check_exclude, check_filter, why_left_out
+from microfloat.recipes.report import (
+    ConversionReport,
+    ConversionRow,
+    check_exclude,
+    check_filter,
+    gates_of_mlps,
+    why_left_out,
+)
 from microfloat.torch import scaling
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 from microfloat.torch.small import predict
@@ -61,10 +68,11 @@ def convert(
     }
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = recipe.resolve([name for name, _ in layers]) if isinstance(recipe, Placement) else None
+    gates = gates_of_mlps(exclude, {name: (module.out_features, module.in_features) for name, module in layers})
     rows, wishes = [], []
     for name, module in layers:
         shape = (module.out_features, module.in_features)
-        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter)
+        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
         if reason is not None:
@@ -107,7 +115,9 @@ def _check_model(model: object) -> None:
         raise invalid_type("model", type(model), "an ordinary torch.nn.Module", remedy)
 
 
-def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None) -> str | None:
+def _refusal(
+    name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
+) -> str | None:
     """Why a layer is left out, or None."""
     kind = type(module)
     if isinstance(module, nn.LazyLinear):
@@ -117,7 +127,7 @@ def _refusal(name: str, module: nn.Module, exclude: Sequence[str], keep: Callabl
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
-    return why_left_out(name, module, exclude, keep)
+    return why_left_out(name, module, exclude, keep, gates)
 
 
 def _share(model: nn.Module, running: set[int]) -> float:
