@@ -187,10 +187,14 @@ class LinearPlan:
         return y, (x_made[2], x_made[3], w_made[2], w_made[3])
 
     def takes(self, dy: torch.Tensor) -> bool:
-        """Whether `backward` serves this gradient; the general path serves every other."""
+        """Whether `backward` serves this gradient; the general path serves every other.
+
+        A tensor without memory of its own, such as a batch of gradients, has the address 0 on some devices.
+        """
+        address = dy.data_ptr()
         return (
-            dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg() and dy.get_device() == self.device
-            and dy.data_ptr() & (_ALIGNMENT - 1) == 0
+            address != 0 and address & (_ALIGNMENT - 1) == 0 and dy.dtype is self.dtype and dy.is_contiguous()
+            and not dy.is_neg() and dy.get_device() == self.device
         )  # fmt: skip
 
     def backward(
