@@ -189,7 +189,7 @@ LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, (BLUE, "#BBBBBB", "#555555"), s
 
 
 def speed_and_loss() -> Figure:
-    """How many times as fast as bf16 on an H200, beside peers; and what each recipe costs in the demo's loss."""
+    """Speed over bf16's on an H200 beside peers, and the loss of the demo under each recipe."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     speed, loss = figure.subplots(1, 2, width_ratios=(2.5, 1))
     draw_speed(speed)
@@ -231,7 +231,7 @@ def draw_speed(axes: Axes) -> None:
 
 
 def draw_loss(axes: Axes) -> None:
-    """How far the training loss of each recipe lies above bf16's on the same batches, smoothed."""
+    """Training loss of each recipe minus bf16's on the same batches, smoothed."""
     recipes = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))["recipes"]
     window, baseline = 25, np.array(recipes["bf16"]["train_loss"])
     axes.axhline(0, color="black", linestyle="--", linewidth=1, label="bf16")

@@ -64,7 +64,7 @@ def check_writable(flag: str, path: Path, size: int = 0) -> None:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """What the system said; torch does not pass it on when a disk is full."""
+    """The system's reason in one line; torch does not pass it on when a disk is full."""
     if isinstance(error, FileExistsError):  # `mkdir` met a file
         return os.strerror(errno.ENOTDIR)
     if isinstance(error, OSError) and error.strerror:

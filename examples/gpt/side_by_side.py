@@ -24,7 +24,7 @@ class WorkerError(MicrofloatError, RuntimeError):
 
 
 class _StopEvent:
-    """What `Training.train` asks between two steps, when the parent is the one that hears signals."""
+    """Tells `Training.train` between two steps to stop, since only the parent hears signals."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -225,7 +225,7 @@ def train_run(
 
 
 def is_complete(options: Options, results: dict[str, report.Result]) -> bool:
-    """Whether every run has finished."""
+    """True if every run has finished."""
     return len(results) == len(options.runs) and all(result.finished for result in results.values())
 
 

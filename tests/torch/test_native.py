@@ -26,7 +26,8 @@ from microfloat.recipes import (  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
 from microfloat.torch.backends import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends.native import _gemm, _lossy  # noqa: E402
-from microfloat.torch.backends.routes import Chip, route_of  # noqa: E402
+from microfloat.chips import Chip  # noqa: E402
+from microfloat.torch.backends.routes import route_of  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))
 

@@ -139,7 +139,7 @@ def explain(
     shape: object = None,
     backend: str = "auto",
 ) -> "Explanation | ProgramDots":
-    """What runs, where and why; nothing is run.
+    """The kernels of a recipe or of a compiled function on a device, and why; nothing is run.
 
     * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device`: "cpu", "cuda", a JAX device, None for
       the default one, or a GPU that this machine lacks, by its name, its generation or its architecture ("h200",
@@ -177,7 +177,7 @@ def explain(
 
 
 class _Target(NamedTuple):
-    """What is asked about: a compute capability or None, and why nothing can be said of it or None.
+    """The device of a question: its compute capability or None, and why nothing can be said of it or None.
 
     `elsewhere`: a GPU by its name, on a machine that has all packages.
     """
@@ -189,7 +189,7 @@ class _Target(NamedTuple):
 
 
 def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> tuple[CastRow, ...]:
-    """What casts each operand: a kernel where all casts of its tensor have one."""
+    """A row for each quantized operand: a kernel casts it where all casts of its tensor have one."""
     rows, inputs, outputs = shape or (0, 0, 0)
     sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
     found = []

@@ -124,7 +124,7 @@ def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Arr
 
 
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
-    """What the codes stand for, differentiated as the operands that were quantized."""
+    """The values of the codes, differentiated as the operands that were quantized."""
     return tuple(
         straight_through(casts.dequantize(code, operand.dtype, scale), operand)
         for operand, code, scale in zip(wide, codes, scales, strict=True)

@@ -28,7 +28,7 @@ def step_counts(opt_state: Any) -> list[Any]:
 
 
 def has_stepped(before: list[Any], after: list[Any]) -> Array:
-    """Whether any of the counters has moved."""
+    """True where any of the counters has moved."""
     return jnp.any(jnp.stack([old != new for old, new in zip(before, after, strict=True)]))
 
 

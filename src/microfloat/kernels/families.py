@@ -9,28 +9,26 @@ from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, Ele
 from microfloat.recipes import Cast
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = ["KERNELS", "family_of", "is_stock"]
+__all__ = ["family_of", "is_stock"]
 
-# family -> what its kernel does, in words
-KERNELS = {
-    "scaled": "scale per tensor, row or 128x128 tile",
-    "blocks": "scale per block of 16, 32, 64 or 128",
-    "nvfp4": "scale per 16 under a tensor scale",
-}
 # The kinds of scale rules that kernels compute, by the scale format.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
 _BLOCKS = (16, 32, 64, 128)
 
 
 def is_stock(element: ElementFormat) -> bool:
-    """Whether kernels know the numbers of this element."""
+    """True for an element whose numbers the kernels know."""
     stock = ELEMENTS.get(element.name)
     return stock is element or stock == element
 
 
 @functools.lru_cache(512)
 def family_of(cast: Cast) -> tuple[str, str]:
-    """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does."""
+    """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does.
+
+    The family is the module of `microfloat.kernels`: "scaled" (a scale per tensor, row or 128x128 tile), "blocks" (per
+    block of 16, 32, 64 or 128) or "nvfp4" (per 16 under a tensor scale).
+    """
     fmt, element = cast.format, cast.format.element
     if not is_stock(element):
         return "", f"element {element.name}, which is not one of the stock elements"
@@ -52,7 +50,7 @@ def family_of(cast: Cast) -> tuple[str, str]:
 
 
 def _two_levels(level: TwoLevel) -> tuple[TwoLevel, ...]:
-    """What kernels compute with the capacity and the sixth of a rule: all else of it are constants of theirs."""
+    """The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs."""
     capacity, smallest = level.capacity, 2.0**-6
     return (
         TwoLevel(capacity, level.inverse_six or 1.0), TwoLevel(capacity, None, smallest),

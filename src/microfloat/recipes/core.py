@@ -164,7 +164,7 @@ class Cast:
 
     @property
     def is_gradient(self) -> bool:
-        """Whether this is a `GradientCast`."""
+        """True for a `GradientCast` only."""
         return False
 
     @functools.cached_property
@@ -365,7 +365,7 @@ class NamedRecipe(Recipe):
             object.__setattr__(self, name, gemm)
 
     def _check_class(self) -> None:
-        """What a class defines decides whether two recipes are equal, and with that which of them a cache serves."""
+        """Refuse a class whose recipes would not compare by their fields, since caches find recipes by comparison."""
         cls, name = type(self), type(self).__name__
         defines = {"__init__", "__annotations__", "__annotate_func__"} & set(vars(cls))
         if defines and "__dataclass_fields__" not in vars(cls):

@@ -85,7 +85,7 @@ def _formats_of(recipe: Recipe) -> list[str]:
 
 
 def hint_of_format(name: str) -> str:
-    """What to say where the name of a format is given for a recipe; "" for a name that is none."""
+    """A hint for the name of a format given as a recipe; "" for a name that is none."""
     if name not in FORMATS:
         return ""
     using = ", ".join(repr(recipe) for recipe, make in RECIPES.items() if name in _formats_of(make()))
@@ -95,7 +95,7 @@ def hint_of_format(name: str) -> str:
 
 
 def hint_of_recipe(name: str) -> str:
-    """What to say where the name of a recipe is given for a format; "" for a name that is none."""
+    """A hint for the name of a recipe given as a format; "" for a name that is none."""
     make = RECIPES.get(name) or _ALIASES.get(name)
     if make is None:
         return ""

@@ -15,7 +15,7 @@ __all__ = ["ConversionReport", "ConversionRow", "check_exclude", "check_filter",
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """What happened to one layer; `shape` is (out features, in features), None for a layer that has no such form.
+    """The outcome for one layer; `shape` is (out features, in features), None for a layer that has no such form.
 
     `action`: "converted", "repinned", "kept" (left out, and runs the recipe that an earlier `convert` gave it), "high
     precision", "skipped", or "not seen" (weights that belong to no linear layer).

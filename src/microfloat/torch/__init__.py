@@ -37,6 +37,5 @@ __all__ = [
     "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "fake_quantize", "formats",
     "fp8_autocast", "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available",
     "is_mxfp8_available", "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes",
-    "reset_scaling", "revert", "scaled_matmul", "set_seed_rank",
-    "update_scaling",
+    "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "update_scaling",
 ]  # fmt: skip

@@ -139,7 +139,7 @@ def _check_dense(argument: str, tensor: torch.Tensor) -> None:
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and a dtype only: on the meta device, or of FakeTensorMode."""
+    """True for a tensor that has a shape and a dtype only: on the meta device, or of FakeTensorMode."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 

@@ -48,7 +48,7 @@ _library.define(
 
 
 def is_tracing(tensor: Any) -> bool:
-    """Whether this Python code runs under a compiler's tracing, or on the meta device, rather than on values."""
+    """True where this Python code runs under a compiler's tracing, or on the meta device, rather than on values."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
@@ -103,7 +103,9 @@ def _cast_of_parts(name: str | None, contents: str | None, is_one_level: bool, s
 
 @dataclass(frozen=True)
 class PartsLayout:
-    """What the parts of a cast must be, in fields alone: Dynamo reads fields of a frozen dataclass, not properties."""
+    """Dtypes and shapes of the parts of a cast, in fields alone: Dynamo reads those of a frozen dataclass, not its
+    properties.
+    """
 
     name: str
     rule: str

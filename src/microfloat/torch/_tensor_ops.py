@@ -290,7 +290,7 @@ _ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come 
 
 
 def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
-    """How many bytes of `codes` hold anything but zeros, of either sign."""
+    """The number of bytes of `codes` that hold anything but zeros, of either sign."""
     sign = q.format.element.sign_code
     signs = sign | sign << 4 if q.format.element.codes_per_byte == 2 else sign
     return int(codes.view(torch.uint8).bitwise_and(~signs & 0xFF).count_nonzero())

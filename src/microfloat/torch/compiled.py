@@ -2,8 +2,8 @@
 
 Compiled code cannot read the context variable of `autocast`. It reads attributes of `microfloat.torch.context` instead,
 which Dynamo guards: each call looks them up again in its own thread and task, and an autocast that changes what a layer
-runs finds or compiles other code (DESIGN, law 6). Code that runs without its guards, such as an exported program, would
-not: so the operator compares with the true context of its caller, and raises where a layer would run another recipe.
+runs finds or compiles other code. Code that runs without its guards, such as an exported program, would not: so the
+operator compares with the true context of its caller, and raises where a layer would run another recipe.
 
 Legend: M = rows of x, K = in features, N = out features.
 """

@@ -25,7 +25,7 @@ class Tape:
 
 
 class Ambient(NamedTuple):
-    """What one autocast says, the delayed-scaling region it belongs to, and the state outside it."""
+    """The settings of one autocast, the delayed-scaling region it belongs to, and the state outside it."""
 
     enabled: bool
     recipe: Recipe | None

@@ -182,7 +182,7 @@ def _replaced(kind: type, old: type, new: type) -> type | None:
 
 
 def _computes(kind: type) -> bool:
-    """Whether a class between a layer and nn.Linear makes the weight, the bias or the output itself."""
+    """True if a class between a layer and nn.Linear makes the weight, the bias or the output itself."""
     between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
     return any(name in vars(base) for base in between for name in ("forward", "weight", "bias"))
 
@@ -192,7 +192,7 @@ _KEPT_FORWARDS = ("forward", "_old_forward")
 
 
 def _calls_forward_of(module: nn.Module, kind: type) -> bool:
-    """Whether a call of `module` ends in the forward of its class `kind`, also through a hook of accelerate's."""
+    """True if a call of `module` ends in the forward of its class `kind`, also through a hook of accelerate's."""
     own = module.__dict__
     if "forward" not in own:
         return True

@@ -134,7 +134,7 @@ class LayerRow:
 
     @property
     def accelerated(self) -> bool:
-        """Whether every quantized GEMM runs on tensor cores of its format."""
+        """True if every quantized GEMM runs on tensor cores of its format."""
         return self.explanation is not None and self.explanation.accelerated
 
 
@@ -152,7 +152,7 @@ class ModelExplanation:
 
     @property
     def accelerated(self) -> bool:
-        """Whether there is a layer that runs a recipe, and every such layer is accelerated."""
+        """True if there is a layer that runs a recipe, and every such layer is accelerated."""
         quantized = [row for row in self.rows if row.explanation is not None]
         return bool(quantized) and all(row.accelerated for row in quantized)
 

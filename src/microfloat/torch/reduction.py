@@ -50,7 +50,7 @@ class _List:
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def must_grow(self) -> bool:
-        """Whether ranks must agree on a longer list first; every rank of the group answers the same."""
+        """True if ranks must agree on a longer list first; every rank of the group answers the same."""
         if not self.agreed or self.announced is None:
             return not self.agreed
         announced, event = self.announced
@@ -102,7 +102,7 @@ _LISTS: "weakref.WeakKeyDictionary[Any, dict[str, _List]]" = weakref.WeakKeyDict
 
 
 def reduces(delayed: Delayed, group: Any) -> bool:
-    """Whether live amaxes are those of several processes."""
+    """True if live amaxes are those of several processes."""
     distributed = torch.distributed
     if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
         return False

@@ -48,7 +48,7 @@ def _rolled(
 
 
 def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
-    """What a user's function makes of one history, float32 ()."""
+    """The amax that a user's function takes from one history, float32 ()."""
     needed = "a function from a history, float32 [L], to one number"
     try:
         found = algo(history.clone())

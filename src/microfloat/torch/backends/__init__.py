@@ -25,7 +25,7 @@ def _reference_support(device: torch.device) -> Support:
 
 
 def _why_no_kernels(device: torch.device) -> str:
-    """What kernels need that is missing for tensors on `device`; "" where they run."""
+    """The need of the kernels that is not met for tensors on `device`; "" where they run."""
     if device.type != "cuda":
         return f"an NVIDIA GPU, and the tensor is on {device.type}"
     if torch.version.hip is not None:

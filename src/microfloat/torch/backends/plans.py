@@ -52,7 +52,7 @@ def gemm_row(
     recipe: Recipe, name: str, backend: str, device: torch.device, shape: tuple[int, int, int] | None = None,
     chip: Chip | None = None,
 ) -> GemmRow:  # fmt: skip
-    """How the GEMM `name` of `recipe` runs under `backend` ("auto" resolved) on `device`.
+    """Backend, kernel and support of the GEMM `name` of `recipe` under `backend` ("auto" resolved) on `device`.
 
     `shape`: M, K, N of this GEMM, or None. `chip`: answer for it in place of the one behind `device`.
     """
@@ -77,7 +77,7 @@ def gemm_row(
 
 
 def cast_rows(recipe: Recipe, backend: str, device: torch.device, chip: Chip | None = None) -> tuple[CastRow, ...]:
-    """What casts each quantized operand of `recipe` under `backend` on `device`, or on `chip`."""
+    """A row for each quantized operand of `recipe` under `backend` on `device`, or on `chip`."""
     backend, verdict = _backend(backend, device, chip)
     if not verdict:
         return ()

@@ -14,7 +14,7 @@ from microfloat.chips import Chip
 from microfloat.kernels.families import family_of, is_stock
 from microfloat.recipes import Cast, Gemm
 
-__all__ = ["OWN_GEMMS", "UNTRIED", "Chip", "OwnGemm", "Route", "chip_of", "own_gemm_is_faster", "route_of"]
+__all__ = ["OWN_GEMMS", "UNTRIED", "OwnGemm", "Route", "chip_of", "own_gemm_is_faster", "route_of"]
 
 UNTRIED = "not yet run on the hardware"
 
@@ -43,7 +43,7 @@ class Route:
 
 @dataclass(frozen=True)
 class OwnGemm:
-    """How a program of microfloat's FP8 GEMM with 1x128 scales is cut: warpgroups that multiply, parts of 64 rows of
+    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
     each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
 
     warpgroups: int
@@ -68,7 +68,7 @@ _LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
 def own_gemm_is_faster(
     shape: tuple[int, int, int], tiles: bool, dtype: torch.dtype, chip: Chip, processors: int = 132
 ) -> bool:
-    """Whether microfloat's FP8 GEMM serves a product of M, K, N in `dtype` and beats the vendor's.
+    """True if microfloat's FP8 GEMM serves a product of M, K, N in `dtype` and beats the vendor's.
 
     bfloat16 results, on compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on,
     where tiles of C come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from microfloat.chips import Chip
 from microfloat.recipes import Recipe
-from microfloat.torch.backends.routes import Chip, route_of
+from microfloat.torch.backends.routes import route_of
 
 __all__ = ["LOSSY_LIMIT", "READERS", "FoldCounts", "gemm_forms"]
 

@@ -129,7 +129,7 @@ def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
 
 
 class _Shifts(NamedTuple):
-    """How a code becomes a float16: ``value = float16(code << left >> right & mask) * factor``."""
+    """The way from a code to its value by a float16: ``value = float16(code << left >> right & mask) * factor``."""
 
     left: int
     right: int

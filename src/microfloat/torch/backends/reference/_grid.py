@@ -31,7 +31,7 @@ def chunk_budget(device: torch.device) -> int:
 
 
 def is_stored_across(x_RC: torch.Tensor) -> bool:
-    """Whether neighbours in memory are neighbours along the rows axis."""
+    """True for a matrix whose neighbours in memory are neighbours along the rows axis."""
     return x_RC.stride(0) < x_RC.stride(1) and x_RC.shape[0] > 1
 
 
