@@ -284,8 +284,10 @@ def test_a_model_is_answered_with_a_line_for_each_layer():
     lines = str(answer).splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["quantized", "plain", "free", "reference"]
     assert lines[-1] == "2 of 4 linear layers run in low precision."
-    with mf.autocast(recipe="fp8_current"):
-        assert mf.explain(model).rows[2].recipe == from_name("fp8_current")
+    with mf.autocast(recipe="fp8_current", backend="reference"):
+        inside = mf.explain(model, "h200", backend="native")
+        assert inside.rows[2].recipe == from_name("fp8_current")
+        assert [row.backend for row in inside] == ["reference", "torch", "reference", "reference"]  # as a call runs
     hopper = mf.explain(model, "h200")
     assert [row.accelerated for row in hopper] == [True, False, False, False]
     assert [row.backend for row in hopper] == ["native", "torch", "torch", "reference"]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,9 +23,10 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS, OPERANDS, Gemm, NamedRecipe
+from microfloat.recipes.core import GEMMS, OPERANDS, Gemm
+from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
-from microfloat.support import Notes, Support, text_table, wrapped
+from microfloat.support import Support, text_table
 
 __all__ = [
     "CastRow", "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
@@ -45,72 +46,15 @@ class GemmRow:
 
 
 @dataclass(frozen=True)
-class CastRow:
-    """One quantized operand: its GEMM, its tensor (x, w or dy), its format, what casts it, and why no kernel does."""
+class Explanation(Answer):
+    """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
 
-    gemm: str
-    tensor: str
-    format: str
-    kernel: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a recipe does on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
+    _column = "padding"
 
     recipe: Recipe
     device: str
     rows: tuple[GemmRow, ...]
     casts: tuple[CastRow, ...] = ()
-
-    @property
-    def available(self) -> bool:
-        """Whether every GEMM runs."""
-        return all(row.support.available for row in self.rows)
-
-    @property
-    def accelerated(self) -> bool:
-        """Whether every quantized GEMM runs on tensor cores of its format."""
-        return all(row.support.accelerated for row in self.rows)
-
-    def to_dict(self) -> dict:
-        """The same as JSON-ready data."""
-        gemms = [
-            {
-                "gemm": row.gemm, "operands": row.operands, "padding": row.padding, "kernel": row.kernel,
-                "available": row.support.available, "accelerated": row.support.accelerated,
-                "reason": row.support.reason,
-            }
-            for row in self.rows
-        ]  # fmt: skip
-        casts = [asdict(row) for row in self.casts]
-        return {"recipe": self.recipe.to_dict(), "device": self.device, "gemms": gemms, "casts": casts}
-
-    def __str__(self) -> str:
-        notes, yes = Notes(), {True: "yes", False: "no"}
-        cells: list[tuple[str, ...]] = [("GEMM", "operands", "padding", "runs", "accelerated", "kernel, why")]
-        for row in self.rows:
-            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
-            cells.append((
-                row.gemm, row.operands, row.padding, yes[row.support.available], yes[row.support.accelerated],
-                notes.number(kernel + row.support.reason),
-            ))  # fmt: skip
-        recipe = repr(self.recipe) if isinstance(self.recipe, NamedRecipe) else type(self.recipe).__name__
-        lines = [*wrapped(f"{recipe} on {self.device}"), *text_table(cells), *notes.lines()]
-        return "\n".join([*lines, *self._cast_lines()])
-
-    def _cast_lines(self) -> list[str]:
-        """A line for all operands that are cast alike."""
-        alike: dict[str, list[str]] = {}
-        for row in self.casts:
-            by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel
-            alike.setdefault(by, []).append(f"{row.gemm} {row.tensor}")
-        return [
-            line
-            for by, operands in alike.items()
-            for line in wrapped(f"cast by {by}: {'all operands' if len(alike) == 1 else ', '.join(operands)}")
-        ]
 
 
 @dataclass(frozen=True)
@@ -250,7 +194,7 @@ _IN_HIGH_PRECISION = Support(True, True, "the recipe keeps this GEMM in high pre
 
 def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> GemmRow:
     gemm = getattr(recipe, name)
-    operands = " x ".join("high precision" if operand is None else operand.format.name for operand in gemm.casts)
+    operands = operands_of(gemm)
     if target.missing is not None:
         return GemmRow(name, operands, "-", "-", target.missing)
     if gemm.is_high_precision:

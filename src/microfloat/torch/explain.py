@@ -16,11 +16,13 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS, NamedRecipe
+from microfloat.recipes.core import GEMMS
+from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch.backends import check_name
-from microfloat.torch.backends.plans import CastRow, GemmRow, cast_rows, gemm_row, operands_of
+from microfloat.torch.backends.plans import GemmRow, cast_rows, gemm_row
+from microfloat.torch.context import ambient
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -29,15 +31,15 @@ __all__ = [
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
 ]  # fmt: skip
 
-_YES = {True: "yes", False: "no"}
-
 
 @dataclass(frozen=True)
-class Explanation:
-    """What a recipe does on a device: a row per GEMM, and what casts each operand; prints as a table with notes.
+class Explanation(Answer):
+    """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes.
 
     `prediction`: for a CUDA device and a given shape, whether a Linear of that shape gains from the recipe.
     """
+
+    _column = "backend"
 
     recipe: Recipe
     device: str
@@ -45,68 +47,17 @@ class Explanation:
     prediction: Prediction | None = None
     casts: tuple[CastRow, ...] = ()
 
-    @property
-    def available(self) -> bool:
-        """Whether every GEMM runs."""
-        return all(row.support.available for row in self.rows)
-
-    @property
-    def accelerated(self) -> bool:
-        """Whether every quantized GEMM runs on tensor cores of its format."""
-        return all(row.support.accelerated for row in self.rows)
-
     def to_dict(self) -> dict:
         """The same as JSON-ready data."""
-        return {
-            "recipe": self.recipe.to_dict(),
-            "device": self.device,
-            "gemms": [
-                {
-                    "gemm": row.gemm, "operands": row.operands, "backend": row.backend, "kernel": row.kernel,
-                    "available": row.support.available, "accelerated": row.support.accelerated,
-                    "reason": row.support.reason,
-                }
-                for row in self.rows
-            ],
-            "casts": [
-                {
-                    "gemm": row.gemm, "tensor": row.tensor, "format": row.format, "kernel": row.kernel,
-                    "reason": row.reason,
-                }
-                for row in self.casts
-            ],
-            "prediction": None if self.prediction is None else {
-                "shape": list(self.prediction.shape), "small": self.prediction.is_small,
-                "eager_speed_up": self.prediction.eager, "graph_speed_up": self.prediction.graph,
-            },
+        prediction = None if self.prediction is None else {
+            "shape": list(self.prediction.shape), "small": self.prediction.is_small,
+            "eager_speed_up": self.prediction.eager, "graph_speed_up": self.prediction.graph,
         }  # fmt: skip
+        return {**super().to_dict(), "prediction": prediction}
 
     def __str__(self) -> str:
-        notes = Notes()
-        cells: list[tuple[str, ...]] = [("GEMM", "operands", "backend", "runs", "accelerated", "kernel, why")]
-        for row in self.rows:
-            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
-            cells.append((
-                row.gemm, row.operands, row.backend, _YES[row.support.available], _YES[row.support.accelerated],
-                notes.number(kernel + row.support.reason),
-            ))  # fmt: skip
-        lines = [*wrapped(f"{_short(self.recipe)} on {self.device}"), *text_table(cells), *notes.lines()]
-        lines += self._cast_lines()
-        if self.prediction is not None:
-            lines += wrapped(str(self.prediction))
-        return "\n".join(lines)
-
-    def _cast_lines(self) -> list[str]:
-        """A line for all operands that are cast alike."""
-        alike: dict[str, list[str]] = {}
-        for row in self.casts:
-            by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel
-            alike.setdefault(by, []).append(f"{row.gemm} {row.tensor}")
-        return [
-            line
-            for by, operands in alike.items()
-            for line in wrapped(f"cast by {by}: {'all operands' if len(alike) == 1 else ', '.join(operands)}")
-        ]
+        prediction = [] if self.prediction is None else wrapped(str(self.prediction))
+        return "\n".join([super().__str__(), *prediction])
 
 
 @dataclass(frozen=True)
@@ -175,7 +126,7 @@ class ModelExplanation:
             recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
             cells.append((
                 row.name or "(root)", f"{row.shape[0]} -> {row.shape[1]}", recipe, row.backend,
-                "-" if row.recipe is None else _YES[row.accelerated], notes.number(row.reason),
+                "-" if row.recipe is None else "yes" if row.accelerated else "no", notes.number(row.reason),
             ))  # fmt: skip
         quantized = sum(row.recipe is not None for row in self.rows)
         total = f"{quantized} of {len(self.rows)} linear layers run in low precision."
@@ -254,7 +205,7 @@ def _absent(recipe: Recipe, name: str) -> GemmRow:
 
 
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:
-    """A row for each nn.Linear, in the order of `named_modules`. `backend`: of layers that name none themselves."""
+    """A row for each nn.Linear, as `named_modules` has them. `backend`: where neither layer nor autocast names one."""
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -266,15 +217,12 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         if recipe is None:
             yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")
             continue
-        own = layer.backend if layer.backend != "auto" else backend
-        answer = _explain(recipe, layer.weight.device if device is None else device, None, own)
+        own = layer._backend_name(ambient())
+        answer = _explain(
+            recipe, layer.weight.device if device is None else device, None, backend if own == "auto" else own
+        )
         reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
         yield LayerRow(name, shape, answer, "; ".join(reasons))
-
-
-def _short(recipe: Recipe) -> str:
-    """The repr where it is short: a table of Casts says it all again."""
-    return repr(recipe) if isinstance(recipe, NamedRecipe) else type(recipe).__name__
 
 
 def _gemm_shapes(shape: tuple[int, int, int] | None) -> dict[str, tuple[int, int, int]]:

@@ -12,11 +12,12 @@ from microfloat.chips import Chip
 from microfloat.kernels.families import family_of
 from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.recipes.core import GEMMS, OPERANDS
+from microfloat.recipes.explanation import CastRow, operands_of
 from microfloat.support import Support
 from microfloat.torch.backends import resolve, support
 from microfloat.torch.backends.routes import UNTRIED, Route, chip_of, own_gemm_is_faster, route_of
 
-__all__ = ["CastRow", "GemmRow", "cast_rows", "gemm_row", "operands_of"]
+__all__ = ["GemmRow", "cast_rows", "gemm_row"]
 
 BY_TORCH = "plain torch ops"
 
@@ -30,22 +31,6 @@ class GemmRow:
     backend: str
     kernel: str
     support: Support
-
-
-@dataclass(frozen=True)
-class CastRow:
-    """One quantized operand: its GEMM, its tensor (x, w or dy), its format, what casts it, and why no kernel does."""
-
-    gemm: str
-    tensor: str
-    format: str
-    kernel: str
-    reason: str
-
-
-def operands_of(gemm: Gemm) -> str:
-    """The formats of both operands, for people."""
-    return " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
 
 
 def gemm_row(

@@ -1,0 +1,88 @@
+"""The answer of `explain` as every front end gives it: a table of GEMMs, and a line for operands cast alike."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from microfloat.recipes.core import Gemm, NamedRecipe, Recipe
+from microfloat.support import Notes, text_table, wrapped
+
+__all__ = ["Answer", "CastRow", "operands_of"]
+
+_YES = {True: "yes", False: "no"}
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """One quantized operand: its GEMM, its tensor (x, w or dy), its format, what casts it, and why no kernel does."""
+
+    gemm: str
+    tensor: str
+    format: str
+    kernel: str
+    reason: str
+
+
+class Answer:
+    """Base of the front ends' explanations, which are dataclasses with these fields.
+
+    `rows`: dataclasses with the fields gemm, operands, kernel, support (a Support), and the one that `_column` names.
+    """
+
+    recipe: Recipe
+    device: str
+    rows: tuple[Any, ...]
+    casts: tuple[CastRow, ...]
+    _column: ClassVar[str]
+
+    @property
+    def available(self) -> bool:
+        """True if every GEMM runs."""
+        return all(row.support.available for row in self.rows)
+
+    @property
+    def accelerated(self) -> bool:
+        """True if every quantized GEMM runs on tensor cores of its format."""
+        return all(row.support.accelerated for row in self.rows)
+
+    def to_dict(self) -> dict:
+        """The same as JSON-ready data."""
+        gemms = [
+            {
+                "gemm": row.gemm, "operands": row.operands, self._column: getattr(row, self._column),
+                "kernel": row.kernel, **asdict(row.support),
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        casts = [asdict(row) for row in self.casts]
+        return {"recipe": self.recipe.to_dict(), "device": self.device, "gemms": gemms, "casts": casts}
+
+    def __str__(self) -> str:
+        notes = Notes()
+        cells: list[tuple[str, ...]] = [("GEMM", "operands", self._column, "runs", "accelerated", "kernel, why")]
+        for row in self.rows:
+            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
+            cells.append((
+                row.gemm, row.operands, getattr(row, self._column), _YES[row.support.available],
+                _YES[row.support.accelerated], notes.number(kernel + row.support.reason),
+            ))  # fmt: skip
+        # A table of Casts would say it all again in its repr.
+        recipe = repr(self.recipe) if isinstance(self.recipe, NamedRecipe) else type(self.recipe).__name__
+        lines = [*wrapped(f"{recipe} on {self.device}"), *text_table(cells), *notes.lines()]
+        return "\n".join([*lines, *self._cast_lines()])
+
+    def _cast_lines(self) -> list[str]:
+        """A line for all operands that are cast alike."""
+        alike: dict[str, list[str]] = {}
+        for row in self.casts:
+            by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel
+            alike.setdefault(by, []).append(f"{row.gemm} {row.tensor}")
+        return [
+            line
+            for by, operands in alike.items()
+            for line in wrapped(f"cast by {by}: {'all operands' if len(alike) == 1 else ', '.join(operands)}")
+        ]
+
+
+def operands_of(gemm: Gemm) -> str:
+    """The formats of both operands, for people."""
+    return " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
