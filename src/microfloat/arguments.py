@@ -1,4 +1,6 @@
-"""Checks of plain values that constructors take: errors that name the field, and the value in its one form."""
+"""Checks of plain values, alike in the oracle and the front ends: errors that name the argument or field, and the value
+in its one form.
+"""
 
 import math
 import numbers
@@ -7,7 +9,7 @@ from typing import Any
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 
-__all__ = ["check_bool", "check_choice", "check_int", "check_keys", "check_name", "check_number"]
+__all__ = ["as_float", "check_bool", "check_choice", "check_int", "check_keys", "check_name", "check_number"]
 
 
 def check_int(argument: str, value: object, least: int, most: int) -> int:
@@ -17,6 +19,14 @@ def check_int(argument: str, value: object, least: int, most: int) -> int:
     if not least <= value <= most:
         raise invalid_value(argument, value, f"an int in [{least}, {most}]")
     return value
+
+
+def as_float(argument: str, value: numbers.Real) -> float:
+    """A real number as a float; InvalidValueError for an integer beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid_value(argument, "an integer beyond the range of floats", "a number in float32's range") from None
 
 
 def check_number(argument: str, value: object, needed: str, least: float, most: float) -> float:

@@ -1,23 +1,14 @@
-"""Axes, shapes and numbers that the oracle and the front ends check alike.
+"""Axes and shapes of quantized arrays: what the oracle and the front ends agree on.
 
 Source: docs/numerics.md, "Operand form of an array" and 7.1.
 """
 
-import numbers
 import operator
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 
-__all__ = ["as_float", "codes_shape", "leading_axes", "normalize_axis", "scale_shape"]
-
-
-def as_float(argument: str, value: numbers.Real) -> float:
-    """A real number as a float; InvalidValueError for an integer beyond all floats."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise invalid_value(argument, "an integer beyond the range of floats", "a number in float32's range") from None
+__all__ = ["codes_shape", "leading_axes", "normalize_axis", "scale_shape"]
 
 
 def normalize_axis(axis: int, ndim: int) -> int:

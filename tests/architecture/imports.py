@@ -26,8 +26,8 @@ NUMERIC = frozenset({"numpy", "ml_dtypes"})
 THIRD_PARTY = {
     "kernels": frozenset({"triton"}),
     "checkpoint": NUMERIC | {"safetensors"},
-    "torch": NUMERIC | {"torch", "triton", "safetensors"},
-    "jax": NUMERIC | {"jax", "jaxlib", "flax", "triton", "safetensors"},
+    "torch": NUMERIC | {"torch", "triton"},
+    "jax": NUMERIC | {"jax", "jaxlib", "flax", "triton"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors"},
 }
 

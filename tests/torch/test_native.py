@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
+from microfloat.chips import Chip  # noqa: E402
 from microfloat.errors import InvalidValueError  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
@@ -26,7 +27,6 @@ from microfloat.recipes import (  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
 from microfloat.torch.backends import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends.native import _gemm, _lossy  # noqa: E402
-from microfloat.chips import Chip  # noqa: E402
 from microfloat.torch.backends.routes import route_of  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))

@@ -11,10 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax._max_grad import from_max_grad
 
-__all__ = ["chosen", "has_stepped", "larger", "refuse_multi_steps_outside", "step_counts"]
+__all__ = ["check_transformation", "chosen", "has_stepped", "larger", "refuse_multi_steps_outside", "step_counts"]
+
+
+def check_transformation(tx: object) -> None:
+    """InvalidTypeError for anything but an optax transformation, which is known by its two functions."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
 
 
 def _is_multi_steps(node: Any) -> bool:

@@ -12,7 +12,7 @@ from jax import Array, lax
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._max_grad import fp32_max_grad
-from microfloat.jax._microbatches import chosen, has_stepped, larger, step_counts
+from microfloat.jax._microbatches import check_transformation, chosen, has_stepped, larger, step_counts
 from microfloat.jax._nnx_modules import SLOT_NAMES, DotGeneral, ScaleState, value_of
 from microfloat.jax.scaling import TENSORS, DelayedState, Slot
 
@@ -96,8 +96,7 @@ class Optimizer(nnx.Optimizer):
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param, **options: Any) -> None:
         if not isinstance(model, nnx.Module):
             raise invalid_type("model", type(model), "an nnx.Module")
-        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-            raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
+        check_transformation(tx)
         super().__init__(model, tx, wrt=wrt, **options)
         # Variable names of the delayed ops -> the largest gradients since the last step.
         self.collected = nnx.data({})

@@ -33,7 +33,14 @@ from microfloat.jax._derivatives import notice_fixed_state
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
 from microfloat.jax._flax_state import STATE_NAMES, StateModule
 from microfloat.jax._fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, next_state
-from microfloat.jax._microbatches import chosen, has_stepped, larger, refuse_multi_steps_outside, step_counts
+from microfloat.jax._microbatches import (
+    check_transformation,
+    chosen,
+    has_stepped,
+    larger,
+    refuse_multi_steps_outside,
+    step_counts,
+)
 from microfloat.jax._random import call_seed
 from microfloat.jax.ops import check_array
 from microfloat.jax.scaling import TENSORS, DelayedState, Slot, slot_rules
@@ -197,7 +204,7 @@ class TrainState(train_state.TrainState):
     @classmethod
     def create(cls, *, apply_fn: Callable, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
         """A state at step 0; `apply_fn` is usually ``model.apply``."""
-        _check_transformation(tx)
+        check_transformation(tx)
         state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
         if not _has_state(params):
             return state
@@ -251,11 +258,6 @@ def _accumulating(apply_fn: Callable | None) -> Callable | None:
     return apply
 
 
-def _check_transformation(tx: object) -> None:
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
-
-
 def overwrite_with_gradient(tx: Any) -> Any:
     """An optax transformation for custom loops: state advances by the consumer rule, everything else goes through `tx`.
 
@@ -264,7 +266,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
     inside of one it would get an average, which is NotSupportedError.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
-    _check_transformation(tx)
+    check_transformation(tx)
 
     def split(tree: Any) -> tuple[dict[str, Any], Any]:
         if not isinstance(tree, Mapping):

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.arguments import check_choice
+from microfloat.arguments import as_float, check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax import _explicit
@@ -24,7 +24,6 @@ from microfloat.jax._random import call_seed
 from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
 from microfloat.jax.backends import casts, reference, select
-from microfloat.operand_shapes import as_float
 from microfloat.recipes import Cast, Delayed, as_cast
 
 __all__ = ["WIDE_DTYPES", "check_array", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]

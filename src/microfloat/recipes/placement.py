@@ -18,8 +18,8 @@ def _anywhere(*names: str) -> tuple[str, ...]:
 
 # Layers that published low-precision recipes keep in high precision, as shell patterns over dotted names: heads, the
 # routers of mixtures of experts (`gate`, but neither `gate_proj` nor the `gate` beside an `up` of its shape,
-# `report.gates_of_mlps`), and adapters, whose rank is too small to gain. `output` and `proj_out` are heads at the top of
-# a model only, or under the name that a wrapper gives it.
+# `report.gates_of_mlps`), and adapters, whose rank is too small to gain. `output` and `proj_out` are heads at the top
+# of a model only, or under the name that a wrapper gives it.
 DEFAULT_EXCLUDE = (
     *_anywhere("lm_head", "lm_head.*", "embed_out", "classifier", "score", "head", "qa_outputs", "output_projection"),
     *_anywhere("predictions.decoder"),

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from microfloat.arguments import as_float
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
-from microfloat.operand_shapes import as_float, codes_shape, normalize_axis, scale_shape
+from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Delayed, as_cast
 from microfloat.reference._hadamard import hadamard_transform
 from microfloat.reference._operand import as_float32, operand_form, spread

@@ -1,20 +1,20 @@
 """Checks of arguments that several public functions take: errors that name the argument and what to do."""
 
-import math
 import numbers
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from microfloat.arguments import as_float, check_number
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
-from microfloat.operand_shapes import as_float
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_linear", "check_linear_parameters",
-    "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable",
+    "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable",
     "real_tensor",
 ]  # fmt: skip
 
@@ -145,12 +145,19 @@ def is_abstract(tensor: torch.Tensor) -> bool:
 
 def check_eps(eps: object) -> float:
     """A norm's epsilon: a finite number, not negative."""
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
-        raise invalid_type("eps", type(eps), "a number, not negative")
-    value = as_float("eps", eps)
-    if not 0 <= value < math.inf:
-        raise invalid_value("eps", value, "a finite number, not negative")
-    return value
+    return check_number("eps", eps, "a finite number, not negative", 0.0, sys.float_info.max)
+
+
+def check_model(model: object) -> None:
+    """Raise InvalidTypeError for anything but a module of layers that can be looked at and changed."""
+    if isinstance(model, type):
+        remedy = f"Make an instance first: {model.__name__}(...)."
+        raise invalid_type("model", f"the class {model.__name__}", "a torch.nn.Module", remedy)
+    if not isinstance(model, nn.Module):
+        raise invalid_type("model", type(model), "a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        remedy = "TorchScript holds compiled code; use the module that it was made from."
+        raise invalid_type("model", type(model), "an ordinary torch.nn.Module", remedy)
 
 
 def check_features(argument: str, layers: Sequence[nn.Linear], features: int, source: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
@@ -28,6 +28,7 @@ from microfloat.recipes.report import (
     why_left_out,
 )
 from microfloat.torch import scaling
+from microfloat.torch._checks import check_model
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
@@ -54,7 +55,7 @@ def convert(
     every machine; None (default): sizes do not matter. Returns a report that prints as a table. Raises InvalidTypeError
     and InvalidValueError for other arguments, PlacementError for patterns that match no layer; then nothing changes.
     """
-    _check_model(model)
+    check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
     exclude = check_exclude(exclude)
@@ -102,17 +103,6 @@ def convert(
     report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)))
     logging.getLogger("microfloat").info("%s", report)
     return report
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, type):
-        remedy = f"Make an instance first: {model.__name__}(...)."
-        raise invalid_type("model", f"the class {model.__name__}", "a torch.nn.Module", remedy)
-    if not isinstance(model, nn.Module):
-        raise invalid_type("model", type(model), "a torch.nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        remedy = "TorchScript holds compiled code; use the module that it was made from."
-        raise invalid_type("model", type(model), "an ordinary torch.nn.Module", remedy)
 
 
 def _refusal(
@@ -219,7 +209,7 @@ def revert(model: nn.Module) -> nn.Module:
     Weights that exist as codes only are dequantized. A layer whose class cannot be changed back (a subclass of Linear,
     or its forward was replaced on the instance) stays what it is, pinned to high precision, and a warning names it.
     """
-    _check_model(model)
+    check_model(model)
     left = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):
@@ -270,7 +260,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Delayed-scaling entries are left out and quantized parameters dequantized.
     """
-    _check_model(model)
+    check_model(model)
     dropped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

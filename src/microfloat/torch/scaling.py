@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microfloat.errors import NotSupportedError, invalid_type
+from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, reduction
+from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.reduction import Key, reduces
 from microfloat.torch.rolling import Roller, live_amaxes, update_delayed_, update_recorded_slots, update_slots
@@ -588,18 +589,13 @@ def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if has_buffers(module))
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise invalid_type("model", type(model), "a torch.nn.Module")
-
-
 def update_scaling(model: nn.Module) -> None:
     """Roll every slot of `model` that has recorded an amax since its last update (after calibration, or before a save).
 
     In a distributed run call it on every rank: it may all-reduce. Raises InvalidTypeError for anything but a module.
     Source: docs/numerics.md 3.3.
     """
-    _check_model(model)
+    check_model(model)
     layers = list(scaled_layers(model))
     # As the next autocast would, which another rank may have entered by now.
     _roll(layers, SLOTS, lambda entry: entry.region is not None and entry.region.closed, "backward")
@@ -612,7 +608,7 @@ def reset_scaling(model: nn.Module) -> None:
 
     Raises InvalidTypeError for anything but a module.
     """
-    _check_model(model)
+    check_model(model)
     for layer in scaled_layers(model):
         forget(layer)
         for slot in SLOTS:

@@ -371,12 +371,12 @@ def _check_parts(
     for position, size in enumerate(shape):
         rows *= 1 if position == axis else size
     blocks = 1 if layout.block_columns is None else -(-stored // layout.block_columns)
-    scale_shape: tuple[int, ...] = (*leading_axes(shape, axis), blocks)
+    blocks_shape: tuple[int, ...] = (*leading_axes(shape, axis), blocks)
     if layout.scale_kind != "row":
-        scale_shape = () if layout.scale_kind == "tensor" else (-(-rows // (layout.block_rows or 1)), blocks)
+        blocks_shape = () if layout.scale_kind == "tensor" else (-(-rows // (layout.block_rows or 1)), blocks)
     needed: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
         "codes": (layout.codes_dtype, codes_shape(shape, axis, -(-stored // layout.codes_per_byte))),
-        "scale": (layout.scale_dtype, scale_shape),
+        "scale": (layout.scale_dtype, blocks_shape),
         "tensor_scale": None,
     }
     if layout.tensor_scale is not None:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
+from microfloat.chips import Chip
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
 from microfloat.torch import backends, planned, rolling
 from microfloat.torch.backends import native
 from microfloat.torch.backends.native import _plan, _products
-from microfloat.chips import Chip
 from microfloat.torch.backends.triton import _delayed, _direct, _launch
 
 M, K, N = 32, 48, 64
