@@ -2,7 +2,6 @@
 in its one form.
 """
 
-import math
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,22 +20,19 @@ def check_int(argument: str, value: object, least: int, most: int) -> int:
     return value
 
 
-def as_float(argument: str, value: numbers.Real) -> float:
-    """A real number as a float; InvalidValueError for an integer beyond all floats."""
+def as_float(argument: str, value: numbers.Real, needed: str = "a number in float32's range") -> float:
+    """A real number as a float; InvalidValueError for an integer beyond all floats. `needed` says so in words."""
     try:
         return float(value)
     except OverflowError:
-        raise invalid_value(argument, "an integer beyond the range of floats", "a number in float32's range") from None
+        raise invalid_value(argument, "an integer beyond the range of floats", needed) from None
 
 
 def check_number(argument: str, value: object, needed: str, least: float, most: float) -> float:
     """`value` as a float in [least, most]; NaN is outside. `needed` says so in words."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise invalid_type(argument, type(value), needed)
-    try:
-        number = float(value)
-    except OverflowError:  # an int that no float holds
-        number = math.inf
+    number = as_float(argument, value, needed)
     if not least <= number <= most:
         raise invalid_value(argument, value, needed)
     return number
