@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from microfloat import metrics, reference
 
 __all__ = [
-    *formats.__all__,
     "Cast", "Current", "Delayed", "Gemm", "Hadamard", "Placement", "Recipe", "Support",
     "__version__", "formats", "metrics", "recipes", "reference",
 ]  # fmt: skip
+__all__ += formats.__all__
 
 _LOADED_WHEN_USED = ("metrics", "reference")  # nothing else needs them, and importing should cost little
 
