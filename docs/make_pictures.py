@@ -212,6 +212,9 @@ def draw_speed(axes: Axes) -> None:
                     continue
                 axes.bar(x, bar.value, 0.94, color=color)
                 axes.text(x, bar.value + 0.02, f"{bar.value:.2f}", ha="center", size=7.5)
+                if bar.beside is not None:
+                    beside = f"in a run where\nmicrofloat had {bar.beside:.2f}"
+                    axes.text(x, 0.03, beside, rotation=90, ha="center", va="bottom", size=7, color="white")
             ticks.append(left + (len(bars) - 1) / 2)
             labels.append(recipe)
             left += len(bars) + 0.6

@@ -26,13 +26,17 @@ REFUSED = {("TransformerEngine", "mxfp8")}
 
 @dataclass(frozen=True)
 class Ratio:
-    """bf16's time over that of a library, or None where it was not measured; `refused`: it does not run there."""
+    """bf16's time over that of a library, or None where it was not measured; `refused`: it does not run there.
+
+    `beside`: microfloat's ratio in the same run, where that is not the run of microfloat's own entry.
+    """
 
     work: str
     recipe: str
     library: str
     value: float | None
     refused: bool = False
+    beside: float | None = None
 
 
 def ratios() -> list[Ratio]:
@@ -48,7 +52,8 @@ def ratios() -> list[Ratio]:
             te = {**theirs, **their_blocks}.get((*place, f"te.{name}"))
             torchao = in_turn.get((*place, TORCHAO[recipe])) if recipe in TORCHAO else None
             for library, value in zip(LIBRARIES, (microfloat, te, torchao), strict=True):
-                found.append(Ratio(work, recipe, library, value, (library, recipe) in REFUSED))
+                beside = in_turn[*place, f"mf.{name}"] if library == "torchao" and value is not None else None
+                found.append(Ratio(work, recipe, library, value, (library, recipe) in REFUSED, beside))
     return found
 
 
@@ -61,12 +66,11 @@ def peers_table() -> str:
             rows.append([first, f"`{recipe}`", *(cells[work, recipe, library] for library in LIBRARIES)])
     header = ["forward + backward, eager", "recipe", "microfloat", "TransformerEngine 2.20.2", "torchao 0.18, compiled"]
     data = json.loads((RESULTS / "pairs_te.json").read_text(encoding="utf-8"))
-    in_turn = _rows("all_in_turn")[*WORK["Linear, 16384 x 4096 to 14336"], "mf.current"]
     text = (
         "How many times as fast as bf16 in plain PyTorch (the layer: transformers' own); -: not measured. Each "
-        "candidate took turns with bf16; torchao was measured with all candidates in turn, where microfloat's figure "
-        f"is {in_turn:.2f}. TransformerEngine brings a decoder layer of its own, whose attention, rotary embedding and "
-        "norms decide those rows."
+        "candidate took turns with bf16, torchao with all candidates in one run, in which microfloat had the figure "
+        "beside it. TransformerEngine brings a decoder layer of its own, whose attention, rotary embedding and norms "
+        "decide those rows."
     )
     versions = data["versions"]
     where = (
@@ -79,7 +83,9 @@ def peers_table() -> str:
 def _cell(ratio: Ratio) -> str:
     if ratio.refused:
         return "refuses"
-    return "-" if ratio.value is None else f"{ratio.value:.2f}"
+    if ratio.value is None:
+        return "-"
+    return f"{ratio.value:.2f}" + ("" if ratio.beside is None else f" (beside {ratio.beside:.2f})")
 
 
 def _rows(name: str) -> dict[tuple[str, str, str], Any]:
