@@ -94,6 +94,10 @@ BAD = {
     "mlp of a word": (lambda: fused.norm_mlp("x", nn.RMSNorm(32), layer(), layer(16)), InvalidTypeError, "^x: "),
     "Linear of None": (lambda: mf.Linear(32, 8)(None), InvalidTypeError, "^x: "),
     "explain of a number": (lambda: mf.explain("mxfp8", "h200", shape=3), InvalidValueError, "^shape: "),
+    "seed rank of truth": (lambda: mf.set_seed_rank(True), InvalidTypeError, "^rank: "),
+    "seed rank below 0": (lambda: mf.set_seed_rank(-1), InvalidValueError, "^rank: got -1"),
+    "seed rank too large": (lambda: mf.set_seed_rank(1 << 32), InvalidValueError, "^rank: "),
+    "update_scaling of a class": (lambda: mf.update_scaling(mf.Linear), InvalidTypeError, "^model: .*an instance"),
     "explain of truth": (lambda: mf.explain("mxfp8", "h200", shape=(True, 4, 4)), InvalidValueError, "^shape: "),
 }  # fmt: skip
 

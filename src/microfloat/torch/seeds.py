@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value
+from microfloat.arguments import check_int
+from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.torch.backends.reference._random import philox
 
 __all__ = ["derive", "draw_seed", "fold_rank_", "seed_words", "set_seed_rank"]
@@ -68,11 +69,7 @@ def set_seed_rank(rank: int | None) -> None:
     leaves it to `torch.manual_seed`. None goes back to the default. Raises InvalidTypeError and InvalidValueError for
     anything but an int in [0, 2^32) or None. Source: docs/numerics.md 5.3.
     """
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-        raise invalid_type("rank", type(rank), "an int in [0, 2^32), or None for the rank in the default process group")
-    if rank is not None and not 0 <= rank <= _LOW:
-        raise invalid_value("rank", rank, "an int in [0, 2^32), or None for the rank in the default process group")
-    _Rank.chosen = rank
+    _Rank.chosen = None if rank is None else check_int("rank", rank, 0, _LOW)
 
 
 def fold_rank_(draw: torch.Tensor) -> None:
