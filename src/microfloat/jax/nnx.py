@@ -97,7 +97,10 @@ def convert(
 
 
 def revert(model: nnx.Module) -> nnx.Module:
-    """Put Flax's own products back into every layer of `model`, in place; delayed-scaling state is dropped."""
+    """Put Flax's own products back into every layer of `model`, in place; delayed-scaling state is dropped.
+
+    Returns `model`. Raises InvalidTypeError for anything but an nnx.Module.
+    """
     _check_model(model)
     for _, layer, (_, attribute, _, plain) in _layers(model):
         if isinstance(getattr(layer, attribute), DotGeneral):

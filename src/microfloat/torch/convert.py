@@ -208,6 +208,7 @@ def revert(model: nn.Module) -> nn.Module:
 
     Weights that exist as codes only are dequantized. A layer whose class cannot be changed back (a subclass of Linear,
     or its forward was replaced on the instance) stays what it is, pinned to high precision, and a warning names it.
+    Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
     left = []
@@ -258,7 +259,8 @@ def _keep_slow_paths(model: nn.Module) -> None:
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict that the same model of plain nn.Linear layers loads strictly.
 
-    Delayed-scaling entries are left out and quantized parameters dequantized.
+    Delayed-scaling entries are left out and quantized parameters dequantized. Raises InvalidTypeError for anything but
+    a module.
     """
     check_model(model)
     dropped = {

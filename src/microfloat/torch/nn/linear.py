@@ -93,7 +93,11 @@ class Linear(nn.Linear):
         self.unpin() if recipe is UNPINNED else self.pin(recipe)
 
     def pin(self, recipe: Recipe | str | None) -> "Linear":
-        """Fix the recipe of this layer (None = high precision); it wins over the autocast's."""
+        """Fix the recipe of this layer (None = high precision); it wins over the autocast's. Returns the layer.
+
+        Delayed-scaling state is made or dropped as the recipe asks. Raises InvalidTypeError and InvalidValueError for
+        anything but a Recipe, the name of one, or None.
+        """
         self._pinned = None if recipe is None else as_recipe(recipe)
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
@@ -105,7 +109,7 @@ class Linear(nn.Linear):
         return self
 
     def unpin(self) -> "Linear":
-        """Follow the ambient autocast again; delayed-scaling state is dropped."""
+        """Follow the ambient autocast again; delayed-scaling state is dropped. Returns the layer."""
         self._pinned = UNPINNED
         self._pin_token = None
         self._drop_weight_cache()
