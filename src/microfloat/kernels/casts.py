@@ -257,7 +257,7 @@ def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
 
 def _bare(cast: Cast) -> Cast | None:
     """The cast to run on the transformed matrix, for formats whose kernels do not transform."""
-    if cast.hadamard is None or (cast.format.scale.name == "E4M3" and cast.format.tensor_scale != "row"):
+    if cast.hadamard is None or cast.format.scale.name == "E4M3":
         return None
     return replace(cast, hadamard=None)
 

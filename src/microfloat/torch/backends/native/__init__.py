@@ -6,6 +6,7 @@ block-scaled ones.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -179,7 +180,7 @@ def scaled_matmul(
         return values_matmul(a, b, bias=bias, out_dtype=out_dtype)
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
-    kind = _kind_of(a, b)
+    kind, a, b = _kind_of(a, b), _by_rows(a), _by_rows(b)
     if kind in ("fp8", "blocks"):
         return fp8_matmul(a, b, bias=bias, out_dtype=out_dtype, fast=accumulate == "fast")
     if kind == "block_scaled":
@@ -187,6 +188,12 @@ def scaled_matmul(
     if kind == "values":
         return values_matmul(_decoded(a), _decoded(b), bias=bias, out_dtype=out_dtype)
     return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+
+
+def _by_rows(operand: Operand) -> Operand:
+    """The operand with codes that lie row by row, as GEMMs read them; those of the reference backend lie as x did."""
+    codes = operand.codes
+    return operand if codes.is_contiguous() else replace(operand, codes=codes.contiguous())
 
 
 # By identity of the formats, which live as long as the entry: see `gemm_forms`.
