@@ -348,6 +348,24 @@ def test_delayed_scaling_state_is_that_of_eager() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def test_delayed_scaling_state_is_that_of_eager_with_several_forwards_before_a_backward() -> None:
+    states = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        layer = mf.Linear(16, 8, recipe=DelayedScaling(amax_history_len=3))
+        function = compiled(layer) if compile_it else layer
+        waiting = []
+        for index in range(5):  # as stages of a pipeline do: a backward after the next forward
+            with mf.autocast(recipe=DelayedScaling(amax_history_len=3)):
+                y = function(torch.randn(4, 16) * 2.0**index) + function(torch.randn(4, 16))
+            waiting.append(y.square().sum())
+            if index:
+                waiting.pop(0).backward()
+        mf.update_scaling(layer)
+        states.append([y.detach(), layer.weight.grad, *layer.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
 def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
     with mf.autocast():

@@ -161,7 +161,9 @@ class _CompiledLinear(torch.autograd.Function):
         live, saved = (saved[0], saved[1:]) if records else (None, saved)
         again = tokens.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
         kept = x if wants_dw and again else None
-        ctx.save_for_backward(kept, weight, seed, dy_scale, dy_history, *saved)
+        ctx.save_for_backward(kept, weight, seed, *saved)
+        # Not saved, which would refuse a backward after that of another call, whose amax went into the history since.
+        ctx.dy_state = dy_scale, dy_history
         ctx.settings = (token, backend, compute, x.dtype, wants_dx, wants_dw, number)
         ctx.bias_dtype = None if bias is None else bias.dtype
         if live is None:
@@ -173,7 +175,8 @@ class _CompiledLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
-        x, weight, seed, dy_scale, dy_history, *saved = ctx.saved_tensors
+        x, weight, seed, *saved = ctx.saved_tensors
+        dy_scale, dy_history = ctx.dy_state
         token, backend, compute, x_dtype, wants_dx, wants_dw, number = ctx.settings
         records = dy_history is not None and (wants_dx or wants_dw)
         scale = dy_scale.clone() if records else None
