@@ -154,6 +154,15 @@ def test_conversion_is_that_of_torch():
     assert mnnx.convert(model, "nvfp4", rngs=nnx.Rngs(0)).converted == ["gate_proj"], "the default stream serves"
 
 
+def test_a_layer_with_a_product_of_its_own_keeps_it():
+    def doubled(*arguments, **options):
+        return 2 * jax.lax.dot_general(*arguments, **options)
+
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0), dot_general=doubled)
+    assert "product of its own, in its attribute dot_general" in mnnx.convert(layer, "mxfp8").skipped[""]
+    assert mnnx.revert(layer).dot_general is doubled
+
+
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_gradients_without_the_state_are_noticed(jitted):
     """Flax's own grad and optimizer leave the scales where they are: a warning says so, and what to use."""

@@ -474,6 +474,28 @@ def test_weights_that_were_stored_as_codes_work_after_revert() -> None:
     model(X).sum().backward()
 
 
+def test_revert_keeps_the_parameters_of_stored_weights() -> None:
+    with mf.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(mf.Linear(64, 64), mf.Linear(64, 64))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model(X).sum().backward()
+    gradient = model[0].weight.grad
+    mf.revert(model)
+    assert model[1].weight is model[0].weight, "tied layers stay tied"
+    assert model[0].weight.grad is gradient
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before), "the optimizer holds the same parameter"
+
+    with mf.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(mf.Linear(64, 64))
+    rows = model[0].weight[:32]
+    with pytest.warns(UserWarning, match="new parameters, because views.*: 0"):
+        mf.revert(model)
+    assert torch.equal(model[0].weight[:32], rows.dequantize())
+
+
 def test_scaling_state_made_on_meta_follows_weights_that_were_assigned() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 64))

@@ -68,10 +68,11 @@ def convert(
 
     `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
     decides, None is high precision. ``filter(name, layer)`` leaves out layers for which it is false, `exclude` is a
-    list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `rngs` feeds stochastic
-    recipes. Parameters are untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked
-    like their kernels. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other
-    arguments, PlacementError for patterns that match no layer; then nothing changes.
+    list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). A layer whose product is
+    neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes. Parameters are untouched. State
+    of layers that nnx.vmap made, stacked along their first axis, is stacked like their kernels. Returns a report that
+    prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for patterns
+    that match no layer; then nothing changes.
     """
     _check_model(model)
     if not isinstance(recipe, Placement):
@@ -84,8 +85,9 @@ def convert(
         chosen = recipe.resolve([name for name, _, _ in layers])
     gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
-    for name, layer, (_, _, op, _) in layers:
-        reason = _refusal(name, layer, exclude, filter, gates)
+    for name, layer, target in layers:
+        _, _, op, _ = target
+        reason = _refusal(name, layer, target, exclude, filter, gates)
         if reason is None and name not in chosen:
             reason = "no pattern of the placement matches"
         wanted = chosen[name] if reason is None else None
@@ -114,10 +116,14 @@ def _check_model(model: object) -> None:
 
 
 def _refusal(
-    name: str, layer: nnx.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
+    name: str, layer: nnx.Module, target: tuple, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
 ) -> str | None:
     if getattr(layer, "dot_general_cls", None) is not None:
         return "dot_general_cls is set, which Flax prefers"
+    _, attribute, _, plain = target
+    own = getattr(layer, attribute)
+    if own is not None and own is not plain and not isinstance(own, DotGeneral):
+        return f"it has a product of its own, in its attribute {attribute}"
     return why_left_out(name, layer, exclude, keep, gates)
 
 

@@ -206,18 +206,18 @@ def _change_class(module: nn.Module, old: type, new: type) -> bool:
 def revert(model: nn.Module) -> nn.Module:
     """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`.
 
-    Weights that exist as codes only are dequantized. A layer whose class cannot be changed back (a subclass of Linear,
-    or its forward was replaced on the instance) stays what it is, pinned to high precision, and a warning names it.
+    Weights that exist as codes only are dequantized, and stay the parameters that an optimizer holds (a warning names
+    those that could not). A layer whose class cannot be changed back (a subclass of Linear, or its forward was replaced
+    on the instance) stays what it is, pinned to high precision, and a warning names it.
     Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
-    left = []
+    left, replaced = [], []
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
-            if isinstance(module._parameters.get("weight"), QuantizedTensor):
-                weight = module.weight
-                module.weight = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+            if isinstance(module._parameters.get("weight"), QuantizedTensor) and not _dequantize_weight(module):
+                replaced.append(name or "(root)")
             if _change_class(module, Linear, nn.Linear):
                 for attribute in OWN_ATTRIBUTES:
                     module.__dict__.pop(attribute, None)
@@ -236,7 +236,29 @@ def revert(model: nn.Module) -> nn.Module:
             "subclassed or their forward replaced on the instance: " + ", ".join(left) + ".",
             UserWarning, stacklevel=2,
         )  # fmt: skip
+    if replaced:
+        warnings.warn(
+            "revert: the weights of these layers are new parameters, because views or weak references to the quantized "
+            "ones are alive. Make optimizers and tie weights anew: " + ", ".join(replaced) + ".",
+            UserWarning, stacklevel=2,
+        )  # fmt: skip
     return model
+
+
+def _dequantize_weight(layer: Linear) -> bool:
+    """Turn a weight that exists as codes into its values; False if that took a new Parameter.
+
+    Else the object stays the one that optimizers and layers tied to this one hold.
+    """
+    weight = layer.weight
+    values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+    values.grad = weight.grad
+    try:
+        torch.utils.swap_tensors(weight, values)
+    except RuntimeError:
+        layer.weight = values
+        return False
+    return True
 
 
 def _no_op_hook(module: nn.Module, arguments: Any) -> None:
