@@ -242,3 +242,20 @@ def test_plain_layers_report_no_folded_elements() -> None:
     layer = mf.Linear(32, 16, recipe=CustomRecipe(*[Gemm("mxfp8", "mxfp8")] * 3))
     layer(torch.randn(4, 32))
     assert layer.folded_elements() == {}
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_128x128"])
+def test_gemms_read_the_transpose_of_stored_codes_row_by_row(monkeypatch, name) -> None:
+    seen = []
+    monkeypatch.setattr(native, "chip_of", lambda device: HOPPER)
+    monkeypatch.setattr(native, "_KINDS", {})
+    monkeypatch.setattr(native, "fp8_matmul", lambda a, b, **options: seen.append(b))
+    lhs = "fp8_1x128" if name == "fp8_128x128" else name
+    weight = torch_reference.quantize(torch.randn(512, 384), Cast(name))
+    turned = torch_reference.transpose_operand(weight)
+    native.scaled_matmul(torch_reference.quantize(torch.randn(16, 512), Cast(lhs)), turned)
+    (read,) = seen
+    assert read.codes.is_contiguous()
+    assert read.scale.is_contiguous()
+    assert torch.equal(read.codes.view(torch.uint8), weight.codes.view(torch.uint8).t())
+    assert torch.equal(read.scale, weight.scale.t() if weight.scale.dim() else weight.scale)

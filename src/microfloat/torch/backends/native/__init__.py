@@ -191,9 +191,12 @@ def scaled_matmul(
 
 
 def _by_rows(operand: Operand) -> Operand:
-    """The operand with codes that lie row by row, as GEMMs read them; those of the reference backend lie as x did."""
-    codes = operand.codes
-    return operand if codes.is_contiguous() else replace(operand, codes=codes.contiguous())
+    """The operand with codes and scales that lie row by row, as GEMMs read them; the reference backend's lie as x did.
+
+    Kernels write both as the GEMM wants them, so that scales beside contiguous codes stay as they are.
+    """
+    codes, scale = operand.codes, operand.scale
+    return operand if codes.is_contiguous() else replace(operand, codes=codes.contiguous(), scale=scale.contiguous())
 
 
 # By identity of the formats, which live as long as the entry: see `gemm_forms`.
