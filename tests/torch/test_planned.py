@@ -70,6 +70,7 @@ ON_GPUS = [
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward-mode AD uses it
 @pytest.mark.parametrize("case", [*CASES, *ON_GPUS], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
     from tests.torch import planned
