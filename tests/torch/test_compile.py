@@ -366,6 +366,18 @@ def test_delayed_scaling_state_is_that_of_eager_with_several_forwards_before_a_b
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def test_state_that_is_dropped_before_the_backward_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    mf.convert(model, DelayedScaling(amax_history_len=3))
+    with mf.autocast():
+        y = compiled(model)(torch.ones(4, 16))
+    mf.revert(model)
+    with pytest.raises(NotSupportedError, match="dropped since its forward"):
+        y.sum().backward()
+    with mf.autocast():  # which rolls what backward passes have recorded
+        model(torch.ones(4, 16))
+
+
 def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
     with mf.autocast():

@@ -44,6 +44,13 @@ def nested(outer, inner):
     return lambda function, x: outer(lambda value: inner(function, value), x)
 
 
+def _last_outside_of_ours(function, x):
+    """`function` with all but the last of its layers in a checkpoint of their own."""
+    if not isinstance(function, torch.nn.Sequential):
+        return mf.checkpoint(function, x)
+    return function[-1](mf.checkpoint(function[:-1], x))
+
+
 FORMS = {
     "reentrant": reentrant,
     "later": later,
@@ -51,6 +58,10 @@ FORMS = {
     "later in reentrant": nested(reentrant, later),
     "reentrant in later": nested(later, reentrant),
     "ours": mf.checkpoint,
+    "ours in ours": nested(mf.checkpoint, mf.checkpoint),
+    "ours in part of ours": lambda function, x: mf.checkpoint(_last_outside_of_ours, function, x),
+    "later in ours": nested(mf.checkpoint, later),
+    "ours in later": nested(later, mf.checkpoint),
     "ours in reentrant": nested(reentrant, mf.checkpoint),
     "reentrant in ours": nested(mf.checkpoint, reentrant),
 }

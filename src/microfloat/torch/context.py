@@ -16,8 +16,15 @@ __all__ = ["Ambient", "Tape", "ambient", "entered", "reset_ambient", "set_ambien
 class Tape:
     """Encode scales in the order a checkpointed region used them, so that its recomputation uses the same ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: "Tape | None" = None) -> None:
         self.scales: list[Any] = []
+        self._outer = outer  # that of a checkpointed region around this one, which is recomputed too
+
+    def record(self, scales: Any) -> None:
+        """Add the scales of one call."""
+        self.scales.append(scales)
+        if self._outer is not None:
+            self._outer.record(scales)
 
     def replay(self) -> Iterator[Any]:
         """The recorded entries again, from the first."""

@@ -244,12 +244,7 @@ def layer_of(call: Any) -> torch.nn.Module:
             "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
             "Keep the model alive until backward is done."
         )
-    if not scaling.has_buffers(layer):
-        raise NotSupportedError(
-            "backward: got a layer whose delayed-scaling state was dropped since its forward (by "
-            "microfloat.torch.revert, unpin, or a convert to another recipe), needed it until the backward is done. "
-            "Change recipes between two steps."
-        )
+    scaling.check_kept(layer)
     return layer
 
 

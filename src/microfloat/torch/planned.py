@@ -184,9 +184,9 @@ def _delayed_linear(
         if records:
             histories = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
     given = plan.given(_aligned(scales["x"]), histories[0]), plan.given(_aligned(scales["w"]), histories[1])
-    if state is not None and state.record_tape is not None and state.replay is None:
+    if state is not None and state.record_tape is not None:
         # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-        state.record_tape.scales.append({"x": given[0].known.clone(), "w": given[1].known.clone()})
+        state.record_tape.record({"x": given[0].known.clone(), "w": given[1].known.clone()})
     kept = None
     if is_first_microbatch is not None:
         kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)

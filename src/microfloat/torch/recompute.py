@@ -46,7 +46,7 @@ def checkpoint(
     state = ambient()
 
     def contexts() -> tuple[Any, Any]:
-        tape = Tape()
+        tape = Tape(None if state is None else state.record_tape)
         return _recording(tape), _replaying(state, tape)
 
     return torch_checkpoint.checkpoint(
@@ -62,5 +62,5 @@ def _recording(tape: Tape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaying(state: Ambient | None, tape: Tape) -> Iterator[None]:
-    with entered(state, replay=tape.replay()):
+    with entered(state, record_tape=None, replay=tape.replay()):
         yield

@@ -26,10 +26,10 @@ from microfloat.torch.rolling import Roller, live_amaxes, update_delayed_, updat
 
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
-    "buffer_names", "calibrate", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward", "flush_to_read",
-    "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered", "previous_scale",
-    "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers",
-    "update_delayed_", "update_scaling",
+    "buffer_names", "calibrate", "check_kept", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward",
+    "flush_to_read", "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
+    "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone",
+    "scaled_layers", "update_delayed_", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -144,6 +144,16 @@ def buffer_names(slot: str) -> tuple[str, str]:
 def has_buffers(layer: nn.Module) -> bool:
     """Whether the layer carries delayed-scaling state."""
     return buffer_names("x")[0] in layer._buffers
+
+
+def check_kept(layer: nn.Module) -> None:
+    """Raise NotSupportedError in the backward of a layer that has lost its delayed-scaling state since its forward."""
+    if not has_buffers(layer):
+        raise NotSupportedError(
+            "backward: got a layer whose delayed-scaling state was dropped since its forward (by "
+            "microfloat.torch.revert, unpin, or a convert to another recipe), needed it until the backward is done. "
+            "Change recipes between two steps."
+        )
 
 
 @torch.inference_mode(False)  # what is made in inference mode could not be updated outside of it
@@ -404,6 +414,7 @@ def record_compiled(
     """
     layer = numbered(number)
     if slot == "dy":
+        check_kept(layer)
         region, group = _COMPILED.get(layer, (region, group))
     elif torch._C._current_graph_task_id() != -1:
         raise NotSupportedError(

@@ -306,9 +306,9 @@ class Linear(nn.Linear):
                 region = own_region = scaling.Region(alone=True)
             call.region = region
             call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
-        if state is not None and state.record_tape is not None and state.replay is None:
+        if state is not None and state.record_tape is not None:
             # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-            state.record_tape.scales.append({slot: scale.clone() for slot, scale in call.scales.items()})
+            state.record_tape.record({slot: scale.clone() for slot, scale in call.scales.items()})
         return own_region if call.records else None
 
     def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
