@@ -289,3 +289,13 @@ def test_a_recipe_assigned_as_an_attribute_is_pinned() -> None:
     for wrong in (3, "mxfp9"):
         with pytest.raises(MicrofloatError):
             layer.pinned = wrong
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own forward-mode AD uses it
+def test_quantize_drops_no_tangent() -> None:
+    """Forward-mode AD over `quantize` is refused by name; beside a dual tensor, a plain one is quantized."""
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(4, 64), torch.randn(4, 64))
+        with pytest.raises(NotSupportedError, match=r"quantize: got .*forward-mode AD"):
+            mf.quantize(x, "mxfp8")
+        assert mf.quantize(torch.randn(4, 64), "mxfp8").shape == (4, 64)

@@ -205,7 +205,9 @@ def test_a_quantized_weight_runs_between_graphs_and_is_refused_inside_one():
     with pytest.raises(Exception, match=r"weight: got a QuantizedTensor.*microfloat.torch.revert"):
         torch.export.export(layer, (X,))
     expected = layer(X)
-    torch.testing.assert_close(mf.revert(layer)(X), expected)
+    with pytest.warns(UserWarning, match="new parameters"):  # Dynamo holds weak references to what it has compiled
+        mf.revert(layer)
+    torch.testing.assert_close(layer(X), expected)
     assert torch.export.export(layer, (X,)).module()(X).shape == (64, 32)
 
 

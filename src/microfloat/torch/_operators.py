@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
@@ -25,6 +26,7 @@ __all__ = [
     "constants_of_parts",
     "constant_token",
     "fake_quantize",
+    "has_tangent",
     "has_tensor_scale",
     "is_tracing",
     "parts_layout",
@@ -54,13 +56,21 @@ def is_tracing(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
 
-def refuse_transforms(operation: str) -> None:
-    """Raise NotSupportedError inside a transform of torch.func, and where torch.jit records."""
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+def has_tangent(*tensors: Any) -> bool:
+    """True where a tensor carries a tangent of forward-mode AD."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+
+
+def refuse_transforms(operation: str, x: Any = None) -> None:
+    """Raise NotSupportedError inside a transform of torch.func, where torch.jit records, and for a tangent of `x`."""
+    transforms = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+    if transforms or has_tangent(x):
         raise NotSupportedError(
-            f"{operation}: got a transform of torch.func (vmap, grad, jvp, ...) or torch.jit.trace around it, needed "
-            "an ordinary call: it has no derivative and no batching rule. Call it on whole batches, outside of the "
-            "transform."
+            f"{operation}: got a transform of torch.func (vmap, grad, jvp, ...), forward-mode AD or torch.jit.trace "
+            "around it, needed an ordinary call: it has no derivative and no batching rule. Call it on whole batches, "
+            "outside of the transform."
         )
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
+from microfloat.torch._operators import has_tangent
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.kept import KeptWeight
@@ -124,9 +124,7 @@ def refuse_transforms(*tensors: torch.Tensor | None) -> None:
     """Raise NotSupportedError inside torch.func's transforms and for tensors that carry a forward-mode tangent."""
     if torch._C._are_functorch_transforms_active():
         _refuse_transform("forward")
-    if forward_ad._current_level >= 0 and any(
-        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    ):
+    if has_tangent(*tensors):
         _refuse_transform("forward")
 
 

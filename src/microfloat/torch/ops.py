@@ -55,7 +55,7 @@ def quantize_values(
 ) -> QuantizedTensor:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     cast = as_cast(cast)
-    _operators.refuse_transforms("quantize")
+    _operators.refuse_transforms("quantize", x)
     check_tensor("x", x)
     axis = normalize_axis(axis, x.dim())
     _check_stream(stream)
