@@ -1,6 +1,6 @@
 """Train a small transformer in bf16 and again under low-precision recipes, and see what each recipe costs.
 
-    python examples/train_gpt.py                                     # bf16, fp8_current, mxfp8, nvfp4: 100 seconds
+    python examples/train_gpt.py                                     # bf16, fp8_current, mxfp8, nvfp4: two minutes
     python examples/train_gpt.py --recipe nvfp4,mxfp4 --steps 500
     python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 without one of its aids each
     python examples/train_gpt.py --recipe nvfp4 --last-fraction-bf16 0.15
