@@ -1,6 +1,6 @@
 # Each command does all of its own set-up: it needs python3 (3.11 or newer) and pip, nothing else.
 #
-#   make demo    train a small transformer in bf16 and under three recipes: 100 to 120 s on two free CPU cores, after set-up
+#   make demo    train a small transformer in bf16 and under three recipes: two minutes on two free CPU cores, after set-up
 #   make test    the whole test suite
 #   make lint    ruff and pyright
 #
