@@ -3,6 +3,7 @@ values, and what folding counts lead to. What Blackwell's GEMM is given: test_bl
 
 import importlib
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,3 +260,15 @@ def test_gemms_read_the_transpose_of_stored_codes_row_by_row(monkeypatch, name) 
     assert read.scale.is_contiguous()
     assert torch.equal(read.codes.view(torch.uint8), weight.codes.view(torch.uint8).t())
     assert torch.equal(read.scale, weight.scale.t() if weight.scale.dim() else weight.scale)
+
+
+def test_a_plan_takes_no_gradient_without_memory():
+    """A tensor whose address is 0, as a batch of gradients has on some devices, is left to the general path."""
+    from microfloat.torch.backends.native._plan import LinearPlan
+
+    plan = SimpleNamespace(dtype=torch.float32, device=-1)
+    assert LinearPlan.takes(plan, torch.empty(0, 16).new_zeros(4, 16)) is True
+    nothing = torch.empty(4, 16, device="meta")
+    assert nothing.data_ptr() == 0
+    plan.device = nothing.get_device()
+    assert LinearPlan.takes(plan, nothing) is False
