@@ -29,7 +29,7 @@ from benchmarks.cpu_imports import import_rows
 from microfloat._version import __version__
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
-from microfloat.torch.backends import reference
+from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand
 
 SEED = (0x01234567, 0x89ABCDEF)

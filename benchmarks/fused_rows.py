@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks.quantize_rows import Case, State, delayed_state
 from microfloat.recipes import Cast, Delayed
-from microfloat.torch.backends import reference
+from microfloat.torch import reference
 from microfloat.torch.backends import triton as backend
 
 EPS = 1e-5

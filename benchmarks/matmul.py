@@ -14,8 +14,7 @@ from benchmarks._recipes import LARGEST_DIFFERENCE, difference, sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks._timing import in_turn, rotations
 from microfloat.recipes import Cast, Gemm
-from microfloat.torch import backends
-from microfloat.torch.backends import reference
+from microfloat.torch import backends, reference
 
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 4096, 4096))
 SMALL = (256, 512, 384)

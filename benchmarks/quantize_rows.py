@@ -12,7 +12,7 @@ import torch
 
 from microfloat import reference as oracle
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch.backends import reference
+from microfloat.torch import reference
 from microfloat.torch.backends import triton as backend
 from microfloat.torch.backends.base import Operand, Values
 

@@ -16,8 +16,8 @@ from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.kernels import _tiles, casts
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import fused
-from microfloat.torch.backends import reference, triton
+from microfloat.torch import fused, reference
+from microfloat.torch.backends import triton
 from microfloat.torch.backends.triton import _launch, _scaled
 from microfloat.torch.backends.triton._blocks import blocks_launch
 from microfloat.torch.backends.triton._launch import Matrix

@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 
 from microfloat.recipes import Cast, Hadamard
-from microfloat.torch.backends import reference, triton
+from microfloat.torch import reference
+from microfloat.torch.backends import triton
 
 ZONE, MARK = 512, 0xA5
 INPUTS = (((1, 1), "float32"), ((37, 75), "float32"), ((40, 72), "bfloat16"))

@@ -6,7 +6,8 @@ import torch
 
 from microfloat.kernels import _produce
 from microfloat.recipes import Cast, Delayed
-from microfloat.torch.backends import reference, triton
+from microfloat.torch import reference
+from microfloat.torch.backends import triton
 from microfloat.torch.backends.triton import _launch, _norms
 from microfloat.torch.backends.triton._launch import ClusterRefused
 from tests.kernels.cases import check_operand

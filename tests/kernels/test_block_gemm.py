@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
-from microfloat.torch.backends import reference  # noqa: E402
+from microfloat.torch import reference  # noqa: E402
 from microfloat.torch.backends.native import _block_gemm, _products  # noqa: E402
 from microfloat.torch.backends.native._gemm import fp8_matmul  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402

@@ -18,8 +18,8 @@ from microfloat import formats, reference  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
+from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
-from microfloat.torch.backends import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends.native import _blackwell  # noqa: E402
 
 AS_THEY_ARE = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")

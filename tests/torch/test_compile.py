@@ -25,8 +25,7 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.backends import reference  # noqa: E402, F401
+from microfloat.torch import backends, reference  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [
@@ -100,7 +99,7 @@ def test_backward_decodes_again_where_a_gemm_reads_values(name: str, monkeypatch
     }  # fmt: skip
     monkeypatch.setattr(backends, "choose", lambda name, device: native)
     monkeypatch.setattr(native, "chip_of", lambda device: Chip((8, 0) if name == "mixed" else (9, 0)))
-    monkeypatch.setattr(native, "_kernels", lambda *casts: backends.reference)
+    monkeypatch.setattr(native, "_kernels", lambda *casts: reference)
     monkeypatch.setattr(native, "_KINDS", {})
     layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=recipes[name])
     x = torch.randn(2, 9, 40, dtype=torch.bfloat16)

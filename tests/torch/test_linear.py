@@ -199,7 +199,7 @@ def test_empty_input(name: str, shape: tuple[int, int]) -> None:
     ],
 )
 def test_only_usages_whose_gemm_runs_are_cast(monkeypatch, x_grad: bool, w_grad: bool, expected: list[str]) -> None:
-    from microfloat.torch.backends import reference as backend
+    from microfloat.torch import reference as backend
 
     seen: list[str] = []
     original = backend.quantize_both
@@ -256,7 +256,7 @@ def test_mixed_dtypes_compute_in_that_of_x() -> None:
 
 
 def test_weight_cache_saves_casts_and_never_bits(monkeypatch) -> None:
-    from microfloat.torch.backends import reference as backend
+    from microfloat.torch import reference as backend
 
     casts: list[tuple] = []
     original = backend.quantize_both

@@ -25,8 +25,8 @@ from microfloat.recipes import (  # noqa: E402
     Hadamard,
     MXFP8BlockScaling,
 )
+from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
-from microfloat.torch.backends import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends.native import _gemm, _lossy  # noqa: E402
 from microfloat.torch.backends.routes import route_of  # noqa: E402
 

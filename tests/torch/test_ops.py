@@ -14,7 +14,8 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedE
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
 from microfloat.torch import backends, seeds
-from microfloat.torch.backends.reference import _grid, _matmul
+from microfloat.torch import reference as plain
+from microfloat.torch.reference import _grid, _matmul
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
@@ -124,13 +125,13 @@ def test_both_operands_of_a_matrix_are_those_of_two_casts(cast, across):
     x = x.t().contiguous().t() if across else x
     options = {"seed": torch.tensor([5, 6])} if cast.is_stochastic else {}
     tolerance = 0.0 if cast.hadamard is None else 1e-5
-    for operand, transposed in zip(backends.reference.quantize_both(x, cast, cast, **options), (0, 1), strict=True):
-        alone = backends.reference.quantize(x, cast, transposed=bool(transposed), **options)
+    for operand, transposed in zip(plain.quantize_both(x, cast, cast, **options), (0, 1), strict=True):
+        alone = plain.quantize(x, cast, transposed=bool(transposed), **options)
         assert alone.codes.is_contiguous()
         for got, wanted in zip(operand.flatten()[0], alone.flatten()[0], strict=True):
             assert got.shape == wanted.shape
             assert torch.equal(raw(got), raw(wanted))
-        values = (backends.reference.dequantize(either) for either in (operand, alone))
+        values = (plain.dequantize(either) for either in (operand, alone))
         assert torch.allclose(*values, rtol=0, atol=tolerance)
 
 

@@ -19,7 +19,7 @@ from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.recipes.core import as_scaled_format
-from microfloat.torch.backends.reference._elements import codes_dtype
+from microfloat.torch.reference._elements import codes_dtype
 
 __all__ = [
     "constant_cast",

@@ -21,8 +21,8 @@ from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.backends.reference import transpose_operand
 from microfloat.torch.kept import KeptWeight
+from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [

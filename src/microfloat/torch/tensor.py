@@ -17,7 +17,7 @@ from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._elements import codes_dtype
+from microfloat.torch.reference._elements import codes_dtype
 
 __all__ = ["UNKNOWN", "QuantizedTensor"]
 

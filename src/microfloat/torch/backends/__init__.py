@@ -1,7 +1,7 @@
 """The backends of the torch front end, and the explicit choice between them.
 
 A backend is a module with ``quantize, quantize_both, dequantize, scaled_matmul, amax`` on plain tensors;
-`backends.reference` says how they behave. Adding one is one entry in `_REGISTRY`. Nothing is imported before it is
+`torch.reference` says how they behave. Adding one is one entry in `_REGISTRY`. Nothing is imported before it is
 chosen, and nothing falls back in silence: `choose` returns what was asked for, or raises with the `Support.reason`.
 """
 
@@ -53,7 +53,7 @@ def _native_support(device: torch.device) -> Support:
 _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
     "native": (_native_support, "microfloat.torch.backends.native"),
     "triton": (_triton_support, "microfloat.torch.backends.triton"),
-    "reference": (_reference_support, "microfloat.torch.backends.reference"),
+    "reference": (_reference_support, "microfloat.torch.reference"),
 }
 NAMES = ("auto", *reversed(_REGISTRY))
 

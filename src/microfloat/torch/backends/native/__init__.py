@@ -14,7 +14,7 @@ from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ScaledFormat
 from microfloat.kernels.families import is_stock
 from microfloat.recipes import Cast, Gemm, Recipe
-from microfloat.torch.backends import reference
+from microfloat.torch import reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
 from microfloat.torch.backends.native._blackwell import block_scaled_matmul
@@ -53,19 +53,19 @@ def _kernels(*wanted: Cast | None) -> object:
 
 
 def quantize(x: torch.Tensor, cast: Cast, **options: object) -> Operand:
-    """See `backends.reference.quantize`."""
+    """See `torch.reference.quantize`."""
     return _kernels(cast).quantize(x, cast, **options)  # type: ignore[attr-defined]
 
 
 def quantize_both(
     x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, **options: object
 ) -> tuple[Operand | None, Operand | None]:
-    """See `backends.reference.quantize_both`."""
+    """See `torch.reference.quantize_both`."""
     return _kernels(row_cast, column_cast).quantize_both(x, row_cast, column_cast, **options)  # type: ignore[attr-defined]
 
 
 def dequantize(operand: Operand | Values, dtype: torch.dtype) -> torch.Tensor:
-    """See `backends.reference.dequantize`."""
+    """See `torch.reference.dequantize`."""
     if isinstance(operand, Values):
         raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
     by_kernel = operand.codes.is_cuda and is_stock(operand.format.element)

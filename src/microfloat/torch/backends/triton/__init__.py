@@ -1,6 +1,6 @@
 """The triton backend: every cast as one fused kernel, both orientations of a matrix in one pass.
 
-The same functions as `backends.reference`, bit for bit, plus the forms that GEMMs of GPUs without block-scaled tensor
+The same functions as `torch.reference`, bit for bit, plus the forms that GEMMs of GPUs without block-scaled tensor
 cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_both` (MX folded to FP8 1x128).
 `refusal` says which casts have no kernel, and why.
 """
@@ -14,7 +14,7 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.kernels.casts import share_a_launch
 from microfloat.recipes import Cast
-from microfloat.torch.backends import reference
+from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
 from microfloat.torch.backends.triton._dequantize import dequantize_operand
@@ -61,7 +61,7 @@ def quantize(
     batch: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """Quantize matrix `x` in operand form x, or x.T if `transposed`; see `backends.reference.quantize`.
+    """Quantize matrix `x` in operand form x, or x.T if `transposed`; see `torch.reference.quantize`.
 
     `record` (float32, delayed casts): its first element takes the larger of itself and the amax of `x` in the same
     pass.
@@ -174,7 +174,7 @@ def _as_values(
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of an operand, [R, C] in `dtype`, rounded once from float32; see `backends.reference.dequantize`."""
+    """Values of an operand, [R, C] in `dtype`, rounded once from float32; see `torch.reference.dequantize`."""
     return dequantize_operand(operand, dtype)
 
 

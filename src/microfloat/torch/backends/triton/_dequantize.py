@@ -4,8 +4,8 @@ import torch
 
 from microfloat.kernels import dequantize as kernels
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._hadamard import inverse
 from microfloat.torch.backends.triton._launch import TILES, Kernel, as_bytes, ceil_div, compiled_conversions
+from microfloat.torch.reference._hadamard import inverse
 
 __all__ = ["dequantize_operand"]
 

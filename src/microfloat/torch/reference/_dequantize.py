@@ -4,10 +4,10 @@ import torch
 
 from microfloat.formats import E4M3
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._elements import decode_codes, unpack_fp4
-from microfloat.torch.backends.reference._grid import Grid, Workspace, is_stored_across
-from microfloat.torch.backends.reference._hadamard import inverse
-from microfloat.torch.backends.reference._scales import decode_bytes
+from microfloat.torch.reference._elements import decode_codes, unpack_fp4
+from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across
+from microfloat.torch.reference._hadamard import inverse
+from microfloat.torch.reference._scales import decode_bytes
 
 __all__ = ["block_scale_values", "decode_scaled", "dequantize"]
 

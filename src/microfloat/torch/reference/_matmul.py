@@ -22,7 +22,7 @@ import torch
 
 from microfloat.formats import E4M3
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._dequantize import block_scale_values, decode_scaled
+from microfloat.torch.reference._dequantize import block_scale_values, decode_scaled
 
 __all__ = ["scaled_matmul"]
 

@@ -13,19 +13,19 @@ from microfloat.formats import E4M3
 from microfloat.recipes import Cast
 from microfloat.scale_rules import check_kind
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference import _scales
-from microfloat.torch.backends.reference._elements import (
+from microfloat.torch.reference import _scales
+from microfloat.torch.reference._elements import (
     codes_dtype,
     encode_float8,
     encode_integer,
     has_float8_dtype,
     pack_fp4,
 )  # fmt: skip
-from microfloat.torch.backends.reference._four_over_six import four_over_six_scales
-from microfloat.torch.backends.reference._grid import Chunk, Grid, Workspace, is_stored_across
-from microfloat.torch.backends.reference._hadamard import transform
-from microfloat.torch.backends.reference._random import random_bytes
-from microfloat.torch.backends.reference._scales import INFINITY_BITS, BlockScales, TensorLevel
+from microfloat.torch.reference._four_over_six import four_over_six_scales
+from microfloat.torch.reference._grid import Chunk, Grid, Workspace, is_stored_across
+from microfloat.torch.reference._hadamard import transform
+from microfloat.torch.reference._random import random_bytes
+from microfloat.torch.reference._scales import INFINITY_BITS, BlockScales, TensorLevel
 
 __all__ = ["quantize_operand", "tensor_amax"]
 

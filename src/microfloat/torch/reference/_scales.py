@@ -12,8 +12,8 @@ import torch
 from microfloat.formats import E4M3, ElementFormat
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, e8m0_threshold
-from microfloat.torch.backends.reference._elements import code_values
-from microfloat.torch.backends.reference._grid import Chunk
+from microfloat.torch.reference._elements import code_values
+from microfloat.torch.reference._grid import Chunk
 
 __all__ = [
     "FMAX", "INFINITY_BITS", "BlockScales", "TensorLevel", "block_level", "decode_bytes", "divide", "e8m0_scales",

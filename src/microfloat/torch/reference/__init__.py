@@ -9,10 +9,10 @@ import torch
 
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._both import quantize_both, transpose_operand
-from microfloat.torch.backends.reference._dequantize import dequantize
-from microfloat.torch.backends.reference._matmul import scaled_matmul
-from microfloat.torch.backends.reference._quantize import quantize_operand, tensor_amax
+from microfloat.torch.reference._both import quantize_both, transpose_operand
+from microfloat.torch.reference._dequantize import dequantize
+from microfloat.torch.reference._matmul import scaled_matmul
+from microfloat.torch.reference._quantize import quantize_operand, tensor_amax
 
 __all__ = ["amax", "dequantize", "quantize", "quantize_both", "scaled_matmul", "transpose_operand"]
 

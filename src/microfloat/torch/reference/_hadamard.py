@@ -7,7 +7,7 @@ makes every butterfly an operation on whole rows.
 import torch
 
 from microfloat.recipes import Hadamard
-from microfloat.torch.backends.reference._grid import Grid, Workspace
+from microfloat.torch.reference._grid import Grid, Workspace
 
 __all__ = ["inverse", "transform"]
 

@@ -7,9 +7,9 @@ import torch
 
 from microfloat.formats import ElementFormat
 from microfloat.scale_rules import TwoLevel
-from microfloat.torch.backends.reference._elements import code_values, encode_integer
-from microfloat.torch.backends.reference._grid import Workspace
-from microfloat.torch.backends.reference._scales import BlockScales, TensorLevel, block_level, divide
+from microfloat.torch.reference._elements import code_values, encode_integer
+from microfloat.torch.reference._grid import Workspace
+from microfloat.torch.reference._scales import BlockScales, TensorLevel, block_level, divide
 
 __all__ = ["four_over_six_scales"]
 

@@ -5,9 +5,9 @@ import torch
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.backends.reference._elements import pack_fp4, unpack_fp4
-from microfloat.torch.backends.reference._grid import is_stored_across
-from microfloat.torch.backends.reference._quantize import quantize_operand, tensor_amax
+from microfloat.torch.reference._elements import pack_fp4, unpack_fp4
+from microfloat.torch.reference._grid import is_stored_across
+from microfloat.torch.reference._quantize import quantize_operand, tensor_amax
 
 __all__ = ["quantize_both", "transpose_operand"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from microfloat.formats import E4M3, E5M2, ElementFormat, decode
-from microfloat.torch.backends.reference._grid import Workspace
+from microfloat.torch.reference._grid import Workspace
 
 __all__ = [
     "code_values", "codes_dtype", "decode_codes", "encode_float8", "encode_integer", "has_float8_dtype", "pack_fp4",
