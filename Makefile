@@ -1,8 +1,9 @@
 # Each command does all of its own set-up: it needs python3 (3.11 or newer) and pip, nothing else.
 #
-#   make demo    train a small transformer in bf16 and under three recipes: two minutes on two free CPU cores, after set-up
-#   make test    the whole test suite
-#   make lint    ruff and pyright
+#   make demo       train a small transformer in bf16 and under three recipes: two minutes on two free cores, after set-up
+#   make test       what CI runs: the test suite without the tests marked slow, six minutes on two cores, set-up included
+#   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example
+#   make lint       ruff and pyright
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
 # TORCH_BUILD=auto|cpu|default (which torch wheel), DEMO="--preset tiny --recipe nvfp4".
@@ -18,10 +19,10 @@ VENV := .venv
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 # JOBS=0 runs in one process and does without pytest-xdist.
-PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup) $(TESTS)
+PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo test test-installed lint format api setup-demo setup-test clean
+.PHONY: help demo test test-all test-installed lint format api setup-demo setup-test clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,12 +37,16 @@ demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)
 
 # One thread per process: two processes of one thread each are faster on two cores than two of two.
+# What is marked slow, and why, is said at the end of the run; `-m` in TESTS takes the place of this one.
 test: setup-test
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" $(TESTS)
 
-# The same suite in an environment that is already there, for instance on a GPU machine: no set-up, no network.
+test-all: setup-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+# All of it in an environment that is already there, for instance on a GPU machine: no set-up, no network.
 test-installed:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS) $(TESTS)
 
 lint: setup-test
 	$(VENV)/bin/python -m ruff check .

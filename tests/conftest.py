@@ -4,9 +4,15 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.architecture import left_out
+
+# How many tests were left out, by reason.
+LEFT_OUT = pytest.StashKey[Counter]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each. Read by torch, NumPy and XLA when they are first imported.
@@ -33,6 +39,7 @@ def _compile_equal_programs_once(config):
 
 
 def pytest_configure(config):
+    config.stash[LEFT_OUT] = Counter()
     _compile_equal_programs_once(config)
     try:
         from hypothesis import HealthCheck, settings
@@ -55,7 +62,11 @@ def _why_no_gpu():
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # A path with "::" collects a part of a file, of which nothing can be said.
+    problems = left_out.problems(items, whole_files=not any("::" in argument for argument in config.args))
+    if problems:
+        raise pytest.UsageError("\n".join(problems))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else None
     if reason:
@@ -63,10 +74,35 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
 
 
+def pytest_deselected(items):
+    # `-k` deselects tests of both kinds, `-m "not slow"` nothing but slow ones.
+    if all(item.get_closest_marker("slow") for item in items):
+        items[0].config.stash[LEFT_OUT].update(left_out.reasons(items))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take the counts of a pytest-xdist process; all of them collect, and leave out, the same tests."""
+    counts = getattr(node, "workeroutput", {}).get("left out", {})
+    node.config.stash[LEFT_OUT].update(
+        {reason: count for reason, count in counts.items() if reason not in node.config.stash[LEFT_OUT]}
+    )
+
+
 def pytest_terminal_summary(terminalreporter):
-    """Report what outgrew the house's size caps: a remark in every run, not a failure."""
+    """Report what `make test` leaves out, and what outgrew the house's size caps: remarks, not failures."""
     from tests.architecture.size_caps import overgrown
 
+    counts = terminalreporter.config.stash[LEFT_OUT]
+    if counts:
+        terminalreporter.section(f"left to make test-all: {sum(counts.values())} tests")
+        for reason, count in sorted(counts.items(), key=lambda row: -row[1]):
+            terminalreporter.line(f"{count:5d}  {reason}")
     rows = overgrown(Path(__file__).parents[1] / "src")
     if rows:
         terminalreporter.section("size caps (a remark, not a failure)")

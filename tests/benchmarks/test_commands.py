@@ -73,7 +73,7 @@ def test_the_cpu_command(repository, tmp_path):
     assert {"c.mm", "c.q.mxfp8", "c.dq.nvfp4"} <= {row["id"] for row in document["rows"]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("every cast and producer of the benchmarks, interpreted")
 def test_every_cast_and_producer_runs(repository, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     document, _ = run(repository, tmp_path, "quantize")

@@ -154,7 +154,7 @@ def test_nan_inf_and_zero_blocks_go_where_they_go_on_a_cpu(name):
                 assert torch.equal(a.isnan().cpu(), b.isnan()), f"{what}: other elements are NaN"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("tensors of more than 2^31 elements")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_tensor", "nvfp4", "fp8_row"])
 @pytest.mark.parametrize("shape", [(2**19 + 96, 4096), (1, 2**31 + 160), (2**31 + 160, 1)], ids=str)
 def test_more_than_two_to_the_31_elements(name, shape):
