@@ -16,14 +16,15 @@ from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.backends.select import GemmPlan, choice_of
 from microfloat.jax.ops import check_backend
 from microfloat.kernels.families import family_of
+from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Gemm,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS, OPERANDS, Gemm
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.support import Support, text_table
@@ -137,11 +138,11 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
     rows, inputs, outputs = shape or (0, 0, 0)
     sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
     found = []
-    for (gemm, side), tensor in OPERANDS.items():
+    for gemm, side, tensor, *_ in OPERANDS:
         one = recipe.cast(gemm, side)
         if one is None:
             continue
-        together = [recipe.casts[operand] for operand, name in OPERANDS.items() if name == tensor]
+        together = [recipe.casts[operand.key] for operand in OPERANDS if operand.tensor == tensor]
         size = sizes[tensor] if shape else None
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")

@@ -31,8 +31,8 @@ from microfloat.jax._max_grad import from_max_grad
 from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import casts, cuda, reference, select
 from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes import Delayed, Recipe
-from microfloat.recipes.core import GEMMS, OPERANDS
 
 __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_carrier", "linear", "live_amax"]
 
@@ -40,7 +40,7 @@ __all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "Config", "Seed", "amax_c
 CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
 
 # The random streams of the six operands (docs/numerics.md 5.3).
-_STREAMS = {operand: stream for stream, operand in enumerate(OPERANDS)}
+_STREAMS = {operand.key: operand.stream for operand in OPERANDS}
 
 
 class Config(NamedTuple):

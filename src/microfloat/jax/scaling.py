@@ -23,8 +23,8 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
 from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
+from microfloat.operands import OPERANDS
 from microfloat.recipes import Delayed, Recipe
-from microfloat.recipes.core import OPERANDS
 from microfloat.recipes.names import as_recipe
 
 __all__ = ["DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "update"]
@@ -67,10 +67,10 @@ class DelayedState:
 def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
     """For x, w and dy: the first delayed cast of that tensor, in the order of the six operands."""
     found: dict[str, SlotRule] = {}
-    for operand, tensor in OPERANDS.items():
-        cast = recipe.casts[operand]
+    for operand in OPERANDS:
+        cast = recipe.casts[operand.key]
         if cast is not None and isinstance(cast.scaling, Delayed):
-            found.setdefault(tensor, SlotRule(cast.format.element, cast.scaling))
+            found.setdefault(operand.tensor, SlotRule(cast.format.element, cast.scaling))
     return tuple(found.get(tensor) for tensor in TENSORS)
 
 

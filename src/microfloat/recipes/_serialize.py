@@ -7,7 +7,8 @@ from dataclasses import fields
 from microfloat.arguments import check_choice, check_keys
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
-from microfloat.recipes.core import GEMMS, Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
+from microfloat.operands import GEMMS
+from microfloat.recipes.core import Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
 
 __all__ = ["cast_from_data", "cast_of", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
 

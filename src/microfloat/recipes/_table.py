@@ -1,6 +1,7 @@
 """The six-row table that ``print(recipe)`` shows."""
 
-from microfloat.recipes.core import OPERANDS, Cast, Delayed, Recipe
+from microfloat.operands import OPERANDS
+from microfloat.recipes.core import Cast, Delayed, Recipe
 from microfloat.support import text_table
 
 __all__ = ["recipe_table"]
@@ -24,7 +25,7 @@ def _scaling_text(cast: Cast) -> str:
 def recipe_table(recipe: Recipe) -> str:
     """One line of the recipe's repr, then a row per operand; '-' marks what does not apply."""
     rows: list[tuple[str, ...]] = [_HEADER]
-    for gemm_name, side in OPERANDS:
+    for gemm_name, side, *_ in OPERANDS:
         gemm, cast = getattr(recipe, gemm_name), recipe.cast(gemm_name, side)
         form = _OPERAND_FORM[gemm_name, side]
         if cast is None:

@@ -13,19 +13,13 @@ from dataclasses import asdict, dataclass, field, fields
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
+from microfloat.operands import GEMMS, OPERANDS
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 __all__ = [
-    "GEMMS", "OPERANDS", "Cast", "Current", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
+    "Cast", "Current", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
     "as_cast", "as_scaled_format",
 ]  # fmt: skip
-
-GEMMS = ("fprop", "dgrad", "wgrad")
-# (GEMM, side) -> the tensor it reads, in the order of the random streams 0..5 (docs/numerics.md 5.3).
-OPERANDS = {
-    ("fprop", "lhs"): "x", ("fprop", "rhs"): "w", ("dgrad", "lhs"): "dy",
-    ("dgrad", "rhs"): "w", ("wgrad", "lhs"): "dy", ("wgrad", "rhs"): "x",
-}  # fmt: skip
 
 
 _LONGEST_HISTORY = 1 << 20
@@ -311,7 +305,7 @@ class Recipe:
     @property
     def casts(self) -> dict[tuple[str, str], Cast | None]:
         """The six operands in the order of the random streams."""
-        return {(gemm, side): self.cast(gemm, side) for gemm, side in OPERANDS}
+        return {(gemm, side): self.cast(gemm, side) for gemm, side, *_ in OPERANDS}
 
     @functools.cached_property
     def is_stochastic(self) -> bool:

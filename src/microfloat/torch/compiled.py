@@ -15,8 +15,8 @@ import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
+from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Gemm, Recipe
-from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, context, scaling, tokens
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.linear import (
@@ -304,8 +304,9 @@ def _check_autocast_(marker: torch.Tensor, pinned: bool) -> None:
 
 
 def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
-    casts = tokens.recipe_of(token).casts.items()
-    cast = next((cast for key, cast in casts if OPERANDS[key] == slot and _is_delayed(cast)), None)
+    recipe = tokens.recipe_of(token)
+    of_slot = [recipe.casts[operand.key] for operand in OPERANDS if operand.tensor == slot]
+    cast = next((cast for cast in of_slot if _is_delayed(cast)), None)
     if cast is None:
         return
     amax = live[_LIVE[slot] : _LIVE[slot] + 1]

@@ -9,6 +9,7 @@ from torch import nn
 
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
+from microfloat.operands import GEMMS
 from microfloat.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -16,7 +17,6 @@ from microfloat.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.recipes.core import GEMMS
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.support import Notes, Support, text_table, wrapped

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from microfloat.errors import NotSupportedError
+from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.recipes.core import OPERANDS
 from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
@@ -451,7 +451,11 @@ def _largest(layer: nn.Module) -> dict[str, float]:
     """Slot -> largest element, by the recipe that is pinned to a layer."""
     recipe = getattr(layer, "pinned", None)
     casts = recipe.casts if isinstance(recipe, Recipe) else {}
-    return {OPERANDS[key]: cast.format.element.max for key, cast in casts.items() if cast is not None}
+    return {
+        operand.tensor: casts[operand.key].format.element.max  # type: ignore[union-attr]
+        for operand in OPERANDS
+        if casts.get(operand.key) is not None
+    }
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:

@@ -10,8 +10,8 @@ of them leaves in high precision on a laptop is what it leaves there on a GPU.
 from dataclasses import dataclass
 
 from microfloat.errors import invalid_value
+from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe
-from microfloat.recipes.core import GEMMS
 
 __all__ = ["Prediction", "check_shape", "predict"]
 

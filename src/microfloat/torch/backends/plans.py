@@ -10,8 +10,8 @@ import torch
 
 from microfloat.chips import Chip
 from microfloat.kernels.families import family_of
+from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes import Cast, Gemm, Recipe
-from microfloat.recipes.core import GEMMS, OPERANDS
 from microfloat.recipes.explanation import CastRow, operands_of
 from microfloat.support import Support
 from microfloat.torch.backends import resolve, support
@@ -66,14 +66,14 @@ def cast_rows(recipe: Recipe, backend: str, device: torch.device, chip: Chip | N
     backend, verdict = _backend(backend, device, chip)
     if not verdict:
         return ()
-    forms: dict[tuple[str, str], str] = dict.fromkeys(OPERANDS, "codes")
+    forms: dict[tuple[str, str], str] = {operand.key: "codes" for operand in OPERANDS}
     if backend == "native":
         there = chip_of(device) if chip is None else chip
         for name in GEMMS:
             route = route_of(getattr(recipe, name), there)
             forms[name, "lhs"], forms[name, "rhs"] = route.lhs, route.rhs
     rows = []
-    for (name, side), tensor in OPERANDS.items():
+    for name, side, tensor, *_ in OPERANDS:
         cast = recipe.cast(name, side)
         if cast is None:
             continue
@@ -82,7 +82,9 @@ def cast_rows(recipe: Recipe, backend: str, device: torch.device, chip: Chip | N
             continue
         # Both operands of a tensor are cast in one pass where they are wanted in one form.
         together = [
-            recipe.casts[other] for other in OPERANDS if OPERANDS[other] == tensor and forms[other] == forms[name, side]
+            recipe.casts[other.key]
+            for other in OPERANDS
+            if other.tensor == tensor and forms[other.key] == forms[name, side]
         ]
         refusal = next((why for one in (cast, *together) if one is not None and (why := family_of(one)[1])), "")
         kernel = BY_TORCH if refusal else _kernel_of(cast, forms[name, side])
