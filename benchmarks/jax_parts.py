@@ -27,8 +27,8 @@ import microfloat.jax as mj
 from benchmarks import _jax_measure as measure
 from microfloat import recipes
 from microfloat.formats import E4M3, E5M2
-from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import reference
+from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.recipes import as_cast
 
 SHAPE, TINY = (16384, 4096, 14336), (64, 32, 96)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from microfloat import reference
-from microfloat.jax.backends import cuda, native
+from microfloat.jax.backends import cuda, gemms
 from microfloat.jax.backends.reference import kind_of
 
 # docs/numerics.md 8.3, float32 results.
@@ -24,7 +24,7 @@ def relative_error(actual, expected):
 
 def way_of(gemm):
     """Which units multiply the operands of a Gemm where the tests run."""
-    return native.choose(kind_of(gemm.lhs, 0), kind_of(gemm.rhs, 0), cuda.capability()).way
+    return gemms.choose(kind_of(gemm.lhs, 0), kind_of(gemm.rhs, 0), cuda.capability()).way
 
 
 def gemm_limit(gemm):

@@ -15,7 +15,7 @@ import triton
 
 import microfloat.jax as mj
 from microfloat import recipes
-from microfloat.jax.backends import cuda, kernels, native
+from microfloat.jax.backends import cuda, gemms, kernels
 from microfloat.jax.backends.triton import _launch
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -53,7 +53,7 @@ STAND_IN = SimpleNamespace(
 
 def pretend(local=True):
     """One H200, and a jaxlib that starts kernels."""
-    cuda.capability = native.capability = lambda: (9, 0)
+    cuda.capability = gemms.capability = lambda: (9, 0)
     _launch._library = lambda: STAND_IN
     kernels.SEEN_ON_SEVERAL_DEVICES = True
     if local:

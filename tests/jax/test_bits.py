@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from microfloat import formats, reference
-from microfloat.jax import _bits, _random
-from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform
-from microfloat.jax._random import random_bytes, seed_words
+from microfloat.jax.numerics import bits as _bits
+from microfloat.jax.numerics import random as _random
+from microfloat.jax.numerics.hadamard import hadamard_inverse, hadamard_transform
+from microfloat.jax.numerics.random import random_bytes, seed_words
 from microfloat.recipes import Hadamard
 from microfloat.reference import _hadamard as oracle_hadamard
 

@@ -9,7 +9,7 @@ import pytest
 
 import microfloat.jax as mj
 from microfloat.errors import NotSupportedError
-from microfloat.jax.backends import native
+from microfloat.jax.backends import gemms
 from microfloat.recipes import MXFP6BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 PLAIN = (((1,), (1,)), ((), ()))
@@ -18,7 +18,7 @@ PLAIN = (((1,), (1,)), ((), ()))
 @pytest.fixture
 def blackwell(monkeypatch):
     """JAX says that there is a chip of compute capability 10.0; nothing is run on it."""
-    monkeypatch.setattr(native, "capability", lambda: (10, 0))
+    monkeypatch.setattr(gemms, "capability", lambda: (10, 0))
 
 
 def lowered(recipe, sizes, backend="native", **given):

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.formats import ELEMENTS
-from microfloat.jax._bits import encode, multiply
-from microfloat.jax.backends import cuda, native
+from microfloat.jax.backends import cuda, gemms
+from microfloat.jax.numerics.bits import encode, multiply
 from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, as_cast
 from tests.jax.compare import relative_error
 
@@ -38,7 +38,7 @@ def test_gpus_of_other_makers_have_no_compute_capability(monkeypatch, compute_ca
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine that sees one H200. Traces are cached by shape: every test has shapes of its own."""
-    for module in (cuda, native):
+    for module in (cuda, gemms):
         monkeypatch.setattr(module, "capability", lambda: (9, 0))
     monkeypatch.setattr(cuda, "_is_alone", lambda: True)
     return monkeypatch

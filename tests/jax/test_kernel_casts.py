@@ -16,7 +16,7 @@ import pytest
 import microfloat.jax as mj
 from microfloat import recipes, reference
 from microfloat.jax import scaling
-from microfloat.jax.backends import casts, cuda, kernels, native
+from microfloat.jax.backends import casts, cuda, gemms, kernels
 from microfloat.jax.backends.triton import _launch
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
 from tests.contract.cases import cast_id
@@ -290,8 +290,8 @@ def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
             if not flag:
                 assert_bytes(one, wanted, f"{decoded} {side}")
                 continue
-            kind = native.reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)
-            values, outer = jax.jit(lambda matrix, kind=kind: native.bf16_values(matrix, kind))(wanted)
+            kind = gemms.reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)
+            values, outer = jax.jit(lambda matrix, kind=kind: gemms.bf16_values(matrix, kind))(wanted)
             np.testing.assert_array_equal(np.asarray(one.values, np.float32), np.asarray(values, np.float32))
             assert (one.outer is None) == (outer is None)
             if outer is not None:

@@ -14,6 +14,7 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat.jax import fp8_ops
 from microfloat.jax import linen as ml
+from microfloat.jax.flax import linen as flax_linen
 from microfloat.recipes import (
     RECIPES,
     DelayedScaling,
@@ -254,7 +255,7 @@ def test_train_state_keeps_other_collections(frozen):
 
         grads, updated = jax.grad(loss, has_aux=True)(state.params)
         state = state.apply_gradients(grads=grads)
-        return state.replace(params=ml._replaced(state.params, dict(updated)))
+        return state.replace(params=flax_linen._replaced(state.params, dict(updated)))
 
     donating = jax.jit(step, donate_argnums=0)
     for x in (X, 2 * X):

@@ -9,9 +9,9 @@ import pytest
 
 import microfloat.jax as mj
 from microfloat import Support, reference
-from microfloat.jax._explain import dots_of
-from microfloat.jax.backends import native
+from microfloat.jax.backends import gemms
 from microfloat.jax.backends import reference as emulation
+from microfloat.jax.explain import dots_of
 from microfloat.recipes import RECIPES, Cast, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name
 from tests.jax.compare import relative_error
 
@@ -40,7 +40,7 @@ def kinds_of(recipe, gemm="fprop", cols=72):
     ],
 )
 def test_choice(recipe, chip, way, accelerated):
-    choice = native.choose(*kinds_of(recipe), chip)
+    choice = gemms.choose(*kinds_of(recipe), chip)
     assert (choice.way, choice.support.accelerated) == (way, accelerated)
     assert choice.support.reason
 
@@ -48,7 +48,7 @@ def test_choice(recipe, chip, way, accelerated):
 def test_float32_block_scales_do_not_fit_bfloat16():
     cast = Cast("fp8_1x128", "amax")
     kind = emulation.kind_of(cast, 72)
-    assert native.choose(kind, kind, (9, 0)).way == "reference"
+    assert gemms.choose(kind, kind, (9, 0)).way == "reference"
 
 
 def quantized(name, x):
@@ -68,7 +68,7 @@ def test_gemms_of_every_way(way, name):
     # docs/numerics.md 8.3: CPU and bfloat16 dots, Hopper split and fast
     on_gpu = way == "fp8" and jax.default_backend() != "cpu"
     for accumulate, tolerance in (("split", 5e-4), ("fast", 5e-3)) if way == "fp8" else (("split", 1e-5),):
-        actual = jax.jit(lambda a, b, mode=accumulate: native.gemm(a, b, kind_a, kind_b, way, mode))(a, b)
+        actual = jax.jit(lambda a, b, mode=accumulate: gemms.gemm(a, b, kind_a, kind_b, way, mode))(a, b)
         assert relative_error(actual, expected) < (tolerance if on_gpu else 1e-5)
 
 
@@ -76,7 +76,7 @@ def test_mx_operands_are_whole_blocks():
     """What goes into jax.nn.scaled_matmul decodes to the same values, padding to zero."""
     for name in ("mxfp8", "nvfp4_2d", "nvfp4"):
         matrix, kind = quantized(name, X)
-        data, scale = jax.jit(lambda m, kind=kind: native._mx_operand(m, kind))(matrix)
+        data, scale = jax.jit(lambda m, kind=kind: gemms._mx_operand(m, kind))(matrix)
         block = kind.format.block[1]
         factors = np.asarray(scale[0].astype(jnp.float32))
         values = np.asarray(data[0].astype(jnp.float32)) * np.repeat(factors, block, axis=1)
@@ -91,7 +91,7 @@ def test_mx_operands_are_whole_blocks():
 
 def lowered_for_cuda(way, name):
     (a, kind_a), (b, kind_b) = quantized(name, X), quantized(name, W)
-    run = jax.jit(lambda a, b: native.gemm(a, b, kind_a, kind_b, way, "fast"))
+    run = jax.jit(lambda a, b: gemms.gemm(a, b, kind_a, kind_b, way, "fast"))
     return run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -108,7 +108,7 @@ def test_lowering_for_a_gpu():
 
 def test_strict_mode_refuses_to_emulate():
     op = mj.dot_general(MXFP8BlockScaling(), backend="native")
-    if native.capability() is not None and native.capability() >= (10, 0):
+    if gemms.capability() is not None and gemms.capability() >= (10, 0):
         pytest.skip("this chip has a native block-scaled dot")
     with pytest.raises(RuntimeError, match=r"backend: got 'native'.*Use backend='auto'"):
         jax.jit(op, static_argnums=2)(X, W, PLAIN)
@@ -118,7 +118,7 @@ def test_strict_mode_refuses_to_emulate():
     assert relative_error(*same) < 1e-5
 
 
-@pytest.mark.skipif(native.capability() is not None, reason="a CUDA device is there")
+@pytest.mark.skipif(gemms.capability() is not None, reason="a CUDA device is there")
 def test_explain_without_a_gpu():
     table = mj.explain(NVFP4BlockScaling(), "cpu", (40, 72, 24))
     assert " ".join(str(table).split()).startswith(f"{NVFP4BlockScaling()!r} on cpu GEMM")
@@ -139,7 +139,7 @@ def test_explain_without_a_gpu():
         assert not query("cuda").available
 
 
-@pytest.mark.skipif(native.capability() is not None, reason="a CUDA device is there")
+@pytest.mark.skipif(gemms.capability() is not None, reason="a CUDA device is there")
 def test_explain_a_gpu_that_is_not_there():
     """By its name, generation or architecture, as torch's explain: complete there, whatever is installed here."""
     hopper = mj.explain("mxfp8", "h200", (8192, 4096, 4096))

@@ -6,7 +6,7 @@ import pytest
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.formats import E2M1, E3M2, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
-from microfloat.jax.backends import native
+from microfloat.jax.backends import gemms
 from microfloat.jax.backends import reference as emulation
 from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm
 from tests.formats.elements import wild_matrix
@@ -27,7 +27,7 @@ def test_bytes_and_values_are_the_oracles(element):
         np.testing.assert_array_equal(np.asarray(ours.dequantize()), reference.dequantize(oracle))
     codes = np.arange(1 << element.bits, dtype=np.uint8)
     from microfloat import formats
-    from microfloat.jax._bits import decode
+    from microfloat.jax.numerics.bits import decode
 
     np.testing.assert_array_equal(np.asarray(decode(codes, element)), formats.decode(codes, element))
 
@@ -42,7 +42,7 @@ def test_bytes_and_values_are_the_oracles(element):
 )  # fmt: skip
 def test_no_unit_takes_codes_that_it_does_not_know(chip, element, scale, block, way):
     kind = emulation.kind_of(Cast(ScaledFormat("mine", element, scale, block)), 64)
-    choice = native.choose(kind, kind, chip)
+    choice = gemms.choose(kind, kind, chip)
     assert (choice.way, choice.support.accelerated) == (way, False)
     assert "E3M4 is not one of the stock elements" in choice.support.reason or way == "bf16"
 

@@ -10,8 +10,9 @@ if find_spec("jax") is None:
     raise missing_package("jax", "microfloat.jax", "jax")
 
 from microfloat.jax import checkpoint_policies, scaling
-from microfloat.jax._dot_general import DotGeneral, Einsum, dot_general, einsum
-from microfloat.jax._explain import (
+from microfloat.jax.array import QuantizedArray
+from microfloat.jax.dot_general import DotGeneral, Einsum, dot_general, einsum
+from microfloat.jax.explain import (
     Explanation,
     explain,
     is_fp8_available,
@@ -19,7 +20,6 @@ from microfloat.jax._explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.jax.array import QuantizedArray
 from microfloat.jax.ops import dequantize, fake_quantize, quantize, scaled_matmul
 
 __all__ = [

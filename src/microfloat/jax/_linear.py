@@ -28,8 +28,8 @@ from microfloat.jax._collectives import (
 )
 from microfloat.jax._derivatives import no_derivative
 from microfloat.jax._max_grad import from_max_grad
-from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends import casts, cuda, reference, select
+from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes import Delayed, Recipe

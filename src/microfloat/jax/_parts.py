@@ -8,10 +8,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.jax._bits import as_code_dtype
-from microfloat.jax._hadamard import stored_length
-from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray
+from microfloat.jax.numerics.bits import as_code_dtype
+from microfloat.jax.numerics.hadamard import stored_length
+from microfloat.jax.numerics.tiles import leading_axes, scale_shape
 from microfloat.jax.ops import check_dtype, normalize_axis
 from microfloat.recipes import Hadamard
 from microfloat.recipes.core import as_scaled_format

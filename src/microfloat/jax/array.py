@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type
 from microfloat.formats import ScaledFormat
-from microfloat.jax._bits import code_bytes
-from microfloat.jax._hadamard import stored_length
+from microfloat.jax.numerics.bits import code_bytes
+from microfloat.jax.numerics.hadamard import stored_length
 from microfloat.recipes import Hadamard
 
 __all__ = ["QuantizedArray"]

@@ -14,22 +14,23 @@ if find_spec("flax") is None:
     raise missing_package("flax", "microfloat.jax.fp8_ops", "jax")
 
 
-from microfloat.jax._fp8_autodiff import in_q, in_qdq, out_dq, out_qdq
-from microfloat.jax._fp8_casts import dequantize, get_fp8_max, qdq, quantize
-from microfloat.jax._fp8_dot import (
+from microfloat.jax._max_grad import CAN_USE_EARRAY, Fp8MetaTyRules, fm32, fp8_meta_dtype, fp32_max_grad
+from microfloat.jax.flax.fp8_autodiff import in_q, in_qdq, out_dq, out_qdq
+from microfloat.jax.flax.fp8_casts import dequantize, get_fp8_max, qdq, quantize
+from microfloat.jax.flax.fp8_dot import (
     dot_general_transpose_lhs,
     dot_general_transpose_rhs,
     dot_general_with_precision,
     fp8_scaled_dot_general,
     quantized_dot,
 )
-from microfloat.jax._fp8_meta import (
+from microfloat.jax.flax.fp8_meta import (
     compute_amax_history,
     compute_scale,
     quantize_dequantize_update,
     update_fp8_meta,
 )
-from microfloat.jax._fp8_modules import (
+from microfloat.jax.flax.fp8_modules import (
     Fp8DirectDotGeneralOp,
     Fp8DotGeneral,
     Fp8DotGeneralBase,
@@ -37,8 +38,7 @@ from microfloat.jax._fp8_modules import (
     Fp8Einsum,
     NANOOFp8DotGeneralOp,
 )
-from microfloat.jax._fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, merge_state, next_state, reset_state
-from microfloat.jax._max_grad import CAN_USE_EARRAY, Fp8MetaTyRules, fm32, fp8_meta_dtype, fp32_max_grad
+from microfloat.jax.flax.fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, merge_state, next_state, reset_state
 
 __all__ = [
     "CAN_USE_EARRAY", "OVERWRITE_WITH_GRADIENT", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase",

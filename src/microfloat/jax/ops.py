@@ -18,12 +18,12 @@ from microfloat.arguments import as_float, check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax import _explicit
-from microfloat.jax._bits import rounded, widened
 from microfloat.jax._derivatives import no_derivative, straight_through
-from microfloat.jax._random import call_seed
-from microfloat.jax._tiles import leading_axes, scale_shape
 from microfloat.jax.array import QuantizedArray, check_quantized
 from microfloat.jax.backends import casts, reference, select
+from microfloat.jax.numerics.bits import rounded, widened
+from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.numerics.tiles import leading_axes, scale_shape
 from microfloat.recipes import Cast, Delayed, as_cast
 
 __all__ = ["WIDE_DTYPES", "check_array", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]

@@ -21,8 +21,8 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
-from microfloat.jax._bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
+from microfloat.jax.numerics.bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
 from microfloat.operands import OPERANDS
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe

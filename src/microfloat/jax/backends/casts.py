@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from microfloat.jax._collectives import max_over
-from microfloat.jax._scales import tensor_amax
-from microfloat.jax.backends import cuda, kernels, native, reference
+from microfloat.jax.backends import cuda, gemms, kernels, reference
 from microfloat.jax.backends.reference import Decoded, Operand
+from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.recipes import Cast, Gemm
 
 __all__ = ["CastOf", "Given", "Operands", "cast_both", "decodes", "uses_kernel"]
@@ -101,7 +101,7 @@ def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
     if backend == "reference" or gemm.accumulate == "exact" or not uses_kernel(cast, shape, backend):
         return False
     kind_a, kind_b = (reference.kind_of(operand, 0) for operand in gemm.casts)
-    return native.choose(kind_a, kind_b, cuda.capability(), gemm.path).way == "bf16"
+    return gemms.choose(kind_a, kind_b, cuda.capability(), gemm.path).way == "bf16"
 
 
 def _shares(row: CastOf | None, column: CastOf | None) -> bool:
@@ -159,7 +159,7 @@ def _decoded(wanted: CastOf | None, made: reference.Matrix | None, cols: int) ->
     if wanted is None or made is None or not wanted.decoded:
         return made
     cast = wanted.cast
-    return Decoded(*native.bf16_values(made, reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)))
+    return Decoded(*gemms.bf16_values(made, reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)))
 
 
 def _one_by_xla(wanted: CastOf, x_RC: Array, given: Given, axes: frozenset[str]) -> reference.Matrix:

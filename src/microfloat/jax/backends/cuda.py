@@ -1,7 +1,7 @@
 """What XLA does faster on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
 
 Chosen where a program is lowered for CUDA and `capability` names a chip; everywhere else the integers of
-`microfloat.jax._bits` and float32 epilogues stand. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
+`microfloat.jax.numerics.bits` and float32 epilogues stand. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from microfloat.formats import ElementFormat
-from microfloat.jax._bits import FLOAT8, bits_of, where
+from microfloat.jax.numerics.bits import FLOAT8, bits_of, where
 
 __all__ = [
     "capability", "converted", "converts", "folds_scales", "rounds_in_gemm", "row_major", "scaled_product", "turned",

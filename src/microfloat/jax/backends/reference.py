@@ -14,7 +14,9 @@ from jax import Array, lax
 
 from microfloat import reference as oracle
 from microfloat.formats import E4M3, ElementFormat, ScaledFormat
-from microfloat.jax._bits import (
+from microfloat.jax._collectives import max_over
+from microfloat.jax.backends import cuda
+from microfloat.jax.numerics.bits import (
     as_code_dtype,
     as_float,
     bits_of,
@@ -27,12 +29,10 @@ from microfloat.jax._bits import (
     where,
     widened,
 )
-from microfloat.jax._collectives import max_over
-from microfloat.jax._hadamard import hadamard_inverse, hadamard_transform, stored_length
-from microfloat.jax._random import random_bytes
-from microfloat.jax._scales import block_scales, tensor_amax
-from microfloat.jax._tiles import from_tiles, spread, to_tiles
-from microfloat.jax.backends import cuda
+from microfloat.jax.numerics.hadamard import hadamard_inverse, hadamard_transform, stored_length
+from microfloat.jax.numerics.random import random_bytes
+from microfloat.jax.numerics.scales import block_scales, tensor_amax
+from microfloat.jax.numerics.tiles import from_tiles, spread, to_tiles
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [

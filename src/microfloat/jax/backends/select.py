@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 
 from microfloat.errors import NotSupportedError
-from microfloat.jax.backends import native, reference
+from microfloat.jax.backends import gemms, reference
 
 __all__ = ["GemmPlan", "choice_of", "run_gemm"]
 
@@ -29,12 +29,12 @@ class GemmPlan(NamedTuple):
     out: np.dtype = np.dtype(np.float32)
 
 
-def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> native.Choice:
+def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> gemms.Choice:
     """How `plan` runs on a chip; NotSupportedError for ``backend="native"`` where no unit of the format does.
 
     Two operands in high precision are no matter of a backend.
     """
-    choice = native.choose(plan.kind_a, plan.kind_b, chip, plan.path)
+    choice = gemms.choose(plan.kind_a, plan.kind_b, chip, plan.path)
     if plan.backend == "reference":
         return choice._replace(way="reference", kernel="decode to float32, float32 dot, scales in the epilogue")
     in_high_precision = plan.kind_a is None and plan.kind_b is None
@@ -50,7 +50,7 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
     """``a @ b.T + bias`` [M, N], summed in float32, in the plan's `out`."""
     if plan.accumulate == "exact":
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
-    choice = choice_of(plan, native.capability())
+    choice = choice_of(plan, gemms.capability())
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
     if choice.way == "reference":
         product = emulate(a, b)
@@ -58,7 +58,7 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
         # `choose` names another way than the reference only for two quantized operands.
         kind_a, kind_b = cast(reference.Kind, plan.kind_a), cast(reference.Kind, plan.kind_b)
         out = plan.out if bias is None else jnp.dtype(jnp.float32)
-        on_gpu = partial(native.gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate, out=out)
+        on_gpu = partial(gemms.gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate, out=out)
         # A program may still be lowered for another platform than the default one.
         product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
     product = product if bias is None else product + bias.astype(jnp.float32)[None, :]

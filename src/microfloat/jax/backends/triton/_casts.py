@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from microfloat.formats import ScaledFormat
-from microfloat.jax._bits import FLOAT8
 from microfloat.jax._collectives import max_over
-from microfloat.jax._hadamard import stored_length
-from microfloat.jax._scales import tensor_amax
 from microfloat.jax.backends.reference import Decoded, Matrix, Operand
 from microfloat.jax.backends.triton._launch import Output, call
+from microfloat.jax.numerics.bits import FLOAT8
+from microfloat.jax.numerics.hadamard import stored_length
+from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.kernels import amax as amax_kernels
 from microfloat.kernels import blocks as block_kernels
 from microfloat.kernels import dequantize as dequantize_kernels

@@ -16,11 +16,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_value
-from microfloat.jax import _fp8_casts as casts
-from microfloat.jax import _fp8_meta as meta
 from microfloat.jax._collectives import like_in_variance, on_first_device, once, told_axes, varying_axes
-from microfloat.jax._fp8_arguments import as_float_dtype, as_fp8_dtype, as_numbers, as_state
 from microfloat.jax._max_grad import from_max_grad
+from microfloat.jax.flax import fp8_casts as casts
+from microfloat.jax.flax import fp8_meta as meta
+from microfloat.jax.flax.fp8_arguments import as_float_dtype, as_fp8_dtype, as_numbers, as_state
 
 __all__ = [
     "Rule", "State", "accumulated", "in_q", "in_q_threaded", "in_qdq", "in_qdq_threaded", "out_dq", "out_qdq",

@@ -12,8 +12,8 @@ from jax import Array, lax
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax._max_grad import fp32_max_grad
-from microfloat.jax._microbatches import check_transformation, chosen, has_stepped, larger, step_counts
-from microfloat.jax._nnx_modules import SLOT_NAMES, DotGeneral, ScaleState, value_of
+from microfloat.jax.flax.microbatches import check_transformation, chosen, has_stepped, larger, step_counts
+from microfloat.jax.flax.nnx_modules import SLOT_NAMES, DotGeneral, ScaleState, value_of
 from microfloat.jax.scaling import TENSORS, DelayedState, Slot
 
 __all__ = ["Optimizer", "grad", "value_and_grad"]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from microfloat.formats import E4M3
-from microfloat.jax._bits import (
+from microfloat.jax.numerics.bits import (
     INFINITY_BITS,
     as_float,
     bits_of,
@@ -27,7 +27,7 @@ from microfloat.jax._bits import (
     where,
     widened,
 )
-from microfloat.jax._tiles import spread
+from microfloat.jax.numerics.tiles import spread
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 

@@ -11,7 +11,7 @@ import numpy as np
 from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax._dimensions import canonical_dimensions
-from microfloat.jax.backends import native, reference
+from microfloat.jax.backends import gemms, reference
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.backends.select import GemmPlan, choice_of
 from microfloat.jax.ops import check_backend
@@ -159,7 +159,7 @@ _READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad",
 
 def _way(gemm: Gemm, target: _Target) -> str:
     kinds = [reference.kind_of(operand, 0) for operand in gemm.casts]
-    return "exact" if gemm.accumulate == "exact" else native.choose(kinds[0], kinds[1], target.chip, gemm.path).way
+    return "exact" if gemm.accumulate == "exact" else gemms.choose(kinds[0], kinds[1], target.chip, gemm.path).way
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:
@@ -175,7 +175,7 @@ def _target(device: object) -> _Target:
         device = cast(Any, device).platform
     if device is not None and not isinstance(device, str):
         raise invalid_type("device", type(device), "a JAX device, its platform, a GPU by its name, or None")
-    chip = native.capability()
+    chip = gemms.capability()
     if device is None:
         device = "cuda" if chip else jax.default_backend()
     named = chip_named(device)

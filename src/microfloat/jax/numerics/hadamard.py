@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from microfloat.jax._bits import as_float, bits_of, magnitude_bits, multiply, round_to_bf16, where
+from microfloat.jax.numerics.bits import as_float, bits_of, magnitude_bits, multiply, round_to_bf16, where
 from microfloat.recipes import Hadamard
 
 __all__ = ["hadamard_inverse", "hadamard_transform", "stored_length"]

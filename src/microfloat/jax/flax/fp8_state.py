@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
-from microfloat.jax._fp8_meta import compute_scale
 from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
+from microfloat.jax.flax.fp8_meta import compute_scale
 from microfloat.jax.scaling import next_scale
 from microfloat.recipes import Delayed
 

@@ -14,11 +14,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_value
 from microfloat.formats import E4M3, E5M2
-from microfloat.jax._bits import bits_of, encode, quotient, rounded, where, widened
 from microfloat.jax._derivatives import straight_through
-from microfloat.jax._fp8_arguments import FP8_DTYPES, as_float_dtype, as_fp8_dtype, as_numbers
 from microfloat.jax._max_grad import from_max_grad, is_max_grad
 from microfloat.jax.backends import cuda
+from microfloat.jax.flax.fp8_arguments import FP8_DTYPES, as_float_dtype, as_fp8_dtype, as_numbers
+from microfloat.jax.numerics.bits import bits_of, encode, quotient, rounded, where, widened
 
 __all__ = ["dequantize", "factors", "get_fp8_max", "qdq", "quantize", "scaled_by"]
 

@@ -8,7 +8,7 @@ from flax.core.scope import Scope
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
-from microfloat.jax._fp8_state import OVERWRITE_WITH_GRADIENT
+from microfloat.jax.flax.fp8_state import OVERWRITE_WITH_GRADIENT
 
 __all__ = ["STATE_NAMES", "StateModule"]
 

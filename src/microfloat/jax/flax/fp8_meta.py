@@ -9,11 +9,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.jax._bits import divide, widened
 from microfloat.jax._collectives import max_over, sharding_axes, varying_axes
-from microfloat.jax._fp8_arguments import as_numbers
-from microfloat.jax._fp8_casts import get_fp8_max, qdq
 from microfloat.jax._max_grad import from_max_grad
+from microfloat.jax.flax.fp8_arguments import as_numbers
+from microfloat.jax.flax.fp8_casts import get_fp8_max, qdq
+from microfloat.jax.numerics.bits import divide, widened
 
 __all__ = [
     "compute_amax_history", "compute_scale", "quantize_dequantize_update", "update_fp8_meta", "updated_state",

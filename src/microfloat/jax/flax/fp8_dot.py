@@ -9,14 +9,14 @@ import numpy as np
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.jax import _fp8_casts as casts
-from microfloat.jax import _fp8_meta as meta
-from microfloat.jax._bits import quotient, widened
 from microfloat.jax._collectives import sum_to_type_of
 from microfloat.jax._derivatives import straight_through
 from microfloat.jax._dimensions import DimensionNumbers, canonical_dimensions
-from microfloat.jax._fp8_arguments import as_float_dtype, as_numbers, as_state
-from microfloat.jax._fp8_autodiff import Rule, State, accumulated, in_q_threaded
+from microfloat.jax.flax import fp8_casts as casts
+from microfloat.jax.flax import fp8_meta as meta
+from microfloat.jax.flax.fp8_arguments import as_float_dtype, as_numbers, as_state
+from microfloat.jax.flax.fp8_autodiff import Rule, State, accumulated, in_q_threaded
+from microfloat.jax.numerics.bits import quotient, widened
 
 __all__ = [
     "dot_general_transpose_lhs", "dot_general_transpose_rhs", "dot_general_with_precision", "fp8_scaled_dot_general",

@@ -25,7 +25,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import _explicit, scaling
 from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
 from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
-from microfloat.jax._random import call_seed
+from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.ops import check_array, check_backend, check_dtype, real_array
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.recipes import Recipe

@@ -25,10 +25,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from microfloat.formats import ScaledFormat
-from microfloat.jax._bits import FLOAT8, where
-from microfloat.jax._tiles import from_tiles, spread, to_tiles
 from microfloat.jax.backends import cuda, kernels, reference
 from microfloat.jax.backends.cuda import capability
+from microfloat.jax.numerics.bits import FLOAT8, where
+from microfloat.jax.numerics.tiles import from_tiles, spread, to_tiles
 from microfloat.kernels.families import is_stock
 from microfloat.support import Support
 

@@ -10,11 +10,11 @@ from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax import _dot_general as dots
 from microfloat.jax import scaling
 from microfloat.jax._derivatives import notice_fixed_state
 from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
-from microfloat.jax._random import call_seed
+from microfloat.jax.dot_general import dot_general, place
+from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.ops import check_array
 from microfloat.jax.scaling import TENSORS, DelayedState, Slot
 from microfloat.recipes import Recipe
@@ -53,7 +53,7 @@ class DotGeneral(nnx.Module):
     def __init__(
         self, recipe: Recipe | str, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
     ) -> None:
-        self.op = dots.dot_general(recipe, **options)
+        self.op = dot_general(recipe, **options)
         recipe = self.op.recipe
         if not isinstance(stacked, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in stacked):
             raise invalid_type("stacked", repr(stacked), "a tuple of sizes: the leading axes of stacked variables")
@@ -168,7 +168,7 @@ class EinsumOp(DotGeneral):
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
         y = super().__call__(*plan.operands(lhs, rhs), plan.dimension_numbers, None, preferred_element_type, key=key)
-        return dots.place(plan.result(y), out_sharding)
+        return place(plan.result(y), out_sharding)
 
 
 def value_of(variable: nnx.Variable) -> Array:

@@ -11,10 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type
 from microfloat.jax._dimensions import DimensionNumbers, canonical_dimensions, parse_einsum
-from microfloat.jax._flax_state import STATE_NAMES, StateModule
-from microfloat.jax._fp8_arguments import as_numbers
-from microfloat.jax._fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
-from microfloat.jax._fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
+from microfloat.jax.flax.fp8_arguments import as_numbers
+from microfloat.jax.flax.fp8_autodiff import Rule, in_qdq_threaded, out_qdq_threaded
+from microfloat.jax.flax.fp8_dot import DotOptions, dot_general_with_precision, scaled_dot_threaded
+from microfloat.jax.flax.state import STATE_NAMES, StateModule
 
 __all__ = [
     "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase", "Fp8DotGeneralOp", "Fp8Einsum",

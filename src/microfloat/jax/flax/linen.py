@@ -1,0 +1,286 @@
+"""Recipes in Flax linen: dot_general and einsum classes to inject, layers that inject them, and the training state.
+
+    nn.Dense(features, dot_general_cls=linen.dot_general_cls(NVFP4BlockScaling()))
+
+Parameter trees do not change. Delayed scaling adds the collection ``_overwrite_with_gradient``, whose gradient is
+its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr_rng": key}``).
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import core as flax_core
+from flax.training import train_state
+from jax import Array
+from jax.typing import DTypeLike
+
+from microfloat.errors import invalid_type
+from microfloat.jax._derivatives import notice_fixed_state
+from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
+from microfloat.jax.dot_general import DotGeneral, dot_general
+from microfloat.jax.flax.fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, next_state
+from microfloat.jax.flax.microbatches import (
+    check_transformation,
+    chosen,
+    has_stepped,
+    larger,
+    refuse_multi_steps_outside,
+    step_counts,
+)
+from microfloat.jax.flax.state import STATE_NAMES, StateModule
+from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.ops import check_array
+from microfloat.jax.scaling import TENSORS, DelayedState, Slot, slot_rules
+from microfloat.recipes import Recipe
+
+__all__ = [
+    "Dense", "DenseGeneral", "MultiHeadDotProductAttention", "TrainState", "dot_general_cls", "einsum_cls",
+    "max_accumulate", "overwrite_with_gradient",
+]  # fmt: skip
+
+SR_STREAM = "sr_rng"
+
+
+class _StatelessOp(nn.Module):
+    """Base of the ops whose recipe keeps no state: no variables at all."""
+
+    def run(
+        self, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: DTypeLike | None
+    ) -> Array:
+        return op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), None)[0]
+
+
+class _DelayedOp(StateModule):
+    """Base of the ops whose recipe is delayed: six state variables."""
+
+    def run(
+        self, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: DTypeLike | None
+    ) -> Array:
+        rules = slot_rules(op.recipe)
+        pairs = {tensor: self.current_state(name) for tensor, name in zip(TENSORS, STATE_NAMES, strict=True)}
+        slots = [None if rule is None else Slot(*pairs[tensor]) for tensor, rule in zip(TENSORS, rules, strict=True)]
+        state = DelayedState(*slots, rules=rules)
+        rhs = notice_fixed_state(check_array("rhs", rhs), state)
+        y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), state)
+        for tensor, name in zip(TENSORS, STATE_NAMES, strict=True):
+            slot = cast(DelayedState, handed).slot(tensor)  # a state went in
+            if slot is not None:
+                self.hand_on(name, (slot.scale_enc, slot.amax_history))
+        return y
+
+
+def _words(module: nn.Module, recipe: Recipe) -> Array | np.ndarray | None:
+    """The call seed from the module's stream; without the stream only what needs none runs."""
+    if not recipe.is_stochastic or not module.has_rng(SR_STREAM):
+        return None
+    return call_seed(None, module.make_rng(SR_STREAM), repr(recipe))
+
+
+def dot_general_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
+    """A linen module class for every place where Flax takes ``dot_general_cls=``; called like `lax.dot_general`.
+
+    `options` are those of `microfloat.jax.dot_general`. Equal recipes and options give the same class, named after
+    the recipe, for example ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe or its name.
+    """
+    return _op_class(dot_general(recipe, **options), "dot_general")
+
+
+def einsum_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
+    """The same for einsums of two operands: ``cls()(equation, input, kernel)``."""
+    return _op_class(dot_general(recipe, **options), "einsum")
+
+
+@functools.cache
+def _op_class(op: DotGeneral, kind: str) -> type[nn.Module]:
+    recipe = op.recipe
+    base: type[nn.Module] = _StatelessOp
+    if recipe.is_delayed:
+        base = _DelayedOp
+
+    def dot_general_call(
+        self: Any, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, **_: object,
+    ) -> Array:  # fmt: skip
+        """``lax.dot_general`` under the recipe; `precision` and further keywords are accepted and ignored."""
+        del precision
+        return self.run(op, lhs, rhs, dimension_numbers, preferred_element_type)
+
+    def einsum_call(
+        self: Any, equation: str, lhs: Array, rhs: Array, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, **_: object,
+    ) -> Array:  # fmt: skip
+        """The einsum under the recipe; the first operand is the input, the second the kernel."""
+        del precision
+        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
+        plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
+        y = self.run(op, *plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type)
+        return plan.result(y)
+
+    call = dot_general_call if kind == "dot_general" else einsum_call
+    name = f"{type(recipe).__name__}{'Op' if kind == 'dot_general' else 'Einsum'}"
+    members: dict[str, Any] = {"__call__": call, "__module__": __name__, "__doc__": f"{kind} under {recipe!r}."}
+    length = {slot.delayed.amax_history_len for slot in slot_rules(recipe) if slot is not None}
+    if length:
+        members |= {"amax_history_length": max(length), "__annotations__": {"amax_history_length": int}}
+    return cast(type[nn.Module], type(name, (base,), members))
+
+
+class Dense(nn.Dense):
+    """`flax.linen.Dense` under `recipe` (None: as Flax runs it); same parameters, same names."""
+
+    recipe: Recipe | str | None = None
+
+    def __post_init__(self) -> None:
+        _inject(self, "dot_general_cls")
+        super().__post_init__()
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` under `recipe`; same parameters, same names."""
+
+    recipe: Recipe | str | None = None
+
+    def __post_init__(self) -> None:
+        _inject(self, "dot_general_cls")
+        super().__post_init__()
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """Flax's attention with its four projections under `recipe`; the attention itself is untouched."""
+
+    recipe: Recipe | str | None = None
+
+    def __post_init__(self) -> None:
+        _inject(self, "qkv_dot_general_cls", "out_dot_general_cls")
+        super().__post_init__()
+
+
+def _inject(module: nn.Module, *attributes: str) -> None:
+    recipe = module.recipe  # type: ignore[attr-defined]
+    if recipe is None:
+        return
+    for attribute in attributes:
+        if getattr(module, attribute) is None:
+            object.__setattr__(module, attribute, dot_general_cls(recipe))
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` that knows delayed-scaling state; same constructor and methods.
+
+    `params` may be all variables of the model: the optimizer sees ``params["params"]`` only, the state collection
+    advances by the consumer rule (docs/jax.md), and every other collection (batch_stats) keeps its value.
+    Under ``tx=optax.MultiSteps(...)`` the state advances when the optimizer steps, by the largest amax of its
+    microbatches. `apply_fn` accumulates state by maximum over all uses in one call of it; for several calls in one
+    loss, pass it ``max_accumulate(variables)`` of all variables, made once.
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """One optimizer step; `grads` has the structure of `params`."""
+        if not _has_state(self.params):
+            return super().apply_gradients(grads=grads, **kwargs)
+        params, collection = self.params["params"], self.params[OVERWRITE_WITH_GRADIENT]
+        inner = self.opt_state.inner if isinstance(self.opt_state, Collected) else self.opt_state
+        updates, inner_after = self.tx.update(grads["params"], inner, params)
+        collection, opt_state = _advanced(collection, grads[OVERWRITE_WITH_GRADIENT], self.opt_state, inner_after)
+        advanced = {
+            "params": jax.tree.map(lambda value, update: (value + update).astype(value.dtype), params, updates),
+            OVERWRITE_WITH_GRADIENT: collection,
+        }
+        return self.replace(step=self.step + 1, params=_replaced(self.params, advanced), opt_state=opt_state, **kwargs)
+
+    @classmethod
+    def create(cls, *, apply_fn: Callable, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
+        """A state at step 0; `apply_fn` is usually ``model.apply``."""
+        check_transformation(tx)
+        state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
+        if not _has_state(params):
+            return state
+        return state.replace(opt_state=_collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
+
+
+class Collected(NamedTuple):
+    """State of an optimizer that steps once per several gradients, and the largest state gradients since it stepped."""
+
+    inner: Any
+    largest: Any
+
+
+def _collecting(opt_state: Any, collection: Any) -> Any:
+    """`opt_state`, with room for state gradients if the optimizer does not step every time."""
+    if not step_counts(opt_state):
+        return opt_state
+    return Collected(opt_state, jax.tree.map(jnp.zeros_like, collection))
+
+
+def _advanced(collection: Any, gradient: Any, before: Any, inner: Any) -> tuple[Any, Any]:
+    """(the state collection, the optimizer's state) after one gradient; `inner` is what the optimizer returned."""
+    if not isinstance(before, Collected):
+        return next_state(collection, gradient), inner
+    stepped = has_stepped(step_counts(before.inner), step_counts(inner))
+    largest = larger(gradient, before.largest)
+    after = chosen(stepped, next_state(collection, largest), collection)
+    return after, Collected(inner, chosen(stepped, jax.tree.map(jnp.zeros_like, largest), largest))
+
+
+def _has_state(variables: Any) -> bool:
+    return isinstance(variables, Mapping) and OVERWRITE_WITH_GRADIENT in variables
+
+
+def _replaced(variables: Mapping[str, Any], new: dict[str, Any]) -> Any:
+    """The same kind of mapping with some collections replaced; the others, and their order, stay."""
+    merged = {name: new.get(name, value) for name, value in variables.items()}
+    return flax_core.freeze(merged) if isinstance(variables, flax_core.FrozenDict) else merged
+
+
+def _accumulating(apply_fn: Callable | None) -> Callable | None:
+    if apply_fn is None:  # a state that is only saved and restored
+        return None
+    if not callable(apply_fn):
+        raise invalid_type("apply_fn", type(apply_fn), "a function such as model.apply")
+
+    @functools.wraps(apply_fn)
+    def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply_fn(max_accumulate(variables) if _has_state(variables) else variables, *args, **kwargs)
+
+    return apply
+
+
+def overwrite_with_gradient(tx: Any) -> Any:
+    """An optax transformation for custom loops: state advances by the consumer rule, everything else goes through `tx`.
+
+    The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
+    Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches;
+    inside of one it would get an average, which is NotSupportedError.
+    """
+    tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
+    check_transformation(tx)
+
+    def split(tree: Any) -> tuple[dict[str, Any], Any]:
+        if not isinstance(tree, Mapping):
+            raise invalid_type("params", type(tree), "a mapping of collections, as model.init returns it")
+        return {name: value for name, value in tree.items() if name != OVERWRITE_WITH_GRADIENT}, tree
+
+    def init(params: Any) -> Any:
+        rest, _ = split(params)
+        if OVERWRITE_WITH_GRADIENT not in params:
+            return tx.init(rest)
+        refuse_multi_steps_outside()
+        return _collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise invalid_type("params", "None", "the variables: the new state follows from the old one")
+        inner = state.inner if isinstance(state, Collected) else state
+        rest, new_state = tx.update(split(updates)[0], inner, split(params)[0], **extra)
+        if OVERWRITE_WITH_GRADIENT in updates:
+            old = params[OVERWRITE_WITH_GRADIENT]
+            new, new_state = _advanced(old, updates[OVERWRITE_WITH_GRADIENT], state, new_state)
+            rest = {**rest, OVERWRITE_WITH_GRADIENT: jax.tree.map(lambda after, before: after - before, new, old)}
+        return _replaced(updates, rest), new_state
+
+    return type(tx)(init, update)
