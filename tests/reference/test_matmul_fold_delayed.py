@@ -284,7 +284,7 @@ def test_what_delayed_scaling_refuses(call, error, message):
 
 def test_encode_of_folded_codes_never_saturates():
     """The headroom is the largest shift under which max still fits: docs/numerics.md 9.2 (6, 5, 4)."""
-    from microfloat.reference._fold import _headroom
+    from microfloat.reference._values import _headroom
 
     found = {name: _headroom(formats.ELEMENTS[name], E4M3) for name in ("E2M1", "E2M3", "E3M2", "E4M3")}
     assert found == {"E2M1": 6, "E2M3": 5, "E3M2": 4, "E4M3": 0}

@@ -15,7 +15,7 @@ from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
 from microfloat.torch import backends, seeds
 from microfloat.torch import reference as plain
-from microfloat.torch.reference import _grid, _matmul
+from microfloat.torch.reference import _grid, _values
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
@@ -395,16 +395,16 @@ def test_a_cpus_bfloat16_units_give_the_same_products(fmt, scale, monkeypatch):
     a, b = (mf.quantize(torch.randint(-4, 5, (33, 96), generator=generator) * scale, fmt) for _ in range(2))
     products = []
     for units in (False, True):
-        monkeypatch.setattr(_matmul, "_has_bfloat16_units", lambda units=units: units)
+        monkeypatch.setattr(_values, "_has_bfloat16_units", lambda units=units: units)
         products.append(mf.scaled_matmul(a, b, out_dtype=torch.bfloat16))
     assert torch.equal(*products)
 
 
 def test_bfloat16_units_are_used_where_they_give_the_same(monkeypatch):
-    monkeypatch.setattr(_matmul, "_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(_values, "_has_bfloat16_units", lambda: True)
 
     def used(*casts):
-        return _matmul._bfloat16_product(*(mf.quantize(X, cast).to_operand() for cast in casts)) is not None
+        return _values._bfloat16_product(*(mf.quantize(X, cast).to_operand() for cast in casts)) is not None
 
     assert used("fp8_tensor", "fp8_tensor_e5m2")
     assert used("mxfp8", "mxfp4")

@@ -10,8 +10,6 @@ from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
 
-__all__ = ["cast_from_data", "cast_of", "cast_to_data", "format_from_data", "recipe_from_dict", "recipe_to_dict"]
-
 
 def _format_to_data(fmt: ScaledFormat) -> str | dict:
     """The name of a stock format, all numbers of a user's own."""

@@ -15,9 +15,10 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value, un
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
+from microfloat.support import text_table
 
 __all__ = [
-    "Cast", "Current", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
+    "Cast", "Current", "CustomRecipe", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
     "as_cast", "as_scaled_format",
 ]  # fmt: skip
 
@@ -331,7 +332,7 @@ class Recipe:
         return recipe_from_dict(data)
 
     def __str__(self) -> str:
-        from microfloat.recipes._table import recipe_table
+        from microfloat.recipes.core import recipe_table
 
         return recipe_table(self)
 
@@ -378,3 +379,46 @@ class NamedRecipe(Recipe):
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments and their effective values."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Any three Gemms: mixed formats per direction, ``Gemm(None, None)`` for a GEMM in high precision.
+
+    The two operands of a GEMM must be multipliable; one of them may be None, then the other is dequantized.
+    """
+
+
+# ---- the table that print(recipe) shows --------------------------------------------------------------------------
+
+
+_HEADER = ("GEMM", "operand", "format", "block", "scale_rule", "rounding", "hadamard", "scaling", "accumulate", "path")
+_AXES = {"x": "MK", "w": "NK", "dy": "MN"}
+
+
+def _scaling_text(cast: Cast) -> str:
+    if isinstance(cast.scaling, Delayed):
+        algo = cast.scaling.amax_compute_algo
+        name = algo if isinstance(algo, str) else getattr(algo, "__name__", "callable")
+        return f"delayed({name} of {cast.scaling.amax_history_len}, margin {cast.scaling.margin})"
+    return f"current(>= {cast.scaling.amax_epsilon:g})" if cast.scaling.amax_epsilon else "current"
+
+
+def recipe_table(recipe: Recipe) -> str:
+    """One line of the recipe's repr, then a row per operand; '-' marks what does not apply."""
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for gemm_name, side, tensor, transposed, _ in OPERANDS:
+        gemm, cast = getattr(recipe, gemm_name), recipe.cast(gemm_name, side)
+        # The operand as the GEMM reads it: its contraction axis last (docs/numerics.md, section 6).
+        name, axes = (f"{tensor}.T", _AXES[tensor][::-1]) if transposed else (tensor, _AXES[tensor])
+        if cast is None:
+            described = ("high precision", "-", "-", "-", "-", "-")
+        else:
+            transform = f"{cast.hadamard.size}, {cast.hadamard.sign_mask:#06x}" if cast.hadamard else "-"
+            fmt = cast.format
+            described = (
+                fmt.name, fmt.block_text, str(cast.scale_rule), cast.rounding, transform, _scaling_text(cast),
+            )  # fmt: skip
+        modes = ("-", "-") if gemm.is_high_precision else (gemm.accumulate, gemm.path)
+        rows.append((gemm_name, f"{name} [{axes[0]},{axes[1]}]", *described, *modes))
+    return "\n".join([repr(recipe), *text_table(rows)])

@@ -5,13 +5,8 @@ from collections.abc import Callable
 from microfloat.errors import invalid_type, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.core import Recipe
-from microfloat.recipes.delayed import DelayedScaling
-from microfloat.recipes.fp8_block import Float8BlockScaling
-from microfloat.recipes.fp8_current import Float8CurrentScaling
-from microfloat.recipes.fp8_row import Float8RowScaling
-from microfloat.recipes.mxfp4 import MXFP4BlockScaling
-from microfloat.recipes.mxfp6 import MXFP6BlockScaling
-from microfloat.recipes.mxfp8 import MXFP8BlockScaling
+from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling
+from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from microfloat.recipes.nvfp4 import NVFP4BlockScaling
 
 __all__ = ["FAMILIES", "RECIPES", "as_recipe", "from_name", "get_default_recipe", "hint_of_format", "hint_of_recipe"]

@@ -7,8 +7,6 @@ import numpy as np
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ElementFormat, get_element
 
-__all__ = ["record_amax", "update_delayed"]
-
 
 def record_amax(history: np.ndarray, amax: float | np.ndarray) -> np.ndarray:
     """``history[0] = max(history[0], amax)``; slot 0 is live. A non-finite amax records nothing.

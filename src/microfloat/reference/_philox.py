@@ -10,8 +10,6 @@ import numpy as np
 
 from microfloat.errors import InvalidValueError, invalid_value
 
-__all__ = ["derive", "philox", "random_bytes", "seed_words"]
-
 _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85

@@ -13,8 +13,6 @@ from microfloat.recipes import Cast, Current
 from microfloat.reference._operand import block_max, spread
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
-__all__ = ["BlockScales", "block_scales", "magnitude_bits"]
-
 _F32 = np.float32
 _FMAX = np.finfo(np.float32).max
 _INFINITY_BITS = 0x7F800000

@@ -23,10 +23,9 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.torch.fake_quantization import fake_quantize
 from microfloat.torch.model_init import quantized_model_init
 from microfloat.torch.nn.linear import Linear
-from microfloat.torch.ops import dequantize, quantize, scaled_matmul
+from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
 from microfloat.torch.recompute import checkpoint
 from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from microfloat.errors import invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import DEFAULT_EXCLUDE
-from microfloat.recipes.report import (
+from microfloat.recipes.placement import (
+    DEFAULT_EXCLUDE,
     ConversionReport,
     ConversionRow,
     check_exclude,

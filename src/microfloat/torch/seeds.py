@@ -14,7 +14,7 @@ import torch
 
 from microfloat.arguments import check_int
 from microfloat.errors import InvalidValueError, invalid_value
-from microfloat.torch.reference._random import philox
+from microfloat.torch.reference._elements import philox
 
 __all__ = ["derive", "draw_seed", "fold_rank_", "seed_words", "set_seed_rank"]
 

@@ -25,8 +25,8 @@ from microfloat.jax.flax.nnx_modules import DotGeneral, Einsum, EinsumOp, Linear
 from microfloat.jax.flax.nnx_training import Optimizer, grad, value_and_grad
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import DEFAULT_EXCLUDE
-from microfloat.recipes.report import (
+from microfloat.recipes.placement import (
+    DEFAULT_EXCLUDE,
     ConversionReport,
     ConversionRow,
     check_exclude,

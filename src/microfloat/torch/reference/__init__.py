@@ -1,18 +1,16 @@
 """The reference backend: every cast in plain torch ops, on any device.
 
 Blocks run along the contraction axis, the last of the operand form [R, C]. One idea per private module: `_grid`
-(blocks and chunks), `_scales` (amax -> scale), `_four_over_six`, `_elements` (float32 <-> codes), `_random` (Philox),
-`_hadamard`, `_quantize`, `_dequantize`, `_matmul`. Other backends implement the same functions.
+(blocks and chunks), `_scales` (amax -> scale), `_elements` (float32 <-> codes, random bytes), `_hadamard`, `_quantize`,
+`_values` (dequantize, scaled_matmul). Other backends implement the same functions.
 """
 
 import torch
 
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.reference._both import quantize_both, transpose_operand
-from microfloat.torch.reference._dequantize import dequantize
-from microfloat.torch.reference._matmul import scaled_matmul
-from microfloat.torch.reference._quantize import quantize_operand, tensor_amax
+from microfloat.torch.reference._quantize import quantize_both, quantize_operand, tensor_amax, transpose_operand
+from microfloat.torch.reference._values import dequantize, scaled_matmul
 
 __all__ = ["amax", "dequantize", "quantize", "quantize_both", "scaled_matmul", "transpose_operand"]
 

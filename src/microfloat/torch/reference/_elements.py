@@ -1,8 +1,9 @@
-"""Elements of at most 8 bits: float32 -> codes, codes -> float32, and FP4 packing, in plain torch ops.
+"""Elements of at most 8 bits in plain torch ops: float32 -> codes -> float32, FP4 packing, random bytes for rounding.
 
-Source: docs/numerics.md 1.1 to 1.4 and 5.4. Everything runs on integer views and one exact float addition or
-multiplication by a power of two, so that it does not matter whether a toolchain's own conversions can be trusted; the
-only ones used are torch's float32 -> float8, on values that were clamped first, and float16 -> float32, which is exact.
+Source: docs/numerics.md 1.1 to 1.4, 5.3 and 5.4; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+Everything runs on integer views and one exact float addition or multiplication by a power of two, so that it does not
+matter whether a toolchain's own conversions can be trusted; the only ones used are torch's float32 -> float8, on values
+that were clamped first, and float16 -> float32, which is exact.
 """
 
 import functools
@@ -13,11 +14,6 @@ import torch
 
 from microfloat.formats import E4M3, E5M2, ElementFormat, decode
 from microfloat.torch.reference._grid import Workspace
-
-__all__ = [
-    "code_values", "codes_dtype", "decode_codes", "encode_float8", "encode_integer", "has_float8_dtype", "pack_fp4",
-    "unpack_fp4",
-]  # fmt: skip
 
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
@@ -175,3 +171,63 @@ def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspa
         magnitudes = torch.bitwise_and(codes, last, out=workspace.take("magnitudes", shape, torch.uint8))
         if codes.device.type != "cpu" or (codes.numel() and int(magnitudes.amax()) == last):
             values.masked_fill_(magnitudes == last, float("nan"))
+
+
+# ---- random bytes ------------------------------------------------------------------------------------------------
+
+
+_ROUNDS = 10
+_MULTIPLIER_0, _MULTIPLIER_2 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Ten rounds of Philox4x32: four int64 counter words below 2^32, seed int64 [2] -> four words below 2^32.
+
+    The words may be of any shapes that broadcast; as long as they differ (the first rounds see one axis at a time), so
+    do the intermediate ones. A product of two 32-bit numbers wraps in int64, but both of its halves are right all the
+    same; what an arithmetic shift leaves above them is masked away where a word is next multiplied.
+    """
+    c0, c1, c2, c3 = counter
+    key_0, key_1 = seed.tolist() if seed.device.type == "cpu" else seed.unbind()
+    for _ in range(_ROUNDS):
+        product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
+        c0 = _mixed(product_2, c1, key_0)
+        c2 = _mixed(product_0, c3, key_1)
+        c1, c3 = product_2, product_0
+        key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+    """``high(product) ^ low(word) ^ key``."""
+    high = product >> 32
+    high = high.bitwise_xor_(word) if high.shape == word.shape else high ^ word
+    return high.bitwise_xor_(key).bitwise_and_(_LOW)
+
+
+def random_bytes(
+    seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0, contraction: int = 1
+) -> torch.Tensor:
+    """uint8 [rows, columns] of a matrix in memory, whose axis `contraction` is C of the operand form [R, C].
+
+    Element (R, C) has byte ``C % 16`` of ``Philox((C // 16, R, stream, batch), seed)``. The range of C starts at a
+    multiple of 16: a window of a larger matrix has that matrix's bytes.
+    """
+    device = seed.device
+    other, along = (rows, columns) if contraction else (columns, rows)
+    groups = torch.arange(along.start // 16, -(-along.stop // 16), dtype=torch.int64, device=device)
+    others = torch.arange(other.start, other.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
+    constants = [torch.full((), value, dtype=torch.int64, device=device) for value in (stream, batch)]
+    if contraction:
+        words = torch.empty(len(other), groups.numel(), 4, dtype=torch.int32, device=device)
+        for position, word in enumerate(philox((groups[None, :], others[:, None], *constants), seed)):
+            words[..., position] = word  # keeps the low 32 bits
+        return words.view(torch.uint8).flatten(1)[:, : len(along)]
+    result = torch.empty(groups.numel(), 16, len(other), dtype=torch.uint8, device=device)
+    for position, word in enumerate(philox((groups[:, None], others[None, :], *constants), seed)):
+        word = word.to(torch.int32)
+        for byte in range(4):  # the lowest first; of each, uint8 keeps the low 8 bits
+            result[:, 4 * position + byte] = word >> 8 * byte
+    return result.flatten(0, 1)[: len(along)]

@@ -14,8 +14,6 @@ import torch
 
 from microfloat.formats import ScaledFormat
 
-__all__ = ["Chunk", "Grid", "Workspace", "chunk_budget", "is_stored_across"]
-
 # Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (2 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
 _CPU_CHUNK_PER_THREAD = 1 << 19

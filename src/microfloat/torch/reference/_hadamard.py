@@ -9,8 +9,6 @@ import torch
 from microfloat.recipes import Hadamard
 from microfloat.torch.reference._grid import Grid, Workspace
 
-__all__ = ["inverse", "transform"]
-
 
 def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
     """bfloat16 [R, C rounded up to 16]: ``bf16(bf16(x) diag(sgn) H / 4)`` per 16 columns, zero-padded.

@@ -1,0 +1,151 @@
+"""Values of quantized arrays: dequantized to float32, multiplied exactly, folded into the scales of FP8.
+
+Source: docs/numerics.md 7.3, 8.1, 8.2 and 9.
+"""
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
+from microfloat.operand_shapes import codes_shape, scale_shape
+from microfloat.reference._operand import block_max, hadamard_inverse, spread
+from microfloat.reference._quantize import Quantized, check_quantized
+
+
+def dequantize(q: Quantized) -> np.ndarray:
+    """The float32 array in its original shape that `q` stands for.
+
+    FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``. A NaN scale
+    gives NaN. A Hadamard transform is undone in float32 (up to rounding), its padding cropped. Raises InvalidTypeError
+    for anything but a Quantized.
+    """
+    check_quantized("q", q)
+    with np.errstate(all="ignore"):
+        values = decode(q.unpacked_codes(), q.format.element) * element_scales(q)
+        if q.hadamard is not None:
+            values = hadamard_inverse(values, q.hadamard)[:, : q.logical_length]
+    transposed = len(q.shape) == 2 and q.axis == 0
+    return np.ascontiguousarray(values.T) if transposed else values.reshape(q.shape)
+
+
+def scale_grid(q: Quantized) -> np.ndarray:
+    """Stored scales as a 2-D grid of blocks over the operand form."""
+    if q.format.is_per_tensor:
+        return q.scale.reshape(1, 1)
+    return q.scale if q.format.is_tile else q.scale.reshape(q.rows, q.scale.shape[-1])
+
+
+def element_scales(q: Quantized) -> np.ndarray:
+    """float32 [R, C]: what every code is multiplied with, tensor scale included."""
+    grid, kind = scale_grid(q), q.format.scale.name
+    if kind == "E8M0":
+        powers = np.ldexp(np.float32(1), grid.astype(np.int32) - 127)
+        values = np.where(grid == 255, np.float32(np.nan), powers.astype(np.float32))
+    else:
+        values = decode(grid, E4M3) if kind == "E4M3" else grid
+    if q.tensor_scale is not None:
+        # A tile format has one tensor scale; [R, 1] meets one-row blocks only.
+        values = values * q.tensor_scale
+    return spread(values, q.format.block, (q.rows, q.length))
+
+
+# ---- products ----------------------------------------------------------------------------------------------------
+
+
+_ARRAY_DTYPES = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
+
+
+def scaled_matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray) -> np.ndarray:
+    """``Y[m, n] = sum_k a[m, k] * b[n, k]`` of exact element values (code x scale x tensor scale), float64 [R_a, R_b].
+
+    An operand is a Quantized, or a float array [R, C] used as it is. No bias, no rounding: every factor is exact in
+    float64. Hadamard operands are multiplied in the transformed domain. Raises InvalidValueError for operands of
+    different stored contraction length or different `hadamard`. Source: docs/numerics.md 7.3 and 8.2.
+    """
+    a_MK, b_NK = _exact_values("a", a), _exact_values("b", b)
+    transforms = [operand.hadamard if isinstance(operand, Quantized) else None for operand in (a, b)]
+    if transforms[0] != transforms[1]:
+        raise invalid_value(
+            "b", f"hadamard {transforms[1]} against {transforms[0]} of a", "the same Hadamard on both, or on neither",
+            "Quantize both with one Cast.hadamard, or dequantize the transformed operand first.",
+        )  # fmt: skip
+    if a_MK.shape[1] != b_NK.shape[1]:
+        raise invalid_value(
+            "b", f"contraction length {b_NK.shape[1]}", f"{a_MK.shape[1]}, as a has",
+            "Both operands contract their quantization axis: y = a @ b.T.",
+        )  # fmt: skip
+    with np.errstate(all="ignore"):
+        return a_MK @ b_NK.T
+
+
+def _exact_values(argument: str, operand: Quantized | np.ndarray) -> np.ndarray:
+    """float64 [R, C] without any rounding."""
+    if isinstance(operand, Quantized):
+        grid, kind = scale_grid(operand), operand.format.scale.name
+        if kind == "E8M0":
+            scales = np.where(grid == 255, np.nan, np.ldexp(1.0, grid.astype(np.int32) - 127))
+        else:
+            scales = (decode(grid, E4M3) if kind == "E4M3" else grid).astype(np.float64)
+        if operand.tensor_scale is not None:
+            scales = scales * operand.tensor_scale.astype(np.float64)
+        codes = operand.unpacked_codes()
+        with np.errstate(all="ignore"):
+            values = decode(codes, operand.format.element).astype(np.float64)
+            return values * spread(scales, operand.format.block, codes.shape)
+    array = np.asarray(operand)
+    if array.dtype not in _ARRAY_DTYPES:
+        raise invalid_type(argument, array.dtype, "a Quantized, or a float array [R, C] in operand form")
+    if array.ndim != 2:
+        raise invalid_value(argument, f"shape {array.shape}", "a matrix [R, C] in operand form", "Reshape it first.")
+    return array.astype(np.float64)
+
+
+# ---- exponent folding --------------------------------------------------------------------------------------------
+
+
+_TARGETS: dict[tuple, ScaledFormat] = {
+    (fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128))
+}
+
+
+def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, int]:
+    """An MX tensor as FP8 with one FP32 scale per group, and how many elements changed their value.
+
+    ``Eg = max(1, max_i b_i - k)``, ``q' = enc(dec(q) * 2^(b_i - Eg))``, ``scale' = 2^(Eg - 127)``; k is the largest
+    shift that keeps every code in range (0 for FP8; 6, 5, 4 for E2M1, E2M3, E3M2). A group with a NaN scale is NaN
+    throughout. The element is E5M2 for E5M2 codes, else E4M3. Raises InvalidValueError unless `q` is MX and `block`
+    (1, 128) or (128, 128).
+    """
+    check_quantized("q", q)
+    if q.format.scale.name != "E8M0":
+        raise invalid_value("q", f"format {q.format.name}", "E8M0 scales (an MX format)", "Other scales do not fold.")
+    target = E5M2 if q.format.element == E5M2 else E4M3
+    fmt = _TARGETS.get((tuple(block), target)) if isinstance(block, list | tuple) else None
+    if fmt is None:
+        raise invalid_value("block", repr(block), "(1, 128) or (128, 128)")
+    codes = q.unpacked_codes()
+    element_bytes = spread(scale_grid(q), q.format.block, codes.shape).astype(np.int32)
+    group_bytes = block_max(element_bytes, fmt.block)
+    is_nan = group_bytes == 255
+    exponent = np.maximum(group_bytes - _headroom(q.format.element, target), 1)
+    with np.errstate(all="ignore"):
+        values = decode(codes, q.format.element).astype(np.float64)
+        shift = element_bytes - spread(exponent, fmt.block, codes.shape)
+        folded = encode(np.ldexp(values, shift).astype(np.float32), target)
+        restored = np.ldexp(decode(folded, target).astype(np.float64), -shift)
+        in_nan_group = spread(is_nan, fmt.block, codes.shape)
+        lossy = (restored != values) & ~np.isnan(values) & ~in_nan_group
+        scale = np.ldexp(np.float32(1), exponent - 127).astype(np.float32)
+    folded = np.where(in_nan_group, np.uint8(target.nan_code), folded)
+    scale = np.where(is_nan, np.uint32(0x7FC00000).view(np.float32), scale)
+    stored = scale.reshape(scale_shape(fmt, q.shape, q.axis, scale.shape))
+    shape = codes_shape(q.shape, q.axis, codes.shape[1])
+    return Quantized(folded.reshape(shape), stored, None, fmt, q.axis, q.shape, q.hadamard), int(lossy.sum())
+
+
+def _headroom(element: ElementFormat, target: ElementFormat) -> int:
+    """The largest k with ``element.max * 2^k <= target.max``: 0 between equal elements."""
+    return math.floor(math.log2(target.max / element.max))
