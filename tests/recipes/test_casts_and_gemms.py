@@ -211,3 +211,13 @@ def test_a_recipe_of_a_users_own_that_cannot_be(make, error, message):
     """Two that differ must never be equal: compiled code and plans are kept by recipe."""
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "what", [Cast("nvfp4"), Cast("nvfp4").of_gradient, Gemm("mxfp8", "mxfp8"), MXFP8BlockScaling()]
+)
+def test_a_hash_is_worked_out_once_and_stays_in_its_process(what):
+    again = pickle.loads(pickle.dumps(what))
+    value = hash(what)
+    assert vars(what)["_hash"] == value == hash(again)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(what)))

@@ -23,6 +23,30 @@ __all__ = [
 ]  # fmt: skip
 
 
+class HashOnce:
+    """Base of frozen dataclasses whose hash is worked out once per object, so that caches find them by value cheaply.
+
+    The hash never leaves the process: those of strings differ in the next one.
+    """
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "__eq__" not in vars(cls):  # a dataclass keeps a hash that its class brings along
+            cls.__hash__ = HashOnce.__hash__  # type: ignore[method-assign]
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[attr-defined]
+        except AttributeError:
+            compared = [entry.name for entry in fields(self) if entry.compare]  # type: ignore[arg-type]
+            value = hash((type(self), *[getattr(self, name) for name in compared]))
+            object.__setattr__(self, "_hash", value)
+            return value
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+
 _LONGEST_HISTORY = 1 << 20
 _FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 
@@ -81,7 +105,7 @@ class Hadamard:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(HashOnce):
     """How one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
     The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
@@ -234,7 +258,7 @@ def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(HashOnce):
     """The two Casts of one GEMM (None = high precision), how it accumulates, and its path on chips without MX GEMMs.
 
     `accumulate`: "split" (partial sums over at most 128 contraction elements added in float32), "fast" (hardware
@@ -286,7 +310,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(HashOnce):
     """The table of three GEMMs. Frozen, hashable, comparable; ``print(recipe)`` shows its six rows."""
 
     fprop: Gemm

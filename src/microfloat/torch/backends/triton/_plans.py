@@ -1,4 +1,4 @@
-"""What a Cast means to the kernels in torch's words, worked out once per Cast object."""
+"""What a Cast means to the kernels in torch's words, worked out once per Cast."""
 
 import functools
 from dataclasses import dataclass, fields
@@ -61,27 +61,10 @@ def paired(row: CastPlan | None, column: CastPlan | None) -> tuple[CastPlan | No
     return row.beside or row, column.beside or column
 
 
-_PLANS: dict[int, tuple[Cast, CastPlan]] = {}
-
-
-def plan_of(cast: Cast) -> CastPlan:
-    """The plan of a Cast, found by identity where it can be (hashing a Cast costs more than a launch)."""
-    known = _PLANS.get(id(cast))
-    if known is not None and known[0] is cast:
-        return known[1]
-    if len(_PLANS) >= MOST_CASTS:  # casts made anew for every call must not pile up
-        _PLANS.clear()
-    plan = _plan_of_value(cast)
-    _PLANS[id(cast)] = (cast, plan)
-    return plan
-
-
 @functools.lru_cache(MOST_CASTS)
-def _plan_of_value(cast: Cast) -> CastPlan:
-    return _make(kernel_cast(cast))
-
-
-def _make(numbers: KernelCast) -> CastPlan:
+def plan_of(cast: Cast) -> CastPlan:
+    """The plan of a Cast."""
+    numbers = kernel_cast(cast)
     layout = numbers.usual_scale_layout
     beside = None
     if numbers.block == (1, 32) and layout != SCALE_COLUMN_MAJOR.value:
