@@ -92,7 +92,7 @@ def compile_all(workloads, capability=HOPPER):
     """
     import torch
 
-    from microfloat.kernels._tiles import How
+    from microfloat.kernels.constants import How
 
     _launch = _launchers(capability)
     launched = []

@@ -13,6 +13,13 @@ A *word* is an int32 that holds two neighbouring 16-bit inputs, the first in the
 import triton
 import triton.language as tl
 
+
+@triton.constexpr_function
+def element_bits(mb, bias):
+    """How many bits a code has: sign, exponent (its bias is 2^(e - 1) - 1) and mantissa."""
+    return 1 + (bias + 1).bit_length() + mb
+
+
 # How an input is read: one element at a time (any dtype, any strides), or as words of two bf16 or fp16 elements.
 ELEMENTWISE = tl.constexpr(0)
 WORDS_BF16 = tl.constexpr(1)
@@ -324,7 +331,7 @@ def encode_pair(low, high, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAS
     else:
         a = encode(low, random & 0xFF, MB, BIAS, STOCHASTIC, HW)
         b = encode(high, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC, HW)
-        if MB + BIAS == 2:
+        if element_bits(MB, BIAS) == 4:
             return (a | (b << 4)).to(tl.int8)
         else:
             return (a | (b << 8)).to(tl.int16)
@@ -343,7 +350,7 @@ def encode_quad(a, b, c, d, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHA
         q = encode(b, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC, HW)
         r = encode(c, (random >> 16) & 0xFF, MB, BIAS, STOCHASTIC, HW)
         s = encode(d, (random >> 24) & 0xFF, MB, BIAS, STOCHASTIC, HW)
-        if MB + BIAS == 2:
+        if element_bits(MB, BIAS) == 4:
             return (p | (q << 4) | (r << 8) | (s << 12)).to(tl.int16)
         else:
             return p | (q << 8) | (r << 16) | (s << 24)
@@ -363,7 +370,7 @@ def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
         value = tl.where(magnitude == 0x7F, float("nan"), value)
     if BIAS == 15:
         value = tl.where(magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value))
-    SHIFT: tl.constexpr = 24 if BIAS >= 7 else (28 if MB + BIAS == 2 else 26)
+    SHIFT: tl.constexpr = 32 - element_bits(MB, BIAS)
     return float_of(bits_of(value) | ((code & SIGN) << SHIFT))  # a minus sign would turn -0 into 0 - 0
 
 

@@ -28,6 +28,7 @@ from microfloat.kernels._squares import (
     store_columns,
     stored_bytes,
 )
+from microfloat.kernels.constants import ScaledCast
 
 TILE = tl.constexpr(128)
 
@@ -39,7 +40,9 @@ def folds(row, column, tile, kind, even):
     """
     if tile or row is None or column is None or kind != WORDS_BF16 or not even:
         return False
-    return all(cast[0] == 3 and cast[1] == 7 and not cast[3] for cast in (row, column))
+    return all(
+        cast.MB == 3 and cast.BIAS == 7 and not cast.STOCHASTIC for cast in (ScaledCast(*row), ScaledCast(*column))
+    )
 
 
 @triton.jit
@@ -218,7 +221,7 @@ def fold_squares(
     `column_scale` one after the other; returns the numbers of lossy elements (row operand, column operand).
     """
     r, w, words = tile
-    columns, rows = square_factors(words, ROW[1], ROW[2], COLUMN[1], COLUMN[2], HW)
+    columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
     stored_rows = ()
     for j in tl.static_range(4):
         stored_rows = stored_rows + (stored_bytes(rows[j]),)

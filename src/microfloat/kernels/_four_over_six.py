@@ -12,22 +12,22 @@ from microfloat.kernels._scales import FOUR_OVER_SIX_MSE, e4m3_factor
 
 
 @triton.jit
-def candidate(amax_bits, encode_level, decode_level, K: tl.constexpr, HW: tl.constexpr):
+def candidate(amax_bits, level, K: tl.constexpr, HW: tl.constexpr):
     """(stored byte, encode factor, dec(byte)) of one candidate, K = 1 or 1.5."""
-    base = tl.div_rn(float_of(amax_bits), 6.0) * encode_level
+    base = tl.div_rn(float_of(amax_bits), 6.0) * level.encode
     stored = encode_e4m3_scale(tl.minimum(base * K, 448.0), HW)
-    factor, value = e4m3_factor(stored, decode_level, False, HW)
+    factor, value = e4m3_factor(stored, level.decode, False, HW)
     return stored, factor, value
 
 
 @triton.jit
-def row_error(block, factor, value, amax, RULE: tl.constexpr, CAPACITY: tl.constexpr, HW: tl.constexpr):
+def row_error(block, factor, value, amax, CAST: tl.constexpr, HW: tl.constexpr):
     """The left-to-right sum of the 16 errors of a block."""
     total = 0.0  # 0 + error is error
     for i in tl.static_range(16):
         v = nearest_value(block[i] * factor, HW)
-        d = tl.div_rn((v * value) * amax, CAPACITY) - block[i]
-        if RULE == FOUR_OVER_SIX_MSE:
+        d = tl.div_rn((v * value) * amax, CAST.CAPACITY) - block[i]
+        if CAST.RULE == FOUR_OVER_SIX_MSE:
             error = d * d
         else:
             error = tl.abs(d)

@@ -23,6 +23,7 @@ from microfloat.kernels._fp4 import choose_bytes
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, e4m3_scale
 from microfloat.kernels._squares import both_high, both_low, larger, largest, magnitudes
 from microfloat.kernels._tiles import load_pair
+from microfloat.kernels.constants import Nvfp4Cast
 
 SIDE = tl.constexpr(64)  # of what a warp covers
 UPPER = tl.constexpr(-252645136)  # 0xF0F0F0F0: the upper nibbles of bytes
@@ -34,8 +35,10 @@ def codes_are_shared(row, column):
     """Whether the codes of both operands are the same: one rule for 16 x 16 tiles, codes rounded to the nearest and not
     transformed. Under four over six sums of errors run along rows first, so that the operands may differ.
     """
-    alike = all(row[i] == column[i] for i in range(7))
-    return alike and row[5] and row[0] < FOUR_OVER_SIX_MAE and not row[3] and row[4] < 0
+    row, column = Nvfp4Cast(*row), Nvfp4Cast(*column)
+    shared = {"OUTPUT": 0, "ALIGNED": False, "GRADIENT": False}
+    alike = row._replace(**shared) == column._replace(**shared)
+    return alike and row.TILE and row.RULE < FOUR_OVER_SIX_MAE and not row.STOCHASTIC and row.SIGNS < 0
 
 
 @triton.constexpr_function
@@ -45,7 +48,8 @@ def takes(row, column, kind, even, rows):
     """
     if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
         return False
-    return row[7] == column[7] == 0 and codes_are_shared(row, column)
+    codes = all(Nvfp4Cast(*cast).OUTPUT == 0 for cast in (row, column))
+    return codes and codes_are_shared(row, column)
 
 
 # --------------------------------------------------------------------------------------------------------- bytes, bits
@@ -236,11 +240,10 @@ def cast_tiles(
     """Both operands of tiles (`load_halves`) under the first `level` of their scales; place as in `_tiles`."""
     r, w, words = halves
     R, C, row0, col0 = place
-    _used, encode, decode, tensor_scale, _stored = level
     amax = tile_amax(words, HW)
-    stored, factor, value = e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], False, HW)
+    stored, factor, value = e4m3_scale(amax, level, CAST, False, HW)
     bad = amax > 0x7F800000
-    code = encoding(factor, value, decode, bad, HW)
+    code = encoding(factor, value, level.decode, bad, HW)
     signs = in_lanes(tl.where(bad, 0, SIGNS))
     out = row_tile.to(tl.pointer_type(tl.int32)) + (
         tl.reshape(r, [1, 4, r.shape[2]]) * (C // 8) + tl.reshape(w, [8, 1, w.shape[2]]) // 4

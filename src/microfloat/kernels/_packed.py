@@ -8,7 +8,7 @@ once. All arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as adde
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, high_half, low_half
+from microfloat.kernels._convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, element_bits, high_half, low_half
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def pack_bytes_columns(t0, t1, t2, t3):
 @triton.jit
 def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
     """`encode_pair` of the halves of words of scaled bfloat16."""
-    if MB + BIAS == 2:
+    if element_bits(MB, BIAS) == 4:
         return pack_e2m1_rows(e2m1_codes(y), y)
     elif BIAS < 7:
         return pack_bytes_rows(small_codes(y, MB, BIAS))
@@ -132,7 +132,7 @@ def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
     """`encode_quad` of the first and of the second halves of words of scaled bfloat16 from four rows."""
-    if MB + BIAS == 2:
+    if element_bits(MB, BIAS) == 4:
         return pack_e2m1_columns(e2m1_codes(y0), e2m1_codes(y1), e2m1_codes(y2), e2m1_codes(y3), y0, y1, y2, y3)
     elif BIAS < 7:
         return pack_bytes_columns(

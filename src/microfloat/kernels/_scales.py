@@ -5,6 +5,8 @@ function returns ``(stored, factor)``: what is written for the block, and the fl
 by.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -88,17 +90,27 @@ def reciprocal_of_normal(x):
     )  # fmt: skip
 
 
+class Level(NamedTuple):
+    """NVFP4's first level: the amax A as used, S = CAPACITY / A, f32(1 / S), A / CAPACITY, and what is stored of it."""
+
+    amax: tl.tensor
+    encode: tl.tensor
+    decode: tl.tensor
+    tensor_scale: tl.tensor
+    stored: tl.tensor
+
+
 @triton.jit
-def tensor_level(amax, RULE: tl.constexpr, CAPACITY: tl.constexpr, GRADIENT: tl.constexpr):
-    """NVFP4's first level from the tensor (or row) amax: (A as used, S, f32(1/S), tensor_scale, what is stored of
-    it).
-    """
-    CLAMP: tl.constexpr = (2688.0 if RULE < 3 else CAPACITY) * 2.0**-117
+def tensor_level(amax, CAST: tl.constexpr):
+    """The first level from the tensor (or row) amax."""
+    CAPACITY: tl.constexpr = CAST.CAPACITY
+    CLAMP: tl.constexpr = (2688.0 if CAST.RULE < 3 else CAPACITY) * 2.0**-117
     plain = (amax == 0.0) | (amax == float("inf"))
     used = tl.where(plain, CAPACITY, tl.maximum(amax, CLAMP))
     encode = tl.div_rn(CAPACITY, used)
     tensor_scale = tl.div_rn(used, CAPACITY)
-    return used, encode, tl.div_rn(1.0, encode), tensor_scale, unless_infinite(tensor_scale, amax, GRADIENT)
+    decode, stored = tl.div_rn(1.0, encode), unless_infinite(tensor_scale, amax, CAST.GRADIENT)
+    return Level(used, encode, decode, tensor_scale, stored)
 
 
 @triton.jit
@@ -115,38 +127,36 @@ def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def e4m3_scale(
-    amax_bits, encode_level, decode_level, tensor_scale, RULE: tl.constexpr, INVERSE_SIX: tl.constexpr,
-    GRADIENT: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
+def e4m3_scale(amax_bits, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
     """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them, but
     for a LOWERED factor (`e4m3_factor`), which it leaves as it comes. An infinity in that of a GRADIENT makes 0x7F of
     the byte where there is no first level to tell of it.
     """
+    RULE: tl.constexpr = CAST.RULE
     a = float_of(amax_bits)
     bad = amax_bits > 0x7F800000
     nan = float_of(tl.zeros_like(amax_bits) + 0x7FC00000)
     if RULE == TWO_LEVEL:
-        t = a * (encode_level * INVERSE_SIX)
+        t = a * (level.encode * CAST.INVERSE_SIX)
         if not LOWERED:
             t = tl.minimum(t, 3.4028234663852886e38)
         stored = encode_e4m3_scale(t, HW)
-        factor, value = e4m3_factor(stored, decode_level, LOWERED, HW)
+        factor, value = e4m3_factor(stored, level.decode, LOWERED, HW)
         if LOWERED:  # the conversion saturates, and makes 0x7F of a NaN, by itself
             return stored, factor, tl.where(bad, nan, value)
     else:
         t = tl.div_rn(a, 6.0)
         if RULE == TWO_LEVEL_DIVIDED:
-            t = tl.div_rn(t, tensor_scale)
+            t = tl.div_rn(t, level.tensor_scale)
         stored = encode_e4m3_scale(tl.minimum(tl.maximum(t, 0.015625), 448.0), HW)
         value = float_of(stored << 20) * 2.0**120
         if RULE == TWO_LEVEL_DIVIDED:
-            factor = tl.div_rn(tl.div_rn(1.0, tensor_scale), value)
+            factor = tl.div_rn(tl.div_rn(1.0, level.tensor_scale), value)
         else:
             factor = tl.div_rn(1.0, value)
         if LOWERED:
             factor = factor * 2.0**-14
     factor = tl.where(bad, nan, factor)
-    if GRADIENT and RULE == ONE_LEVEL:
+    if CAST.GRADIENT and RULE == ONE_LEVEL:
         bad = amax_bits >= 0x7F800000
     return tl.where(bad, 0x7F, stored), factor, tl.where(bad, nan, value)

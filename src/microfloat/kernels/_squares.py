@@ -16,6 +16,7 @@ import triton.language as tl
 
 from microfloat.kernels._convert import (
     WORDS_BF16,
+    element_bits,
     encode_pair,
     encode_quad,
     high_half,
@@ -27,6 +28,7 @@ from microfloat.kernels._packed import fma_bf16x2, packed_pairs, packed_quads, s
 from microfloat.kernels._produce import produce_pair
 from microfloat.kernels._scales import E8M0
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, scale_offset
+from microfloat.kernels.constants import BlockCast
 
 
 @triton.constexpr_function
@@ -37,10 +39,12 @@ def takes(row, column, kind, even):
     """
     if row is None or column is None or kind != WORDS_BF16 or not even:
         return False
-    return all(
-        cast[2] == E8M0 and cast[4] == 32 and not cast[5] and cast[6] == 0 and not cast[8] and cast[0] + cast[1] != 2
-        for cast in (row, column)
-    )
+    for cast in (BlockCast(*row), BlockCast(*column)):
+        if cast.FAMILY != E8M0 or cast.BLOCK != 32 or cast.TILE or element_bits(cast.MB, cast.BIAS) == 4:
+            return False
+        if cast.STOCHASTIC or cast.OUTPUT != 0:
+            return False
+    return True
 
 
 # -------------------------------------------------------------------------------------------------- words of two bf16
@@ -284,17 +288,17 @@ def cast_squares(
     """Both operands of a tile (`load_squares`)."""
     r, w, words = tile
     R, C, row0, col0 = place
-    columns, rows = square_factors(words, ROW[1], ROW[3], COLUMN[1], COLUMN[3], HW)
+    columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
     factors = columns[:, None, :, :]
     low, high = (), ()
     for q in tl.static_range(2):
         a, b = column_codes(
-            words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3], factors, COLUMN[0], COLUMN[1], HW
+            words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3], factors, COLUMN.MB, COLUMN.BIAS, HW
         )
         low, high = low + (a,), high + (b,)
     store_columns(low, high, column_tile, R, BM, BN)
     for p in tl.static_range(8):
-        codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HW), ROW[0], ROW[1], HW)
+        codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HW), ROW.MB, ROW.BIAS, HW)
         store_row(codes, row_tile, r + p, w, C)
-    store_row_scales(rows, row_scale, row0, col0, R, C, ROW[7], BM, BN)
-    store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN[7], BM, BN)
+    store_row_scales(rows, row_scale, row0, col0, R, C, ROW.SCALE_LAYOUT, BM, BN)
+    store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN.SCALE_LAYOUT, BM, BN)

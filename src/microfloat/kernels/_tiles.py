@@ -14,10 +14,8 @@ What belongs together is handed on together, in this order:
 | matrix | (x_ptr, R, C, stride_r, stride_c) |
 | place | (R, C, row0, col0): the extents of the matrix, the first row and column of a tile of it |
 | generator | (seed, stream, batch): the call seed, its address or (`nvfp4`) its words, and what selects random words |
-| HOW | the constants of a pass over a matrix, by name: `How` |
+| HOW | the constants of a pass over a matrix: `constants.How` |
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,34 +30,6 @@ SCALE_SWIZZLED = tl.constexpr(2)
 # How far ahead tiles are prefetched, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at
 # once. More would not stay in the L2 cache.
 PREFETCH_AHEAD = tl.constexpr(264)
-
-
-class How(NamedTuple):
-    """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time: `HOW.EVEN` and so on in a kernel.
-
-    LOADS: how inputs are read (`_convert`); KIND: how values come, the same but for producers (`_produce`). EVEN: whole
-    tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
-    conversions. PAIRS, QUADS: rows of C codes, and of R, hold whole units of two and of four, stored at once; False
-    where a kernel does not ask.
-    """
-
-    LOADS: int
-    KIND: int
-    EVEN: bool
-    INDEX64: bool
-    HW: bool
-    BM: int
-    BN: int
-    PAIRS: bool = False
-    QUADS: bool = False
-
-
-class Pass(NamedTuple):
-    """One matrix of a launch that casts two: the casts of its row and its column operand, or None, and how."""
-
-    ROW: tuple | None
-    COLUMN: tuple | None
-    HOW: How
 
 
 @triton.jit

@@ -4,11 +4,7 @@ One program casts a tile of BM x BN elements twice: along its rows, with whole b
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
 ways, in whole tiles of bfloat16, is read once (`_squares`).
 
-A cast is the constexpr tuple ``(MB, BIAS, FAMILY, RULE, BLOCK, STOCHASTIC, OUTPUT, SCALE_LAYOUT, TILE, GRADIENT)``:
-element, scale family (`_scales.E8M0` with the mantissa threshold as RULE, `_scales.FP32` with RULE = 1 for powers of
-two), block length, rounding, what is written (`CODES`, or `VALUES` = dequantized bfloat16 in the layout of the input)
-where scales go, whether blocks are BLOCK x BLOCK tiles, and whether scales are those of a gradient
-(`_scales.unless_infinite`). A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
+A cast is a `constants.BlockCast`. A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -20,6 +16,7 @@ from microfloat.kernels._convert import (
     bf16_word,
     bits_of,
     drop_nan,
+    element_bits,
     encode_pair,
     encode_quad,
     float_of,
@@ -57,15 +54,15 @@ COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand
 @triton.jit
 def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
     """(stored, encode factor, decode factor) of a block."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
-    if CAST[2] == E8M0:
-        stored, factor = e8m0_scale(amax_bits, BIAS + (0 if BIAS == 15 else 1), CAST[3])
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
+    if CAST.FAMILY == E8M0:
+        stored, factor = e8m0_scale(amax_bits, BIAS + (0 if BIAS == 15 else 1), CAST.RULE)
         value = float_of(tl.where(stored == 0, 0x00400000, stored << 23))
         return stored.to(tl.uint8), factor, tl.where(stored == 255, float("nan"), value)
     else:
         MAX: tl.constexpr = 448.0 if MB == 3 else 57344.0
-        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST[3] == 1, CAST[9])
+        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST.RULE == 1, CAST.GRADIENT)
         return stored, factor, stored
 
 
@@ -130,7 +127,7 @@ def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
     """Where the codes of an operand begin from element `element0` of its row `row0` on; `length` elements a row."""
-    if CAST[6] == CODES and CAST[0] + CAST[1] == 2:
+    if CAST.OUTPUT == CODES and element_bits(CAST.MB, CAST.BIAS) == 4:
         return out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + element0 // 2
     else:
         return out_ptr + row0.to(tl.int64) * length + element0
@@ -162,11 +159,11 @@ def load_row_gradients(source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, 
 @triton.jit
 def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
     """The row operand of one tile: blocks along C."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
-    IGNORE_NAN: tl.constexpr = CAST[2] == FP32
-    BLOCK: tl.constexpr = CAST[4]
-    STOCHASTIC: tl.constexpr = CAST[5]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
+    IGNORE_NAN: tl.constexpr = CAST.FAMILY == FP32
+    BLOCK: tl.constexpr = CAST.BLOCK
+    STOCHASTIC: tl.constexpr = CAST.STOCHASTIC
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
@@ -174,13 +171,13 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.con
     LANE: tl.constexpr = 16 if STOCHASTIC else 8  # elements of a lane: a draw of random bytes serves 16
     T: tl.constexpr = BLOCK // LANE
     NB: tl.constexpr = BN // BLOCK
-    BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    BITS: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
     R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
     r, w, raw, low, high = tile
     amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
-    if CAST[8]:
+    if CAST.TILE:
         amax = over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
     factors = spread_rows(factor_word(factor, factor), NB, T, BM)
@@ -191,7 +188,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.con
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, NB * T, BM)
     else:
         random = 0
-    if CAST[6] == CODES:
+    if CAST.OUTPUT == CODES:
         if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
             codes = packed_pairs(scale_word(raw, factors), MB, BIAS)
         else:
@@ -201,8 +198,8 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.con
         k = tl.arange(0, NB)[:, None]
         rs = tl.arange(0, BM)[None, :]
         blocks = (C + BLOCK - 1) // BLOCK
-        at = scale_ptr + scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST[7])
-        if CAST[8]:
+        at = scale_ptr + scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST.SCALE_LAYOUT)
+        if CAST.TILE:
             at = scale_ptr + (row0 + rs) // BLOCK * blocks + col0 // BLOCK + k
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols) & (rs % BLOCK == 0))
         elif HOW.EVEN:
@@ -253,11 +250,11 @@ def load_column_gradients(source, rows, cols, BLOCK: tl.constexpr, F: tl.constex
 @triton.jit
 def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
     """The column operand of one tile: blocks along R."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
-    IGNORE_NAN: tl.constexpr = CAST[2] == FP32
-    BLOCK: tl.constexpr = CAST[4]
-    STOCHASTIC: tl.constexpr = CAST[5]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
+    IGNORE_NAN: tl.constexpr = CAST.FAMILY == FP32
+    BLOCK: tl.constexpr = CAST.BLOCK
+    STOCHASTIC: tl.constexpr = CAST.STOCHASTIC
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     PAIRS: tl.constexpr = HOW.PAIRS
@@ -268,7 +265,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.
     NB: tl.constexpr = HOW.BM // BLOCK
     G: tl.constexpr = GROUPS // NB  # threads (warps) that share a block
     W: tl.constexpr = HOW.BN // 2
-    BITS: tl.constexpr = 4 if MB + BIAS == 2 else 8
+    BITS: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
     R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
@@ -279,7 +276,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.
     raw2, low2, high2 = phase2
     raw3, low3, high3 = phase3
     amax_low, amax_high = columns_amax(phases, KIND, IGNORE_NAN, HW, NB, G, W)
-    if CAST[8]:
+    if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
         amax_high = amax_low
     stored_low, factor_low, value_low = block_scale(amax_low, epsilon, CAST)
@@ -293,7 +290,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.
         block16 = row0 // 16 + tl.arange(0, GROUPS)[:, None, None] * (Q // 4)
         random_low = column_quads(seed, col0 + 2 * w, block16, stream, batch, Q // 4, GROUPS, W)
         random_high = column_quads(seed, col0 + 2 * w + 1, block16, stream, batch, Q // 4, GROUPS, W)
-    if CAST[6] == CODES:
+    if CAST.OUTPUT == CODES:
         ld = (R // 2 if QUADS else (R + 1) // 2) if BITS == 4 else R
         quads = tl.arange(0, GROUPS * Q)[None, :]
         c = tl.arange(0, W)[:, None] * 2
@@ -314,9 +311,9 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.
         k = tl.arange(0, NB)[:, None]
         cs = tl.arange(0, W)[None, :] * 2
         blocks = (R + BLOCK - 1) // BLOCK
-        at_low = scale_ptr + scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST[7])
-        at_high = scale_ptr + scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST[7])
-        if CAST[8]:
+        at_low = scale_ptr + scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
+        at_high = scale_ptr + scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
+        if CAST.TILE:
             at_low = scale_ptr + (col0 + cs) // BLOCK * blocks + row0 // BLOCK + k
             tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols) & (cs % BLOCK == 0))
         elif EVEN:
@@ -372,17 +369,17 @@ def quantize_blocks(
     else:
         # All loads first: the second reading of the tile meets the first on its way.
         if ROW is not None:
-            row_words = load_rows(source, rows, cols, 16 if ROW[5] else 8, LOAD, 0, HOW)
+            row_words = load_rows(source, rows, cols, 16 if ROW.STOCHASTIC else 8, LOAD, 0, HOW)
         if COLUMN is not None:
-            column_words = load_columns(source, rows, cols, COLUMN[4], LOAD, 0, HOW)
-        if COLUMN is not None and COLUMN[6] == CODES:
+            column_words = load_columns(source, rows, cols, COLUMN.BLOCK, LOAD, 0, HOW)
+        if COLUMN is not None and COLUMN.OUTPUT == CODES:
             prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)
             cast_rows(row_words, row_tile, row_scale, generator, row_epsilon, place, ROW, HOW)
         if COLUMN is not None:
-            if COLUMN[6] == VALUES:
+            if COLUMN.OUTPUT == VALUES:
                 column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
             else:
                 column_tile = codes_at(column_out, col0, row0, R, COLUMN)

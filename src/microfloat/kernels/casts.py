@@ -9,6 +9,7 @@ from microfloat.kernels import _nvfp4_2d
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
 from microfloat.kernels._squares import takes
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.families import family_of
 from microfloat.kernels.scaled import TILE, converts_once
 from microfloat.recipes import Cast, Current
@@ -91,8 +92,8 @@ class KernelCast:
     `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`: the
     mantissa threshold of E8M0, or 1 for powers of two. `codes_per_byte`, `block`: the shapes of what is written.
     `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `kernels.scaled` and `kernels.fold`
-    take. `nvfp4_cast`: the constant that `kernels.nvfp4` takes, without its last entries (`nvfp4_constant`). `bare`:
-    the cast without its Hadamard transform, where that is a pass of its own.
+    take. `nvfp4_cast`: that of `kernels.nvfp4` for codes (`nvfp4_constant`), None in other families. `bare`: the cast
+    without its Hadamard transform, where that is a pass of its own.
     """
 
     cast: Cast
@@ -106,30 +107,32 @@ class KernelCast:
     epsilon: float
     codes_per_byte: int
     float_scale: bool
-    scaled_cast: tuple
-    nvfp4_cast: tuple
+    scaled_cast: ScaledCast
+    nvfp4_cast: Nvfp4Cast | None
     bare: Cast | None
 
-    def block_cast(self, output: int, scale_layout: int) -> tuple:
+    def block_cast(self, output: int, scale_layout: int) -> BlockCast:
         """The constant that `kernels.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
-        return (
-            self.mantissa_bits, self.bias, int(self.float_scale), self.rule, self.block[1], self.stochastic, output,
-            scale_layout, self.block[0] != 1, self.cast.is_gradient,
+        return BlockCast(
+            self.mantissa_bits, self.bias, FAMILY=int(self.float_scale), RULE=self.rule, BLOCK=self.block[1] or 0,
+            STOCHASTIC=self.stochastic, OUTPUT=output, SCALE_LAYOUT=scale_layout, TILE=self.block[0] != 1,
+            GRADIENT=self.cast.is_gradient,
         )  # fmt: skip
 
-    def nvfp4_constant(self, output: int, aligned: bool) -> tuple:
+    def nvfp4_constant(self, output: int, aligned: bool) -> Nvfp4Cast:
         """The constant that `kernels.nvfp4` takes; `output`: codes or values; `aligned`: whether stored units are."""
-        return (*self.nvfp4_cast, output, aligned, self.cast.is_gradient)
+        assert self.nvfp4_cast is not None
+        return self.nvfp4_cast._replace(OUTPUT=output, ALIGNED=aligned)
 
     @property
     def signs(self) -> int:
         """The sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS."""
-        return self.nvfp4_cast[4]
+        return NO_SIGNS if self.nvfp4_cast is None else self.nvfp4_cast.SIGNS
 
     @property
     def is_scaled_per_row(self) -> bool:
         """Whether an NVFP4 cast has a first level for every row."""
-        return self.nvfp4_cast[6]
+        return self.nvfp4_cast is not None and self.nvfp4_cast.PER_ROW
 
     @property
     def usual_scale_layout(self) -> int:
@@ -139,7 +142,11 @@ class KernelCast:
 
 
 def tile_of_scaled(
-    row: tuple | None, column: tuple | None, source: int, shape: tuple[int, int], fills: Callable[[int, int], bool]
+    row: ScaledCast | None,
+    column: ScaledCast | None,
+    source: int,
+    shape: tuple[int, int],
+    fills: Callable[[int, int], bool],
 ) -> tuple[int, int, Warps]:
     """The tile of a pass of `kernels.scaled` with these constants (`KernelCast.scaled_cast`, SOURCE) over a matrix;
     `fills`: whether whole tiles of so many rows and columns cover it.
@@ -154,7 +161,7 @@ def tile_of_scaled(
 
 
 def tile_of_blocks(
-    row: tuple | None, column: tuple | None, kind: int, fills: Callable[[int, int], bool]
+    row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool]
 ) -> tuple[int, int, Warps]:
     """The tile of a pass of `kernels.blocks` with these constants (`KernelCast.block_cast`) over a matrix.
 
@@ -164,15 +171,15 @@ def tile_of_blocks(
     if takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
     casts = [cast for cast in (row, column) if cast is not None]
-    if max(cast[4] for cast in casts) > 32:
+    if max(cast.BLOCK for cast in casts) > 32:
         return TILES["blocks_long"]
-    if all(cast[6] for cast in casts):  # dequantized values are all that it writes
+    if all(cast.OUTPUT for cast in casts):  # dequantized values are all that it writes
         return TILES["block_values"]
     return TILES["blocks" if column else "block_rows"]
 
 
 def tile_of_produced_blocks(
-    row: tuple | None, column: tuple | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
+    row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
 ) -> tuple[int, int, Warps]:
     """The same of a pass of `kernels.fused`; `two`: over both gradients of a gate."""
     squares = TILES["fused_squares"]
@@ -204,7 +211,7 @@ def pieces_of_norm(names: tuple[str, ...], rows: int, columns: int, largest_clus
 
 
 def tile_of_nvfp4(
-    row: tuple | None, column: tuple | None, kind: int, shape: tuple[int, int]
+    row: Nvfp4Cast | None, column: Nvfp4Cast | None, kind: int, shape: tuple[int, int]
 ) -> tuple[int, int, Warps, int]:
     """The tile of a pass of `kernels.nvfp4` with these constants over a matrix read as `kind`, and how many of them one
     program casts, one below the other.
@@ -212,8 +219,8 @@ def tile_of_nvfp4(
     for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
         if _nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
-    values = all(cast[7] for cast in (row, column) if cast is not None)  # are all that it writes
-    name = "nvfp4_tiles" if column is not None and column[5] else "nvfp4"
+    values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # are all that it writes
+    name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"
     if values or column is None:
         name = "nvfp4_values" if values else "nvfp4_rows"
     (rows, columns, warps), steps = TILES[name], NVFP4_STEPS[name]
@@ -232,8 +239,8 @@ def kernel_cast(cast: Cast) -> KernelCast:
         cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
         cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
         element.codes_per_byte, fmt.scale.name == "FP32",
-        (element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient),
-        _nvfp4_cast(cast) if family == "nvfp4" else (), _bare(cast),
+        ScaledCast(element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient),
+        _nvfp4_cast(cast) if family == "nvfp4" else None, _bare(cast),
     )  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
 
 def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
     """Whether the operands of a matrix stand for the same values of it."""
-    if row is None or column is None or row.family != "nvfp4" or column.family != "nvfp4":
+    if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
         return False
     return bool(_nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
 
@@ -262,7 +269,7 @@ def _bare(cast: Cast) -> Cast | None:
     return replace(cast, hadamard=None)
 
 
-def _nvfp4_cast(cast: Cast) -> tuple:
+def _nvfp4_cast(cast: Cast) -> Nvfp4Cast:
     level = cast.rule.two_level
     assert level is not None
     if level.four_over_six is not None:
@@ -273,6 +280,7 @@ def _nvfp4_cast(cast: Cast) -> tuple:
         rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
     signs = NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask
     per_row = cast.format.tensor_scale == "row" and level.tensor_scale
-    return (
-        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row
+    return Nvfp4Cast(
+        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row,
+        OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
     )  # fmt: skip

@@ -7,7 +7,7 @@ height and width and two strides, 0 where all blocks share one: one kernel serve
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bf16_word, decode, float_of
+from microfloat.kernels._convert import bf16_word, decode, element_bits, float_of
 
 # What a stored scale is.
 SCALE_FLOAT = tl.constexpr(0)
@@ -43,7 +43,7 @@ def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
             "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
             "=r,=r,r", [codes.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
-    elif MB + BIAS == 2:
+    elif element_bits(MB, BIAS) == 4:
         pair = codes.to(tl.int32)
         return decode(pair & 15, MB, BIAS), decode((pair >> 4) & 15, MB, BIAS)
     else:
@@ -74,7 +74,7 @@ def dequantize(
     w = lane * 4 + tl.arange(0, 4)[None, None, :]
     inside = (r < rows) & (2 * w < cols)
     also = (r < rows) & (2 * w + 1 < cols)
-    FP4: tl.constexpr = MB + BIAS == 2
+    FP4: tl.constexpr = element_bits(MB, BIAS) == 4
     if FP4:
         ld = C // 2 if PAIRS else (C + 1) // 2
         at = codes_ptr + row0.to(tl.int64) * ld + col0 // 2 + (r * ld + w)

@@ -6,8 +6,8 @@ The elements are quantized by the MX rule first, block by block, and then shifte
 counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in
 `blocks`.
 
-A cast is the tuple ``(MB, BIAS, THRESHOLD, STOCHASTIC)`` of the MX format; `TILE` folds over 128 x 128. A *source* is
-that of `_produce`; place, generator and HOW are those of `_tiles`.
+A cast is the `constants.ScaledCast` of the MX format; `TILE` folds over 128 x 128. A *source* is that of `_produce`;
+place, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -84,8 +84,8 @@ def fold_rows(
     source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
@@ -93,12 +93,12 @@ def fold_rows(
     R, C, row0, col0 = place
     rows = R - row0
     cols = C - col0
-    T: tl.constexpr = 32 // (16 if CAST[3] else 8)  # lanes that share a block
+    T: tl.constexpr = 32 // (16 if CAST.STOCHASTIC else 8)  # lanes that share a block
     r = lane_rows(BM)
     w = lane_words(128, 32 // T)
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
     amax = rows_amax(raw, low, high, KIND, False, HW, 4, T, BM)
-    byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST[2])
+    byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST.RULE)
     largest = tl.max(byte, 0)  # [BM]
     if TILE:
         largest = tl.max(largest, 0)
@@ -110,7 +110,7 @@ def fold_rows(
         shift = group_shift(byte, exponent[None, :], largest[None, :])
         rs = tl.arange(0, BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
-    if HW and MB == 3 and BIAS == 7 and not CAST[3]:
+    if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
         if TILE:
             words = shift_word(byte, exponent, largest)
         else:
@@ -142,19 +142,19 @@ def fold_rows_by_steps(
     out_tile, low, high, shift, generator, r, w, place, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """`fold_rows` for any element, in float32."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
     TMB: tl.constexpr = MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     BM: tl.constexpr = HOW.BM
     HW: tl.constexpr = HOW.HW
     R, C, row0, col0 = place
     random = 0
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         lanes = col0 // 16 + tl.arange(0, 8)[:, None]
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, 8, BM)
-    a, b = quantized_pair(low, high, random, random >> 8, MB, BIAS, CAST[3], HW)
+    a, b = quantized_pair(low, high, random, random >> 8, MB, BIAS, CAST.STOCHASTIC, HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
     store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
@@ -167,8 +167,8 @@ def fold_columns(
     source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The column operand of a 128 x BN tile; returns the number of lossy elements."""
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     QUADS: tl.constexpr = HOW.QUADS
@@ -192,8 +192,8 @@ def fold_columns(
     raw3, low3, high3 = phase3
     amax_low, amax_high = columns_amax((phase0, phase1, phase2, phase3), KIND, False, HW, 4, 1, W)
     EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
-    byte_low, fl = e8m0_scale(amax_low, EMAX, CAST[2])
-    byte_high, fh = e8m0_scale(amax_high, EMAX, CAST[2])
+    byte_low, fl = e8m0_scale(amax_low, EMAX, CAST.RULE)
+    byte_high, fh = e8m0_scale(amax_high, EMAX, CAST.RULE)
     cs = tl.arange(0, W) * 2
     if TILE:
         largest_low = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
@@ -211,7 +211,7 @@ def fold_columns(
         exponent_high, scale = group_scale(largest_high, MB, BIAS)
         shift_high = group_shift(byte_high, exponent_high[None, :], largest_high[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
-    if HW and MB == 3 and BIAS == 7 and not CAST[3]:
+    if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
         if not TILE:
             exponent_low, exponent_high = exponent_low[None, :], exponent_high[None, :]
             largest_low, largest_high = largest_low[None, :], largest_high[None, :]
@@ -258,8 +258,8 @@ def fold_columns_by_steps(
     """`fold_columns` for any element, in float32. `low`, `high`: the first and the second columns of words of four
     rows; `factors`, `shifts`: of both.
     """
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
     TMB: tl.constexpr = MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     EVEN: tl.constexpr = HOW.EVEN
@@ -274,15 +274,15 @@ def fold_columns_by_steps(
     fl, fh = spread_columns(factors[0], 4, 1, W), spread_columns(factors[1], 4, 1, W)
     sl, sh = spread_columns(shifts[0], 4, 1, W), spread_columns(shifts[1], 4, 1, W)
     rl, rh = 0, 0
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         seed = load_seed(seed_ptr)
         rl = column_quads(seed, col0 + 2 * w, row0 // 16 + g * 2, stream, batch, 2, 4, W)
         rh = column_quads(seed, col0 + 2 * w + 1, row0 // 16 + g * 2, stream, batch, 2, 4, W)
-    a0, b0 = quantized_pair(low[0] * fl, high[0] * fh, rl, rh, MB, BIAS, CAST[3], HW)
-    a1, b1 = quantized_pair(low[1] * fl, high[1] * fh, rl >> 8, rh >> 8, MB, BIAS, CAST[3], HW)
-    a2, b2 = quantized_pair(low[2] * fl, high[2] * fh, rl >> 16, rh >> 16, MB, BIAS, CAST[3], HW)
-    a3, b3 = quantized_pair(low[3] * fl, high[3] * fh, rl >> 24, rh >> 24, MB, BIAS, CAST[3], HW)
+    a0, b0 = quantized_pair(low[0] * fl, high[0] * fh, rl, rh, MB, BIAS, CAST.STOCHASTIC, HW)
+    a1, b1 = quantized_pair(low[1] * fl, high[1] * fh, rl >> 8, rh >> 8, MB, BIAS, CAST.STOCHASTIC, HW)
+    a2, b2 = quantized_pair(low[2] * fl, high[2] * fh, rl >> 16, rh >> 16, MB, BIAS, CAST.STOCHASTIC, HW)
+    a3, b3 = quantized_pair(low[3] * fl, high[3] * fh, rl >> 24, rh >> 24, MB, BIAS, CAST.STOCHASTIC, HW)
     a0, a1, a2, a3 = a0 * sl, a1 * sl, a2 * sl, a3 * sl
     b0, b1, b2, b3 = b0 * sh, b1 * sh, b2 * sh, b3 * sh
     quads = tl.arange(0, 32)[None, :]

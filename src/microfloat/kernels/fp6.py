@@ -35,14 +35,14 @@ def quantize_packed(
     x_ptr, out_ptr, scale_ptr, seed_ptr, stream, batch, R, C, stride_r, stride_c, CAST: tl.constexpr,
     WORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Packed codes and E8M0 scales of the rows of a matrix, one program per tile. CAST: `blocks`, HOW: `_tiles`.
+    """Packed codes and E8M0 scales of the rows of a matrix, one program per tile. CAST: `constants.BlockCast`.
 
     WORDS: rows are whole groups of 16 codes, so that their bytes are whole words.
     """
-    MB: tl.constexpr = CAST[0]
-    BIAS: tl.constexpr = CAST[1]
-    BLOCK: tl.constexpr = CAST[4]
-    STOCHASTIC: tl.constexpr = CAST[5]
+    MB: tl.constexpr = CAST.MB
+    BIAS: tl.constexpr = CAST.BIAS
+    BLOCK: tl.constexpr = CAST.BLOCK
+    STOCHASTIC: tl.constexpr = CAST.STOCHASTIC
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM

@@ -146,20 +146,20 @@ def produce_blocks(
         return
     if ROW is not None:
         if TWO:
-            words, words2 = load_row_gradients(at, rows, cols, 16 if ROW[5] else 8, F, HOW)
+            words, words2 = load_row_gradients(at, rows, cols, 16 if ROW.STOCHASTIC else 8, F, HOW)
             tile, generator = codes_at(row_out2, row0, col0, C, ROW), (seed2_ptr, row_stream, 0)
             cast_rows(words2, tile, row_scale2, generator, epsilon, place, ROW, HOW)
         else:
-            words = load_rows(at, rows, cols, 16 if ROW[5] else 8, PRODUCER, F, HOW)
+            words = load_rows(at, rows, cols, 16 if ROW.STOCHASTIC else 8, PRODUCER, F, HOW)
         tile, generator = codes_at(row_out, row0, col0, C, ROW), (seed_ptr, row_stream, 0)
         cast_rows(words, tile, row_scale, generator, epsilon, place, ROW, HOW)
     if COLUMN is not None:
         if TWO:
-            words, words2 = load_column_gradients(at, rows, cols, COLUMN[4], F, HOW)
+            words, words2 = load_column_gradients(at, rows, cols, COLUMN.BLOCK, F, HOW)
             tile, generator = codes_at(column_out2, col0, row0, R, COLUMN), (seed2_ptr, column_stream, 0)
             cast_columns(words2, tile, column_scale2, generator, epsilon, place, COLUMN, HOW)
         else:
-            words = load_columns(at, rows, cols, COLUMN[4], PRODUCER, F, HOW)
+            words = load_columns(at, rows, cols, COLUMN.BLOCK, PRODUCER, F, HOW)
         tile, generator = codes_at(column_out, col0, row0, R, COLUMN), (seed_ptr, column_stream, 0)
         cast_columns(words, tile, column_scale, generator, epsilon, place, COLUMN, HOW)
 

@@ -5,13 +5,11 @@ in registers, the others in shared memory, so that as much as possible is on its
 of its pieces row by row, gets the sums of the others (`_clusters`), and casts what it still holds: two bytes in and two
 out. Piece j of program `rank` is piece ``rank + j * CTAS`` of the band; the last may be missing.
 
-A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`). BAND holds the
-constants of all that by name, HOW those of `_tiles`.
+A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`). BAND:
+`constants.Band`.
 
 For bfloat16 in whole pieces; `norms` and `fused` serve what is not.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -39,16 +37,6 @@ VALUES = tl.constexpr(0)
 SQUARES = tl.constexpr(1)
 DEVIATIONS = tl.constexpr(2)
 CAST = tl.constexpr(3)
-
-
-class Band(NamedTuple):
-    """How a cluster of CTAS programs holds a band: MISSING says that some of them do not have the last of PIECES."""
-
-    ROWS: int
-    CTAS: int
-    PIECES: int
-    HELD: int
-    MISSING: bool
 
 
 @triton.constexpr_function

@@ -1,17 +1,12 @@
 """NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
 pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`_nvfp4_2d`).
 
-A cast is the tuple ``(RULE, CAPACITY, INVERSE_SIX, STOCHASTIC, SIGN_MASK, TILE, PER_ROW, OUTPUT, ALIGNED, GRADIENT)``:
-the constants of the scale rule (`_scales`), stochastic rounding, the Hadamard transform's signs (-1 = no transform),
-16 x 16 tiles, one amax per row of the operand, what is written: `CODES`, or `VALUES` = code x block scale in bfloat16
-(exact; the tensor scale stays outside) in the layout of the input, whether stored units are aligned, and whether the
-tensor scale is that of a gradient (`_scales.unless_infinite`). A transformed column operand has R rounded up to 16
-rows.
-
-An *operand* is the tuple of pointers ``(out, scale, tensor_scale, amax)``: what is written, and the amaxes that its
-first level comes from. `streams` is (row_stream, column_stream, batch); matrix, generator and HOW are those of
-`_tiles`. LOWERED: the amaxes of stochastic casts are at most 2^110, so that their elements can come times 2^-14.
+A cast is a `constants.Nvfp4Cast`. A transformed column operand has R rounded up to 16 rows. `streams` is (row_stream,
+column_stream, batch); matrix, generator and HOW are those of `_tiles`. LOWERED: the amaxes of stochastic casts are at
+most 2^110, so that their elements can come times 2^-14.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,21 +27,31 @@ from microfloat.kernels._nvfp4_2d import cast_tiles, load_halves, takes
 from microfloat.kernels._random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
 from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
+from microfloat.kernels.constants import Nvfp4Cast
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 
 
+class Operand(NamedTuple):
+    """Pointers of an operand: what is written, and the amaxes that its first level comes from."""
+
+    out: tl.tensor
+    scale: tl.tensor | None
+    tensor_scale: tl.tensor
+    amax: tl.tensor
+
+
 @triton.jit
 def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
     """The first level of the operand, from one amax or (PER_ROW) from that of every row."""
-    if CAST[0] == ONE_LEVEL:
+    if CAST.RULE == ONE_LEVEL:
         amax = tl.zeros([], tl.float32)
-    elif CAST[6]:
+    elif CAST.PER_ROW:
         amax = tl.load(amax_ptr + index, mask=inside, other=0.0)
     else:
         amax = tl.load(amax_ptr)
-    return tensor_level(amax, CAST[0], CAST[1], CAST[9])
+    return tensor_level(amax, CAST)
 
 
 @triton.jit
@@ -54,15 +59,14 @@ def choose_rows(
     block, amax, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
 ):
     """(stored, factor, value) of blocks along rows."""
-    used, encode, decode, tensor_scale, _stored = level
-    if CAST[0] < FOUR_OVER_SIX_MAE:
-        return e4m3_scale(amax, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], LOWERED, HW)
+    if CAST.RULE < FOUR_OVER_SIX_MAE:
+        return e4m3_scale(amax, level, CAST, LOWERED, HW)
     else:
-        stored6, factor6, value6 = candidate(amax, encode, decode, 1.0, HW)
-        stored4, factor4, value4 = candidate(amax, encode, decode, 1.5, HW)
-        error6 = row_error(block, factor6, value6, used, CAST[0], CAST[1], HW)
-        error4 = row_error(block, factor4, value4, used, CAST[0], CAST[1], HW)
-        if CAST[5]:
+        stored6, factor6, value6 = candidate(amax, level, 1.0, HW)
+        stored4, factor4, value4 = candidate(amax, level, 1.5, HW)
+        error6 = row_error(block, factor6, value6, level.amax, CAST, HW)
+        error4 = row_error(block, factor4, value4, level.amax, CAST, HW)
+        if CAST.TILE:
             N: tl.constexpr = BM // 16
             error6 = tl.trans(sum_tree(tl.trans(error6), N, NB))
             error4 = tl.trans(sum_tree(tl.trans(error4), N, NB))
@@ -87,25 +91,23 @@ def choose_columns(
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """(stored, factor, value) of the blocks of the first and of the second columns."""
-    used, encode, decode, tensor_scale, _stored = level_low
-    used2, encode2, decode2, tensor_scale2, _stored2 = level_high
-    if CAST[0] < FOUR_OVER_SIX_MAE:
-        s, f, v = e4m3_scale(amax_low, encode, decode, tensor_scale, CAST[0], CAST[2], CAST[9], LOWERED, HW)
-        if CAST[5]:
+    if CAST.RULE < FOUR_OVER_SIX_MAE:
+        s, f, v = e4m3_scale(amax_low, level_low, CAST, LOWERED, HW)
+        if CAST.TILE:
             return s, f, v, s, f, v
         else:
-            s2, f2, v2 = e4m3_scale(amax_high, encode2, decode2, tensor_scale2, CAST[0], CAST[2], CAST[9], LOWERED, HW)
+            s2, f2, v2 = e4m3_scale(amax_high, level_high, CAST, LOWERED, HW)
             return s, f, v, s2, f2, v2
     else:
-        s6, f6, v6 = candidate(amax_low, encode, decode, 1.0, HW)
-        s4, f4, v4 = candidate(amax_low, encode, decode, 1.5, HW)
-        r6, g6, u6 = candidate(amax_high, encode2, decode2, 1.0, HW)
-        r4, g4, u4 = candidate(amax_high, encode2, decode2, 1.5, HW)
-        error6 = row_error(low, f6, v6, used, CAST[0], CAST[1], HW)
-        error4 = row_error(low, f4, v4, used, CAST[0], CAST[1], HW)
-        other6 = row_error(high, g6, u6, used2, CAST[0], CAST[1], HW)
-        other4 = row_error(high, g4, u4, used2, CAST[0], CAST[1], HW)
-        if CAST[5]:
+        s6, f6, v6 = candidate(amax_low, level_low, 1.0, HW)
+        s4, f4, v4 = candidate(amax_low, level_low, 1.5, HW)
+        r6, g6, u6 = candidate(amax_high, level_high, 1.0, HW)
+        r4, g4, u4 = candidate(amax_high, level_high, 1.5, HW)
+        error6 = row_error(low, f6, v6, level_low.amax, CAST, HW)
+        error4 = row_error(low, f4, v4, level_low.amax, CAST, HW)
+        other6 = row_error(high, g6, u6, level_high.amax, CAST, HW)
+        other4 = row_error(high, g4, u4, level_high.amax, CAST, HW)
+        if CAST.TILE:
             N: tl.constexpr = W // 8
             error6 = _columns_tree(error6, other6, G, N)
             error4 = _columns_tree(error4, other4, G, N)
@@ -133,7 +135,10 @@ def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
 @triton.constexpr_function
 def can_lower(cast):
     """Whether a cast wants elements times 2^-14: it is stochastic, and has one amax that says whether that is exact."""
-    return cast is not None and cast[3] and not cast[6] and cast[0] != ONE_LEVEL
+    if cast is None:
+        return False
+    cast = Nvfp4Cast(*cast)
+    return cast.STOCHASTIC and not cast.PER_ROW and cast.RULE != ONE_LEVEL
 
 
 @triton.jit
@@ -164,31 +169,31 @@ def nvfp4_rows(
     rows = R - row0
     cols = C - col0
     words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, NB, BM)
-    if CAST[4] >= 0:
+    if CAST.SIGNS >= 0:
         cols = (cols + 15) // 16 * 16
-        words, block = hadamard_row_blocks(block, CAST[4], KIND, HW)
+        words, block = hadamard_row_blocks(block, CAST.SIGNS, KIND, HW)
         amax = row_block_amax(words, block, WORDS_BF16, False, HW)
     else:
         amax = row_block_amax(words, block, KIND, False, HW)
-    if CAST[5]:
+    if CAST.TILE:
         amax = over_rows(amax, NB, BM, 16)
     b = tl.arange(0, NB)[:, None]
     r = tl.arange(0, BM)[None, :]
-    if CAST[6]:
+    if CAST.PER_ROW:
         level = load_level(amax_ptr, row0 + r, r < rows, CAST)
     stored, factor, value = choose_rows(block, amax, level, CAST, LOWERED, HW, NB, BM)
     random = (0, 0, 0, 0)
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         zero = zero_like(amax, HW)
         random = block_words(seed, row0 + r + zero, col0 // 16 + b + zero, stream, batch, HW)
     length = C
-    if CAST[4] >= 0:
+    if CAST.SIGNS >= 0:
         length = (C + 15) // 16 * 16
     inside = (r < rows) & (b * 16 < cols)
-    if CAST[7] == CODES:
-        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST[3], LOWERED, HW)
+    if CAST.OUTPUT == CODES:
+        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
-        if CAST[8] and EVEN:
+        if CAST.ALIGNED and EVEN:
             both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
             at = out_tile.to(tl.pointer_type(tl.int64)) + (r * (length // 16) + b)
             tl.store(tl.multiple_of(at, [8, 8]), both)
@@ -196,9 +201,9 @@ def nvfp4_rows(
             octs = tl.join(first, second)
             store_octs(
                 out_tile, octs, tl.arange(0, BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
-                rows, cols, (length + 1) // 2, CAST[8], EVEN,
+                rows, cols, (length + 1) // 2, CAST.ALIGNED, EVEN,
             )  # fmt: skip
-        if CAST[5]:
+        if CAST.TILE:
             tiles = (C + 15) // 16
             at = scale_ptr + ((row0 + r) // 16) * tiles + col0 // 16 + b
             tl.store(at, stored.to(tl.uint8), mask=inside & (r % 16 == 0))
@@ -209,16 +214,16 @@ def nvfp4_rows(
             else:
                 tl.store(at, stored.to(tl.uint8), mask=inside)
     else:
-        values = row_values(block, words, factor, value, random, CAST[3], LOWERED, HW)
+        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
         w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST[8], EVEN)
-    if CAST[6]:
+        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, EVEN)
+    if CAST.PER_ROW:
         if col0 == 0:
-            tl.store(tensor_scale_ptr + row0 + r, level[4], mask=r < rows)
+            tl.store(tensor_scale_ptr + row0 + r, level.stored, mask=r < rows)
     else:
         if (row0 == 0) & (col0 == 0):
-            tl.store(tensor_scale_ptr, level[4])
+            tl.store(tensor_scale_ptr, level.stored)
 
 
 @triton.jit
@@ -239,21 +244,21 @@ def nvfp4_columns(
     cols = C - col0
     words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, G, W)
     length = R
-    if CAST[4] >= 0:
-        MODEST: tl.constexpr = LOWERED and CAST[0] == TWO_LEVEL
+    if CAST.SIGNS >= 0:
+        MODEST: tl.constexpr = LOWERED and CAST.RULE == TWO_LEVEL
         length = (R + 15) // 16 * 16
         rows = length - row0
-        words, low, high = hadamard_column_blocks(low, high, CAST[4], KIND, MODEST, HW)
+        words, low, high = hadamard_column_blocks(low, high, CAST.SIGNS, KIND, MODEST, HW)
         amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HW)
     else:
         amax_low, amax_high = column_block_amax(words, low, high, KIND, False, HW)
-    if CAST[5]:
+    if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, G, W, 16)
         amax_high = amax_low
     g = tl.arange(0, G)[:, None]
     c = tl.arange(0, W)[None, :] * 2
     level_low, level_high = level, level
-    if CAST[6]:
+    if CAST.PER_ROW:
         level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
         level_high = load_level(amax_ptr, col0 + c + 1, c + 1 < cols, CAST)
     stored_low, factor_low, value_low, stored_high, factor_high, value_high = choose_columns(
@@ -261,11 +266,11 @@ def nvfp4_columns(
     )
     random_low = (0, 0, 0, 0)
     random_high = (0, 0, 0, 0)
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         zero = zero_like(amax_low, HW)
         random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
         random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW)
-    if CAST[7] == CODES:
+    if CAST.OUTPUT == CODES:
         ld = (length + 1) // 2
         out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2
         cs = tl.arange(0, W)[:, None] * 2
@@ -280,16 +285,16 @@ def nvfp4_columns(
             amax_high > 0x7F800000,
             random_low,
             random_high,
-            CAST[3],
+            CAST.STOCHASTIC,
             LOWERED,
             HW,
         )
         codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
-        store_octs(out_tile, codes, cs, octs, cols, rows, ld, CAST[8], EVEN)
+        store_octs(out_tile, codes, cs, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
         codes = tl.reshape(tl.permute(tl.join(first_high, second_high), [1, 0, 2]), [W, 2 * G])
-        store_octs(out_tile, codes, cs + 1, octs, cols, rows, ld, CAST[8], EVEN)
+        store_octs(out_tile, codes, cs + 1, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
         blocks = (length + 15) // 16
-        if CAST[5]:
+        if CAST.TILE:
             at = scale_ptr + ((col0 + c) // 16) * blocks + row0 // 16 + g
             tl.store(at, stored_low.to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
         else:
@@ -311,21 +316,21 @@ def nvfp4_columns(
             value_high,
             random_low,
             random_high,
-            CAST[3],
+            CAST.STOCHASTIC,
             LOWERED,
             HW,
         )
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
-            store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST[8], EVEN)
-    if CAST[6]:
+            store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST.ALIGNED, EVEN)
+    if CAST.PER_ROW:
         if row0 == 0:
-            tl.store(tensor_scale_ptr + col0 + c, level_low[4], mask=c < cols)
-            tl.store(tensor_scale_ptr + col0 + c + 1, level_high[4], mask=c + 1 < cols)
+            tl.store(tensor_scale_ptr + col0 + c, level_low.stored, mask=c < cols)
+            tl.store(tensor_scale_ptr + col0 + c + 1, level_high.stored, mask=c + 1 < cols)
     else:
         if (row0 == 0) & (col0 == 0):
-            tl.store(tensor_scale_ptr, level_low[4])
+            tl.store(tensor_scale_ptr, level_low.stored)
 
 
 @triton.jit
@@ -347,7 +352,7 @@ def nvfp4_tile(
 @triton.jit
 def shared_level(amax_ptr, CAST: tl.constexpr):
     """The first level that all blocks of an operand share, or nothing."""
-    if CAST is not None and not CAST[6]:
+    if CAST is not None and not CAST.PER_ROW:
         return load_level(amax_ptr, 0, True, CAST)
     else:
         return ()
@@ -356,13 +361,13 @@ def shared_level(amax_ptr, CAST: tl.constexpr):
 @triton.jit
 def shared_levels(row, column, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """Those of both operands."""
-    return shared_level(row[3], ROW), shared_level(column[3], COLUMN)
+    return shared_level(row.amax, ROW), shared_level(column.amax, COLUMN)
 
 
 @triton.jit
 def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """The call seed, or nothing where no cast is stochastic."""
-    if (ROW is not None and ROW[3]) or (COLUMN is not None and COLUMN[3]):
+    if (ROW is not None and ROW.STOCHASTIC) or (COLUMN is not None and COLUMN.STOCHASTIC):
         return load_seed(seed_ptr)
     else:
         return ()
@@ -384,8 +389,8 @@ def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.conste
     place = (R, C, row0, col0)
     cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, place, CAST, HOW.HW, BM, BN)
     if (row0 == 0) & (col0 == 0):
-        tl.store(row_tensor_scale, level[4])
-        tl.store(column_tensor_scale, level[4])
+        tl.store(row_tensor_scale, level.stored)
+        tl.store(column_tensor_scale, level.stored)
 
 
 @triton.jit
@@ -430,8 +435,8 @@ def quantize_nvfp4(
         one = tl.full([], 1, tl.int64)
         stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
     matrix = (x_ptr, R, C, stride_r, stride_c)
-    row = (row_out, row_scale, row_tensor_scale, row_amax)
-    column = (column_out, column_scale, column_tensor_scale, column_amax)
+    row = Operand(row_out, row_scale, row_tensor_scale, row_amax)
+    column = Operand(column_out, column_scale, column_tensor_scale, column_amax)
     streams = (row_stream, column_stream, batch)
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):

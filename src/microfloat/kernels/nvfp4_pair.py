@@ -12,7 +12,7 @@ import triton.language as tl
 
 from microfloat.kernels._random import split_words
 from microfloat.kernels._tiles import tiles_of
-from microfloat.kernels.nvfp4 import can_lower, is_modest, nvfp4_tile, shared_levels, shared_seed
+from microfloat.kernels.nvfp4 import Operand, can_lower, is_modest, nvfp4_tile, shared_levels, shared_seed
 from microfloat.kernels.nvfp4_amax import amaxes
 from microfloat.kernels.pair import leave, measure_tiles, wait_for_all
 
@@ -22,8 +22,8 @@ def measure_values(
     matrix, scratch_ptr, transformed_ptr, first, programs, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Merge the amax of a program's tiles of a matrix, and that of their transform."""
-    if COLUMN is not None and COLUMN[4] >= 0:
-        plain, transformed = amaxes(matrix, first, programs, COLUMN[4], False, HOW)
+    if COLUMN is not None and COLUMN.SIGNS >= 0:
+        plain, transformed = amaxes(matrix, first, programs, COLUMN.SIGNS, False, HOW)
         tl.atomic_max(transformed_ptr, transformed.to(tl.int64), sem="relaxed")
     else:
         plain = measure_tiles(matrix, first, programs, HOW)
@@ -54,7 +54,7 @@ def cast_values_by_size(
     """The same, by the form that the tensor amaxes allow."""
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
-        lowered = is_modest(row[3], ROW) & is_modest(column[3], COLUMN)
+        lowered = is_modest(row.amax, ROW) & is_modest(column.amax, COLUMN)
     if lowered:
         cast_values(matrix, row, column, seed_ptr, streams, first, programs, ROW, COLUMN, True, HOW)
     else:
@@ -69,8 +69,8 @@ def values_pair(
     w_row_stream, w_column_stream, WR, WC, w_stride_r, w_stride_c,
     DRAWS_SEED: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. X and W: `_tiles.Pass`, casts as in `quantize_nvfp4` with one first level for a matrix; W
-    is None where there is no second one, and that is not transformed. Scales: float32 tensor scales. DRAWS_SEED: a call
+    """Any number of programs. X and W: `constants.Pass`, with one first level for a matrix; W is None where there is no
+    second one, and that is not transformed. Scales: float32 tensor scales. DRAWS_SEED: a call
     seed is made here for later casts. No matrix needs 64-bit offsets inside a tile.
     """
     X_ROW: tl.constexpr = X.ROW
@@ -94,16 +94,16 @@ def values_pair(
     # The low half of a word: bits of a float.
     row_amax = plain_word.to(tl.pointer_type(tl.float32))
     column_amax = row_amax
-    if X_COLUMN is not None and X_COLUMN[4] >= 0:
+    if X_COLUMN is not None and X_COLUMN.SIGNS >= 0:
         column_amax = transformed_word.to(tl.pointer_type(tl.float32))
-    row, column = (x_row, None, x_row_scale, row_amax), (x_column, None, x_column_scale, column_amax)
+    row, column = Operand(x_row, None, x_row_scale, row_amax), Operand(x_column, None, x_column_scale, column_amax)
     streams = (x_row_stream, x_column_stream, 0)
     cast_values_by_size(x, row, column, seed_ptr, streams, pid, programs, X_ROW, X_COLUMN, X_HOW)
     if W is not None:
         W_ROW: tl.constexpr = W.ROW
         W_COLUMN: tl.constexpr = W.COLUMN
         amax = second_word.to(tl.pointer_type(tl.float32))
-        row, column = (w_row, None, w_row_scale, amax), (w_column, None, w_column_scale, amax)
+        row, column = Operand(w_row, None, w_row_scale, amax), Operand(w_column, None, w_column_scale, amax)
         streams = (w_row_stream, w_column_stream, 0)
         cast_values_by_size(w, row, column, seed_ptr, streams, begin, programs, W_ROW, W_COLUMN, W_HOW)
     leave(scratch_ptr)

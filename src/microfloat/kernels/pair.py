@@ -139,7 +139,7 @@ def record_two(
         total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
         tl.atomic_max(first_out.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
         ANY: tl.constexpr = X.ROW if X.ROW is not None else X.COLUMN
-        if ANY[4]:
+        if ANY.GRADIENT:
             scale = unless_infinite(tl.div_rn(1.0, tl.load(source_ptr)), float_of(total), True)
             if X.ROW is not None:
                 tl.store(row_scale, scale)
@@ -158,7 +158,7 @@ def cast_pair(
     x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. X and W: `_tiles.Pass`, casts as in `cast_scaled`; W is None where there is only one
+    """Any number of programs. X and W: `constants.Pass`, casts as in `cast_scaled`; W is None where there is only one
     matrix. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source` is room
     for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets inside a tile.
     """

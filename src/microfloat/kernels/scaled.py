@@ -40,6 +40,7 @@ from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
 from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_at, tiles_of
+from microfloat.kernels.constants import ScaledCast
 
 GIVEN = tl.constexpr(0)
 AMAX = tl.constexpr(1)
@@ -80,7 +81,7 @@ def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
 @triton.jit
 def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, CAST: tl.constexpr):
     """(scale, factor) of rows or columns from their float32 amaxes."""
-    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, CAST[2], CAST[4])
+    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, CAST.RULE, CAST.GRADIENT)
 
 
 @triton.jit
@@ -92,11 +93,11 @@ def cast_tile_rows(
     r = local_rows(HOW.BM)
     w = local_words(HOW.BN)
     random = 0
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         word, row = col0 // 2 + w, row0 + r + PHASE
         random = pair_bytes(load_seed(seed_ptr), row, word, stream, batch)
-    codes = encode_pair(low * factor, high * factor, random, CAST[0], CAST[1], CAST[3], HOW.HW)
+    codes = encode_pair(low * factor, high * factor, random, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW)
     store_pairs(out_tile, codes, r + PHASE, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
 
 
@@ -112,10 +113,12 @@ def cast_tile_columns(
     column, quad = col0 + 2 * local_words(BN) + SECOND, row0 // 4 + tl.arange(0, BM // 4)[None, :, None]
     local = local + SECOND
     random = 0
-    if CAST[3]:
+    if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         random = column_bytes(load_seed(seed_ptr), column, quad, stream, batch)
-    codes = encode_quad(a * factor, b * factor, c * factor, d * factor, random, CAST[0], CAST[1], CAST[3], HOW.HW)
+    codes = encode_quad(
+        a * factor, b * factor, c * factor, d * factor, random, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW
+    )
     codes = tl.reshape(tl.permute(codes, [0, 2, 1]), [BN // 2, BM // 4])
     quads = tl.arange(0, BM // 4)[None, :]
     store_quads(out_tile, codes, local, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
@@ -129,7 +132,7 @@ def converts_once(row, column, source, even, rows):
 
     Of tiles so large, of which long columns of codes are written at once, a thread could not keep codes of both kinds.
     """
-    if row is None or row != column or row[3] or not even:
+    if row is None or row != column or ScaledCast(*row).STOCHASTIC or not even:
         return False
     return rows == 256 and source in (GIVEN, AMAX)
 
@@ -229,12 +232,12 @@ def load_gradients(source, rows, cols, F: tl.constexpr, HOW: tl.constexpr):
 def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr):
     """(scale, factor) of a tensor whose encode scale or amax is in memory; ask before the loads of the tile."""
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
-    MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
+    MAX: tl.constexpr = 448.0 if ANY.MB == 3 else 57344.0
     if SOURCE == GIVEN:
         factor = tl.load(source_ptr)
         return factor, factor  # the scale is the reciprocal, which one program computes
     elif SOURCE == AMAX:
-        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY[2], ANY[4])
+        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY.RULE, ANY.GRADIENT)
     else:
         return 1.0, 1.0
 
@@ -278,7 +281,7 @@ def write_tile(
     _raw, low2, high2 = phase2
     _raw, low3, high3 = phase3
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
-    MAX: tl.constexpr = 448.0 if ANY[0] == 3 else 57344.0
+    MAX: tl.constexpr = 448.0 if ANY.MB == 3 else 57344.0
     f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     if SOURCE == AXES:
         if ROW is not None:
@@ -300,14 +303,14 @@ def write_tile(
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
     else:
         if SOURCE == TILE:
-            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY[2], ANY[4])
+            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY.RULE, ANY.GRADIENT)
         else:
             scale0, f0 = given
         f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
         at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
         # Of a gradient with a given scale the last program writes it: only then is known whether all was finite.
-        FIRST: tl.constexpr = SOURCE != GIVEN or not ANY[4]
+        FIRST: tl.constexpr = SOURCE != GIVEN or not ANY.GRADIENT
         if FIRST and ((SOURCE == TILE) | ((row0 == 0) & (col0 == 0))):
             if SOURCE == GIVEN:
                 scale0 = tl.div_rn(1.0, f0)
@@ -317,7 +320,7 @@ def write_tile(
                 tl.store(column_scale + at_column, scale0)
     if converts_once(ROW, COLUMN, SOURCE, EVEN, BM):
         row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
-        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW[0], ROW[1], SOURCE, HW, BM, BN)
+        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW.MB, ROW.BIAS, SOURCE, HW, BM, BN)
     else:
         if ROW is not None:
             out, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
@@ -354,7 +357,7 @@ def record_maximum(
 ):  # fmt: skip
     """The last program records the amax of all, and of a gradient it writes the scale, which depends on it."""
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
-    if ANY[4]:
+    if ANY.GRADIENT:
         if ROW is None:
             row_scale = column_scale
         if COLUMN is None:
@@ -371,8 +374,8 @@ def cast_scaled(
     seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. ROW and COLUMN are casts ``(MB, BIAS, POW2, STOCHASTIC, GRADIENT)`` or None; those of
-    gradients (`_scales.unless_infinite`) with a GIVEN scale record.
+    """Grid: one program per tile. ROW and COLUMN are `constants.ScaledCast` or None; those of gradients with a GIVEN
+    scale record.
     """
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW

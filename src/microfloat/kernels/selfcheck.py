@@ -8,6 +8,7 @@ from microfloat.kernels._convert import (
     WORDS_F16,
     bf16_bits,
     decode,
+    element_bits,
     encode,
     encode_e4m3_scale,
     encode_integer,
@@ -65,7 +66,7 @@ def count_differences(
     b = encode_integer(y, (random >> 8) & 0xFF, MB, BIAS, STOCHASTIC)
     if CHECK == 0:
         pair = encode_pair(x, y, random, MB, BIAS, STOCHASTIC, True)
-        if MB + BIAS == 2:
+        if element_bits(MB, BIAS) == 4:
             bad = pair != (a | (b << 4)).to(tl.int8)
         else:
             bad = pair != (a | (b << 8)).to(tl.int16)
@@ -74,7 +75,7 @@ def count_differences(
         c = encode_integer(z, (random >> 16) & 0xFF, MB, BIAS, STOCHASTIC)
         d = encode_integer(w, (random >> 24) & 0xFF, MB, BIAS, STOCHASTIC)
         quad = encode_quad(x, y, z, w, random, MB, BIAS, STOCHASTIC, True)
-        if MB + BIAS == 2:
+        if element_bits(MB, BIAS) == 4:
             bad = quad != (a | (b << 4) | (c << 8) | (d << 12)).to(tl.int16)
         else:
             bad = quad != (a | (b << 8) | (c << 16) | (d << 24))
@@ -107,7 +108,7 @@ def _quad_of(a, b, c, d, MB: tl.constexpr, BIAS: tl.constexpr):
     q = encode_integer(b, 0, MB, BIAS, False)
     r = encode_integer(c, 0, MB, BIAS, False)
     s = encode_integer(d, 0, MB, BIAS, False)
-    if MB + BIAS == 2:
+    if element_bits(MB, BIAS) == 4:
         return (p | (q << 4) | (r << 8) | (s << 12)).to(tl.int16)
     else:
         return p | (q << 8) | (r << 16) | (s << 24)
@@ -140,7 +141,7 @@ def count_packed_differences(counts_ptr, MB: tl.constexpr, BIAS: tl.constexpr, B
         MB, BIAS,
     )  # fmt: skip
     bad_quad = (low != want_low) | (high != want_high)
-    if MB + BIAS == 2:
+    if element_bits(MB, BIAS) == 4:
         bad_pair = pair != (a | (b << 4)).to(tl.int8)
     else:
         bad_pair = pair != (a | (b << 8)).to(tl.int16)

@@ -25,7 +25,7 @@ from microfloat.kernels import nvfp4 as nvfp4_kernels
 from microfloat.kernels import nvfp4_amax as nvfp4_amax_kernels
 from microfloat.kernels import scaled as scaled_kernels
 from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
-from microfloat.kernels._tiles import SCALE_ROW_MAJOR, How
+from microfloat.kernels._tiles import SCALE_ROW_MAJOR
 from microfloat.kernels.casts import (
     NO_SIGNS,
     TILES,
@@ -36,6 +36,7 @@ from microfloat.kernels.casts import (
     tile_of_nvfp4,
     tile_of_scaled,
 )
+from microfloat.kernels.constants import How
 
 __all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 

@@ -15,8 +15,8 @@ from microfloat.errors import NotSupportedError, unknown_name
 from microfloat.kernels import _convert, _produce
 from microfloat.kernels import fused as kernels
 from microfloat.kernels import scaled as scaled_kernels
-from microfloat.kernels._tiles import How
 from microfloat.kernels.casts import tile_of_produced_blocks
+from microfloat.kernels.constants import How
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale

@@ -15,8 +15,8 @@ import torch
 import triton
 
 from microfloat.kernels import _convert
-from microfloat.kernels._tiles import How
 from microfloat.kernels.casts import TILES, Warps, ceil_div
+from microfloat.kernels.constants import How
 from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [

@@ -9,6 +9,7 @@ from microfloat.kernels import _convert, _produce, norm_clusters
 from microfloat.kernels import norms as kernels
 from microfloat.kernels._squares import takes
 from microfloat.kernels.casts import Pieces, pieces_of_norm
+from microfloat.kernels.constants import Band
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._fused import (
@@ -113,7 +114,7 @@ def _by_clusters(
         mode, source, record = 0, None, None
     how = matrix.how(tile_rows, tile_columns, units=True)
     held = max(1, pieces.each // 2) if how.HW else pieces.each
-    band = norm_clusters.Band(lane_rows, pieces.programs, pieces.each, held, pieces.miss)
+    band = Band(lane_rows, pieces.programs, pieces.each, held, pieces.miss)
     constants = (*casts, mode, record is not None, work.producer, band, how)
     meeting = None if record is None else scratch(device)
     tensors = (x, *work.parameters, codes[0], scales[0], codes[1], scales[1], source, record, meeting, seed)

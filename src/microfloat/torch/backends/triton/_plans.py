@@ -9,6 +9,7 @@ import torch
 from microfloat.formats import ElementFormat
 from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
 from microfloat.kernels.casts import MOST_CASTS, KernelCast, kernel_cast
+from microfloat.kernels.constants import BlockCast
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 
@@ -33,10 +34,10 @@ class CastPlan(KernelCast):
     codes_dtype: torch.dtype
     scale_dtype: torch.dtype
     scale_layout: int
-    block_casts: tuple[tuple, tuple]
+    block_casts: tuple[BlockCast, BlockCast]
     beside: "CastPlan | None" = None
 
-    def constant(self, output: int) -> tuple:
+    def constant(self, output: int) -> BlockCast:
         """The constant that `kernels.blocks` takes; `output`: codes or values."""
         return self.block_casts[output]
 

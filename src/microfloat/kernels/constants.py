@@ -1,0 +1,101 @@
+"""The constants of a pass, by name: kernels take these tuples whole and read ``HOW.EVEN``, ``CAST.STOCHASTIC``. Triton
+hands them to constexpr functions without the names, which ``ScaledCast(*cast)`` and so on give back.
+
+Nothing here imports Triton. `RULE` of casts with E8M0 scales is the mantissa threshold, of those with FP32 scales 1 for
+powers of two. `GRADIENT`: scales are those of an output gradient (`_scales.unless_infinite`).
+"""
+
+from typing import NamedTuple
+
+__all__ = ["Band", "BlockCast", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
+
+
+class How(NamedTuple):
+    """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time.
+
+    LOADS: how inputs are read (`_convert`); KIND: how values come, the same but for producers (`_produce`). EVEN: whole
+    tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
+    conversions. PAIRS, QUADS: rows of C codes, and of R, hold whole units of two and of four, stored at once; False
+    where a kernel does not ask.
+    """
+
+    LOADS: int
+    KIND: int
+    EVEN: bool
+    INDEX64: bool
+    HW: bool
+    BM: int
+    BN: int
+    PAIRS: bool = False
+    QUADS: bool = False
+
+
+class ScaledCast(NamedTuple):
+    """A cast of `scaled`, and the MX cast that `fold` folds."""
+
+    MB: int
+    BIAS: int
+    RULE: int
+    STOCHASTIC: bool
+    GRADIENT: bool
+
+
+class BlockCast(NamedTuple):
+    """A cast of `blocks`.
+
+    FAMILY: of scales, `_scales.E8M0` or `_scales.FP32`. BLOCK: its length along the contraction axis; TILE: blocks are
+    BLOCK x BLOCK. OUTPUT: `CODES`, or `VALUES` (dequantized bfloat16 in the layout of the input). SCALE_LAYOUT: where
+    the scales of one-row blocks go (`_tiles.scale_offset`).
+    """
+
+    MB: int
+    BIAS: int
+    FAMILY: int
+    RULE: int
+    BLOCK: int
+    STOCHASTIC: bool
+    OUTPUT: int
+    SCALE_LAYOUT: int
+    TILE: bool
+    GRADIENT: bool
+
+
+class Nvfp4Cast(NamedTuple):
+    """A cast of `nvfp4`.
+
+    RULE, CAPACITY, INVERSE_SIX: the constants of the scale rule (`_scales`). SIGNS: those of the Hadamard transform, or
+    -1 without one. TILE: blocks are 16 x 16. PER_ROW: one amax, and one tensor scale, for every row of the operand.
+    OUTPUT: `CODES`, or `VALUES`, which are code x block scale in bfloat16 (exact; the tensor scale stays outside) in
+    the layout of the input. ALIGNED: units of eight codes (two values) are.
+    """
+
+    RULE: int
+    CAPACITY: float
+    INVERSE_SIX: float
+    STOCHASTIC: bool
+    SIGNS: int
+    TILE: bool
+    PER_ROW: bool
+    OUTPUT: int
+    ALIGNED: bool
+    GRADIENT: bool
+
+
+class Pass(NamedTuple):
+    """One matrix of a launch that casts two: the casts of its row and its column operand, or None, and how."""
+
+    ROW: ScaledCast | Nvfp4Cast | None
+    COLUMN: ScaledCast | Nvfp4Cast | None
+    HOW: How
+
+
+class Band(NamedTuple):
+    """How a cluster of CTAS programs holds a band of rows (`norm_clusters`): each has PIECES of it, the first HELD in
+    registers, ROWS rows to a lane. MISSING: some of them do not have the last piece.
+    """
+
+    ROWS: int
+    CTAS: int
+    PIECES: int
+    HELD: int
+    MISSING: bool
