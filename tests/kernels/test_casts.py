@@ -42,9 +42,10 @@ def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
 
 
 def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:
+    from microfloat.kernels.constants import ScaledCast
     from microfloat.kernels.scaled import AMAX, AXES, GIVEN, TILE, converts_once
 
-    cast, stochastic = (3, 7, 0, False), (3, 7, 0, True)
+    cast, stochastic = ScaledCast(3, 7, 0, False, False), ScaledCast(3, 7, 0, True, False)
     for source in (GIVEN, AMAX):
         assert converts_once(cast, cast, source, True, 256)
     for row, column, source, even, rows in (

@@ -234,12 +234,12 @@ def store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM: tl.const
 
 @triton.jit
 def cast_tiles(
-    halves, level, row_tile, row_scale, column_tile, column_scale, place, CAST: tl.constexpr, HW: tl.constexpr,
+    halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Both operands of tiles (`load_halves`) under the first `level` of their scales; place as in `_tiles`."""
+    """Both operands of tiles (`load_halves`) under the first `level` of their scales; bounds as in `_tiles`."""
     r, w, words = halves
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     amax = tile_amax(words, HW)
     stored, factor, value = e4m3_scale(amax, level, CAST, False, HW)
     bad = amax > 0x7F800000

@@ -1,9 +1,8 @@
 """Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
 
-A *source* is the tuple ``(x, y, z, stride_r, stride_c)``: up to three inputs of one shape, dtype and strides (pointers
-at the tile's origin). For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the pair
-(weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded to
-the dtype of the input before anything else sees it, as the unfused graph would do (docs/numerics.md, section 6).
+Inputs are a `_tiles.Source`. For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the
+pair (weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded
+to the dtype of the input before anything else sees it, as the unfused graph would do (docs/numerics.md, section 6).
 Exponentials are the hardware's: activations are in the tolerance class.
 
 | PRODUCER | value | inputs |

@@ -282,12 +282,12 @@ def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constex
 
 @triton.jit
 def cast_squares(
-    tile, row_tile, row_scale, column_tile, column_scale, place, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    tile, row_tile, row_scale, column_tile, column_scale, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Both operands of a tile (`load_squares`)."""
     r, w, words = tile
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
     factors = columns[:, None, :, :]
     low, high = (), ()

@@ -12,10 +12,12 @@ What belongs together is handed on together, in this order:
 | bundle | what it holds |
 |---|---|
 | matrix | (x_ptr, R, C, stride_r, stride_c) |
-| place | (R, C, row0, col0): the extents of the matrix, the first row and column of a tile of it |
+| source, bounds | `Source`, `Bounds` |
 | generator | (seed, stream, batch): the call seed, its address or (`nvfp4`) its words, and what selects random words |
 | HOW | the constants of a pass over a matrix: `constants.How` |
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,6 +32,45 @@ SCALE_SWIZZLED = tl.constexpr(2)
 # How far ahead tiles are prefetched, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at
 # once. More would not stay in the L2 cache.
 PREFETCH_AHEAD = tl.constexpr(264)
+
+
+class Source(NamedTuple):
+    """Up to three inputs of one shape, dtype and strides: pointers at a tile's origin (`_produce`)."""
+
+    x: tl.tensor
+    y: tl.tensor
+    z: tl.tensor
+    stride_r: tl.tensor
+    stride_c: tl.tensor
+
+
+class Bounds(NamedTuple):
+    """The extents of a matrix, and the first row and column of a tile of it."""
+
+    R: tl.tensor
+    C: tl.tensor
+    row0: tl.tensor
+    col0: tl.tensor
+
+
+@triton.jit
+def program(R, C, stride_r, stride_c, INDEX64: tl.constexpr):
+    """Number of this program; extents and strides; all as int64 where offsets need that."""
+    pid = tl.program_id(0)
+    if INDEX64:
+        pid = pid.to(tl.int64)
+        one = tl.full([], 1, tl.int64)
+        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    return pid, R, C, stride_r, stride_c
+
+
+@triton.jit
+def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr):
+    """Number of this program, number of tiles side by side, `Source` and `Bounds` of its tile: one to a program."""
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
+    across, _tiles = tiles_of(R, C, HOW.BM, HOW.BN)
+    row0, col0, x_tile = tile_at(x_ptr, pid, across, stride_r, stride_c, HOW.BM, HOW.BN)
+    return pid, across, Source(x_tile, x_tile, x_tile, stride_r, stride_c), Bounds(R, C, row0, col0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from microfloat.kernels._convert import (
     packed_reduce,
 )
 from microfloat.kernels._meeting import STORE, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
+from microfloat.kernels._tiles import Bounds, load_pair, program, tile_at, tiles_of
 
 
 @triton.jit
@@ -60,11 +60,7 @@ def amax_strided(
     x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, INDEX64: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
     """amax of an R x C matrix of any strides: one program per tile."""
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, INDEX64)
     across, tiles = tiles_of(R, C, BM, BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
     r = tl.arange(0, BM)[:, None]
@@ -77,13 +73,14 @@ def amax_strided(
 
 @triton.jit
 def tile_axes(
-    x_tile, row_amax, column_amax, place, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
+    x_tile, row_amax, column_amax, bounds, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge the amaxes of one tile's rows and columns into those of the matrix; place and HOW as in `_tiles`."""
+    """Merge the amaxes of one tile's rows and columns into those of the matrix; bounds and HOW as in `_tiles`."""
     KIND: tl.constexpr = HOW.KIND
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     t = tl.arange(0, BN // 8)[:, None, None]
@@ -120,11 +117,7 @@ def amax_rows_columns(
     """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     across, tiles = tiles_of(R, C, BM, BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
-    tile_axes(x_tile, row_amax, column_amax, (R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
+    tile_axes(x_tile, row_amax, column_amax, Bounds(R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)

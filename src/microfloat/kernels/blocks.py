@@ -4,7 +4,7 @@ One program casts a tile of BM x BN elements twice: along its rows, with whole b
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
 ways, in whole tiles of bfloat16, is read once (`_squares`).
 
-A cast is a `constants.BlockCast`. A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
+A cast is a `constants.BlockCast`. Source, bounds, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -43,6 +43,7 @@ from microfloat.kernels._tiles import (
     scale_offset,
     store_pairs,
     store_quads,
+    tile_of_program,
     transpose_quads,
 )
 
@@ -157,7 +158,7 @@ def load_row_gradients(source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, 
 
 
 @triton.jit
-def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
+def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """The row operand of one tile: blocks along C."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
@@ -172,7 +173,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.con
     T: tl.constexpr = BLOCK // LANE
     NB: tl.constexpr = BN // BLOCK
     BITS: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     r, w, raw, low, high = tile
@@ -248,7 +249,7 @@ def load_column_gradients(source, rows, cols, BLOCK: tl.constexpr, F: tl.constex
 
 
 @triton.jit
-def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.constexpr, HOW: tl.constexpr):
+def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """The column operand of one tile: blocks along R."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
@@ -266,7 +267,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, place, CAST: tl.
     G: tl.constexpr = GROUPS // NB  # threads (warps) that share a block
     W: tl.constexpr = HOW.BN // 2
     BITS: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     r, w, phases = tile
@@ -346,25 +347,16 @@ def quantize_blocks(
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
-    place = (R, C, row0, col0)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     if takes(ROW, COLUMN, KIND, EVEN):
         squares = load_squares(source, rows, cols, LOAD, 0, HW, BM, BN)
-        prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         cast_squares(
             squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
-            column_scale, place, ROW, COLUMN, HW, BM, BN,
+            column_scale, bounds, ROW, COLUMN, HW, BM, BN,
         )  # fmt: skip
     else:
         # All loads first: the second reading of the tile meets the first on its way.
@@ -373,15 +365,15 @@ def quantize_blocks(
         if COLUMN is not None:
             column_words = load_columns(source, rows, cols, COLUMN.BLOCK, LOAD, 0, HOW)
         if COLUMN is not None and COLUMN.OUTPUT == CODES:
-            prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
+            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)
-            cast_rows(row_words, row_tile, row_scale, generator, row_epsilon, place, ROW, HOW)
+            cast_rows(row_words, row_tile, row_scale, generator, row_epsilon, bounds, ROW, HOW)
         if COLUMN is not None:
             if COLUMN.OUTPUT == VALUES:
                 column_tile = column_out + row0.to(tl.int64) * C + col0  # in the layout of the matrix
             else:
                 column_tile = codes_at(column_out, col0, row0, R, COLUMN)
             generator = (seed_ptr, column_stream, batch)
-            cast_columns(column_words, column_tile, column_scale, generator, column_epsilon, place, COLUMN, HOW)
+            cast_columns(column_words, column_tile, column_scale, generator, column_epsilon, bounds, COLUMN, HOW)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels._convert import bf16_word, decode, element_bits, float_of
+from microfloat.kernels._tiles import program
 
 # What a stored scale is.
 SCALE_FLOAT = tl.constexpr(0)
@@ -59,11 +60,7 @@ def dequantize(
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per BM x BN tile. `PAIRS`: rows of codes are whole pairs; LEVELS = 2 with a tensor scale."""
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        R, C = R * one, C * one
+    pid, R, C, _, _ = program(R, C, 0, 0, INDEX64)
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN

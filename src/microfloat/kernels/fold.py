@@ -6,8 +6,8 @@ The elements are quantized by the MX rule first, block by block, and then shifte
 counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in
 `blocks`.
 
-A cast is the `constants.ScaledCast` of the MX format; `TILE` folds over 128 x 128. A *source* is that of `_produce`;
-place, generator and HOW are those of `_tiles`.
+A cast is the `constants.ScaledCast` of the MX format; `TILE` folds over 128 x 128. Source, bounds, generator and
+HOW are those of `_tiles`.
 """
 
 import triton
@@ -37,6 +37,7 @@ from microfloat.kernels._tiles import (
     prefetch_later,
     store_pairs,
     store_quads,
+    tile_of_program,
     transpose_quads,
 )
 from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
@@ -81,7 +82,7 @@ def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.conste
 
 @triton.jit
 def fold_rows(
-    source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
+    source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST.MB
@@ -90,7 +91,7 @@ def fold_rows(
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     x_tile, _y, _z, stride_r, stride_c = source
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     T: tl.constexpr = 32 // (16 if CAST.STOCHASTIC else 8)  # lanes that share a block
@@ -127,7 +128,7 @@ def fold_rows(
     else:
         factor = spread_rows(factor, 4, T, BM)
         shift = spread_rows(shift, 4, T, BM)
-        return fold_rows_by_steps(out_tile, low * factor, high * factor, shift, generator, r, w, place, CAST, HOW)
+        return fold_rows_by_steps(out_tile, low * factor, high * factor, shift, generator, r, w, bounds, CAST, HOW)
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def count_halves(words):
 
 @triton.jit
 def fold_rows_by_steps(
-    out_tile, low, high, shift, generator, r, w, place, CAST: tl.constexpr, HOW: tl.constexpr
+    out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """`fold_rows` for any element, in float32."""
     MB: tl.constexpr = CAST.MB
@@ -148,7 +149,7 @@ def fold_rows_by_steps(
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
     BM: tl.constexpr = HOW.BM
     HW: tl.constexpr = HOW.HW
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     random = 0
     if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
@@ -164,7 +165,7 @@ def fold_rows_by_steps(
 
 @triton.jit
 def fold_columns(
-    source, out_tile, scale_ptr, generator, place, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
+    source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """The column operand of a 128 x BN tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST.MB
@@ -176,7 +177,7 @@ def fold_columns(
     BN: tl.constexpr = HOW.BN
     W: tl.constexpr = BN // 2
     x_tile, _y, _z, stride_r, stride_c = source
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     g = tl.arange(0, 4)[:, None, None]
@@ -247,13 +248,13 @@ def fold_columns(
     else:
         return fold_columns_by_steps(
             out_tile, (low0, low1, low2, low3), (high0, high1, high2, high3), (fl, fh), (shift_low, shift_high),
-            generator, place, CAST, HOW,
+            generator, bounds, CAST, HOW,
         )  # fmt: skip
 
 
 @triton.jit
 def fold_columns_by_steps(
-    out_tile, low, high, factors, shifts, generator, place, CAST: tl.constexpr, HOW: tl.constexpr
+    out_tile, low, high, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """`fold_columns` for any element, in float32. `low`, `high`: the first and the second columns of words of four
     rows; `factors`, `shifts`: of both.
@@ -266,7 +267,7 @@ def fold_columns_by_steps(
     QUADS: tl.constexpr = HOW.QUADS
     HW: tl.constexpr = HOW.HW
     W: tl.constexpr = HOW.BN // 2
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     g = tl.arange(0, 4)[:, None, None]
@@ -307,21 +308,12 @@ def fold_blocks(
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + 127) // 128
-    row0 = (pid // tiles) * 128
-    col0 = (pid % tiles) * 128
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
-    place = (R, C, row0, col0)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, TILE, KIND, EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
-        prefetch_later(x_ptr, pid, tiles, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         lossy_rows, lossy_columns = fold_squares(
             squares, row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0,
             column_out + col0.to(tl.int64) * R + row0, column_scale + (row0 // 128).to(tl.int64) * C + col0, R, C,
@@ -330,10 +322,10 @@ def fold_blocks(
     else:
         if ROW is not None:
             row_tile, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
-            lossy_rows = fold_rows(source, row_tile, row_scale, generator, place, ROW, TILE, HOW)
+            lossy_rows = fold_rows(source, row_tile, row_scale, generator, bounds, ROW, TILE, HOW)
         if COLUMN is not None:
             column_tile, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
-            lossy_columns = fold_columns(source, column_tile, column_scale, generator, place, COLUMN, TILE, HOW)
+            lossy_columns = fold_columns(source, column_tile, column_scale, generator, bounds, COLUMN, TILE, HOW)
     offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
     offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)

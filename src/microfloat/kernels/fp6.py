@@ -11,6 +11,7 @@ from microfloat.kernels._convert import WORDS_BF16, bf16_bits, decode, encode
 from microfloat.kernels._packed import factor_word, scale_word, small_codes
 from microfloat.kernels._produce import LOAD
 from microfloat.kernels._random import lane_pairs, load_seed
+from microfloat.kernels._tiles import program, tile_of_program
 from microfloat.kernels.blocks import block_scale, load_rows, rows_amax, spread_rows
 from microfloat.kernels.dequantize import SCALE_E8M0, scale_value
 
@@ -49,16 +50,8 @@ def quantize_packed(
     BN: tl.constexpr = HOW.BN
     T: tl.constexpr = BLOCK // 16
     NB: tl.constexpr = BN // BLOCK
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+    _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     _r, w, raw, low, high = load_rows(source, rows, cols, 16, LOAD, 0, HOW)
@@ -116,11 +109,7 @@ def dequantize_packed(
     BF16: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Values of packed codes: one program per BM x BN tile, four neighbours to a lane."""
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        R, C = R * one, C * one
+    pid, R, C, _, _ = program(R, C, 0, 0, INDEX64)
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
     col0 = (pid % tiles) * BN

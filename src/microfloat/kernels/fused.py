@@ -22,7 +22,7 @@ from microfloat.kernels._produce import (
     produce_pair,
 )
 from microfloat.kernels._squares import cast_squares, load_squares, takes
-from microfloat.kernels._tiles import store_pairs
+from microfloat.kernels._tiles import Bounds, Source, program, store_pairs, tiles_of
 from microfloat.kernels.blocks import (
     cast_columns,
     cast_rows,
@@ -45,30 +45,27 @@ from microfloat.kernels.scaled import (
 
 
 @triton.jit
-def tile_of(pid, C, BM: tl.constexpr, BN: tl.constexpr):
-    """First row and column of program `pid`'s tile."""
-    tiles = (C + BN - 1) // BN
-    return (pid // tiles) * BM, (pid % tiles) * BN
-
-
-@triton.jit
-def source_at(
-    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER: tl.constexpr
+def produced_tile(
+    x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
-    """The source of `_produce` for a tile; pointers that the producer does not read may be None."""
+    """`Source` and `Bounds` of this program's tile; pointers that the producer does not read may be None."""
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
+    across, _tiles = tiles_of(R, C, HOW.BM, HOW.BN)
+    row0, col0 = (pid // across) * HOW.BM, (pid % across) * HOW.BN
     offset = row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     x_tile = x_ptr + offset
+    y_tile, z_tile = x_tile, x_tile
     if PRODUCER >= RMS_NORM:
         if PRODUCER == RMS_NORM:  # reads no other
             mean, bias = inverse, weight
-        return x_tile, (mean + row0, inverse + row0), (weight + col0, bias + col0), stride_r, stride_c
+        y_tile, z_tile = (mean + row0, inverse + row0), (weight + col0, bias + col0)
     else:
-        y_tile, z_tile = x_tile, x_tile
         if y_ptr is not None:
             y_tile = y_ptr + offset
         if z_ptr is not None:
             z_tile = z_ptr + offset
-        return x_tile, y_tile, z_tile, stride_r, stride_c
+    return Source(x_tile, y_tile, z_tile, stride_r, stride_c), Bounds(R, C, row0, col0)
 
 
 @triton.jit
@@ -81,13 +78,10 @@ def produce_scaled(
     """FP8 codes per tensor of produced values; of both GATE_GRADIENTS, each under its own scale and seed."""
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    row0, col0 = tile_of(pid, C, HOW.BM, HOW.BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
+    at, bounds = produced_tile(
+        x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
+    )  # fmt: skip
+    R, C, row0, col0 = bounds
     known, known2 = 0, 0
     if RECORDS:
         known = peek(scratch_ptr, HW)
@@ -103,14 +97,13 @@ def produce_scaled(
     else:
         tile = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
-    place = (R, C, row0, col0)
     outputs, sources = (row_out, column_out, scale, scale), (source, source)
     generators = (seed_ptr, row_stream, column_stream)
-    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if PRODUCER == GATE_GRADIENTS:
         outputs, sources = (row_out2, column_out2, scale2, scale2), (source2, source2)
         generators = (seed2_ptr, row_stream, column_stream)
-        write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
+        write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
         record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HW)
         if PRODUCER == GATE_GRADIENTS:
@@ -127,41 +120,37 @@ def produce_blocks(
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    row0, col0 = tile_of(pid, C, BM, BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
+    at, bounds = produced_tile(
+        x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
+    )  # fmt: skip
+    R, C, row0, col0 = bounds
     TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
-    place = (R, C, row0, col0)
     rows = R - row0
     cols = C - col0
     if not TWO and HOW.LOADS == HOW.KIND and takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
         cast_squares(
             load_squares(at, rows, cols, PRODUCER, F, HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
-            codes_at(column_out, col0, row0, R, COLUMN), column_scale, place, ROW, COLUMN, HW, BM, BN,
+            codes_at(column_out, col0, row0, R, COLUMN), column_scale, bounds, ROW, COLUMN, HW, BM, BN,
         )  # fmt: skip
         return
     if ROW is not None:
         if TWO:
             words, words2 = load_row_gradients(at, rows, cols, 16 if ROW.STOCHASTIC else 8, F, HOW)
             tile, generator = codes_at(row_out2, row0, col0, C, ROW), (seed2_ptr, row_stream, 0)
-            cast_rows(words2, tile, row_scale2, generator, epsilon, place, ROW, HOW)
+            cast_rows(words2, tile, row_scale2, generator, epsilon, bounds, ROW, HOW)
         else:
             words = load_rows(at, rows, cols, 16 if ROW.STOCHASTIC else 8, PRODUCER, F, HOW)
         tile, generator = codes_at(row_out, row0, col0, C, ROW), (seed_ptr, row_stream, 0)
-        cast_rows(words, tile, row_scale, generator, epsilon, place, ROW, HOW)
+        cast_rows(words, tile, row_scale, generator, epsilon, bounds, ROW, HOW)
     if COLUMN is not None:
         if TWO:
             words, words2 = load_column_gradients(at, rows, cols, COLUMN.BLOCK, F, HOW)
             tile, generator = codes_at(column_out2, col0, row0, R, COLUMN), (seed2_ptr, column_stream, 0)
-            cast_columns(words2, tile, column_scale2, generator, epsilon, place, COLUMN, HOW)
+            cast_columns(words2, tile, column_scale2, generator, epsilon, bounds, COLUMN, HOW)
         else:
             words = load_columns(at, rows, cols, COLUMN.BLOCK, PRODUCER, F, HOW)
         tile, generator = codes_at(column_out, col0, row0, R, COLUMN), (seed_ptr, column_stream, 0)
-        cast_columns(words, tile, column_scale, generator, epsilon, place, COLUMN, HOW)
+        cast_columns(words, tile, column_scale, generator, epsilon, bounds, COLUMN, HOW)
 
 
 @triton.jit
@@ -177,13 +166,10 @@ def produce_values(
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    row0, col0 = tile_of(pid, C, BM, BN)
-    at = source_at(x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, stride_r, stride_c, row0, col0, PRODUCER)
+    at, bounds = produced_tile(
+        x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
+    )  # fmt: skip
+    R, C, row0, col0 = bounds
     w = local_words(BN)
     r = tl.arange(0, BM)[None, :, None]
     known = peek(scratch_ptr, HW)

@@ -29,6 +29,7 @@ from microfloat.kernels._convert import WORDS_BF16, float_of, high_half, low_hal
 from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
 from microfloat.kernels._produce import LAYER_NORM, normalized
 from microfloat.kernels._squares import cast_squares, square_places
+from microfloat.kernels._tiles import Bounds
 from microfloat.kernels.blocks import codes_at
 from microfloat.kernels.scaled import amax_of_tile, given_scale, local_rows, local_words, words_amax_bits, write_tile
 
@@ -328,16 +329,16 @@ def norm_pieces(
         if not MISSING or j < PIECES - 1 or there:
             if ROWS == 4:
                 outputs = (row_out, column_out, row_scale, column_scale)
-                generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
+                generators, bounds = (seed_ptr, row_stream, column_stream), Bounds(R, C, row0, col0)
                 write_tile(
-                    tile, given, amax, outputs, (source, source), generators, 0.0, place, ROW, COLUMN, SOURCE, HOW
+                    tile, given, amax, outputs, (source, source), generators, 0.0, bounds, ROW, COLUMN, SOURCE, HOW
                 )  # fmt: skip
             else:
                 square_rows, square_words = square_places(BM, BN)
                 cast_squares(
                     (square_rows, square_words, made), codes_at(row_out, row0, col0, C, ROW), row_scale,
-                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, (R, C, row0, col0), ROW, COLUMN, HW, BM,
-                    BN,
+                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, Bounds(R, C, row0, col0), ROW, COLUMN,
+                    HW, BM, BN,
                 )  # fmt: skip
     if RECORDS:
         publish_maximum(arrived, tl.num_programs(0), record, scratch_ptr, RECORD, HW)

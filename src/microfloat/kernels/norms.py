@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels._convert import ELEMENTWISE, high_half, low_half
-from microfloat.kernels._tiles import load_pair
+from microfloat.kernels._tiles import load_pair, program
 
 
 @triton.jit
@@ -71,11 +71,7 @@ def measure_rows(
 ):  # fmt: skip
     """Grid: one program for ROWS rows. `mean_ptr` is that of a LayerNorm, or None; EVEN: COLUMNS divides C."""
     LAYER: tl.constexpr = mean_ptr is not None
-    pid = tl.program_id(0)
-    if INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, INDEX64)
     row0 = pid * ROWS
     x_rows = x_ptr + row0.to(tl.int64) * stride_r
     mean, inverse = statistics(x_rows, eps, R - row0, C, stride_r, stride_c, LAYER, LOADS, EVEN, ROWS, COLUMNS)

@@ -26,7 +26,7 @@ from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_va
 from microfloat.kernels._nvfp4_2d import cast_tiles, load_halves, takes
 from microfloat.kernels._random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
-from microfloat.kernels._tiles import over_columns, over_rows, store_octs, store_pairs
+from microfloat.kernels._tiles import Bounds, over_columns, over_rows, program, store_octs, store_pairs, tile_of_program
 from microfloat.kernels.constants import Nvfp4Cast
 
 CODES = tl.constexpr(0)
@@ -386,8 +386,8 @@ def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.conste
     level = load_level(amax_ptr, 0, True, CAST)
     row_tile = row_out + row0.to(tl.int64) * (C // 2) + col0 // 2
     column_tile = column_out + col0.to(tl.int64) * (R // 2) + row0 // 2
-    place = (R, C, row0, col0)
-    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, place, CAST, HOW.HW, BM, BN)
+    bounds = Bounds(R, C, row0, col0)
+    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST, HOW.HW, BM, BN)
     if (row0 == 0) & (col0 == 0):
         tl.store(row_tensor_scale, level.stored)
         tl.store(column_tensor_scale, level.stored)
@@ -429,11 +429,7 @@ def quantize_nvfp4(
     """
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     matrix = (x_ptr, R, C, stride_r, stride_c)
     row = Operand(row_out, row_scale, row_tensor_scale, row_amax)
     column = Operand(column_out, column_scale, column_tensor_scale, column_amax)
@@ -459,16 +455,11 @@ def transform(x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, HOW:
     KIND: tl.constexpr = HOW.KIND
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    tiles = (C + BN - 1) // BN
-    row0 = (pid // tiles) * BM
-    col0 = (pid % tiles) * BN
-    x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    words, block = load_row_blocks(x_tile, R - row0, C - col0, stride_r, stride_c, KIND, False, BN // 16, BM)
+    _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    R, C, row0, col0 = bounds
+    words, block = load_row_blocks(
+        source.x, R - row0, C - col0, source.stride_r, source.stride_c, KIND, False, BN // 16, BM
+    )
     words, block = hadamard_row_blocks(block, MASK, KIND, HOW.HW)
     length = (C + 15) // 16 * 16
     out_tile = out_ptr + row0.to(tl.int64) * length + col0

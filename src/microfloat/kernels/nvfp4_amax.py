@@ -18,7 +18,7 @@ from microfloat.kernels._block16 import (
 from microfloat.kernels._convert import WORDS_BF16, bf16_bits, bits_of, float_of
 from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
 from microfloat.kernels._random import zero_again
-from microfloat.kernels._tiles import tile_at, tiles_of
+from microfloat.kernels._tiles import program, tile_at, tiles_of
 
 
 @triton.jit
@@ -93,11 +93,7 @@ def amax_transformed(
     """
     HW: tl.constexpr = HOW.HW
     known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
+    pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     matrix = (x_ptr, R, C, stride_r, stride_c)
     plain, transformed = amaxes(matrix, pid, tl.num_programs(0), MASK, ALONG_ROWS, HOW)
     offer_maximum(plain, known, scratch_ptr, HW)

@@ -5,7 +5,7 @@ programs than there are tiles, and each takes several. Where scales span more th
 first measure their tiles, wait for each other, and then cast: they must all run at once, so the launch is a cooperative
 one. Host time is what it saves, and the second reading of the tiles, which finds them in the L2 cache.
 
-A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, place and HOW are those of `_tiles`,
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, bounds and HOW are those of `_tiles`,
 outputs and sources those of `scaled`.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from microfloat.kernels._convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
 from microfloat.kernels._scales import unless_infinite
-from microfloat.kernels._tiles import load_pair, tile_at, tiles_of
+from microfloat.kernels._tiles import Bounds, Source, load_pair, tile_at, tiles_of
 from microfloat.kernels.amax import tile_axes
 from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
 
@@ -58,7 +58,7 @@ def measure_axes(
     tile = first
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
-        tile_axes(x_tile, row_amax, column_amax, (R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
+        tile_axes(x_tile, row_amax, column_amax, Bounds(R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
         tile += programs
 
 
@@ -86,11 +86,11 @@ def cast_tiles(
     tile = first
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
-        source = (x_tile, x_tile, x_tile, stride_r, stride_c)
-        place = (R, C, row0, col0)
+        source = Source(x_tile, x_tile, x_tile, stride_r, stride_c)
+        bounds = Bounds(R, C, row0, col0)
         no_generators = (None, 0, 0)  # casts together round to the nearest
         found = cast_tile(
-            source, outputs, sources, no_generators, epsilon, place, ROW, COLUMN, SOURCE, RECORDS, HOW
+            source, outputs, sources, no_generators, epsilon, bounds, ROW, COLUMN, SOURCE, RECORDS, HOW
         )  # fmt: skip
         amax = tl.maximum(amax, found)
         tile += programs

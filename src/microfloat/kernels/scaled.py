@@ -11,7 +11,7 @@ Where the factor comes from (`SOURCE`):
 
 What belongs together is handed on together, in this order: outputs = (row_out, column_out, row_scale, column_scale),
 which begin at the matrix; sources = (source_ptr, source2_ptr), the second for the columns of AXES; generators =
-(seed_ptr, row_stream, column_stream). A *source* is that of `_produce`; place, generator and HOW are those of `_tiles`.
+(seed_ptr, row_stream, column_stream). Source, bounds, generator and HOW are those of `_tiles`.
 """
 
 import triton
@@ -39,7 +39,7 @@ from microfloat.kernels._meeting import (
 from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
 from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels._scales import fp32_scale
-from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_at, tiles_of
+from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_of_program
 from microfloat.kernels.constants import ScaledCast
 
 GIVEN = tl.constexpr(0)
@@ -86,10 +86,10 @@ def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, CAST: tl.constexpr)
 
 @triton.jit
 def cast_tile_rows(
-    out_tile, low, high, factor, place, generator, PHASE: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
+    out_tile, low, high, factor, bounds, generator, PHASE: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Codes of one of every four rows (PHASE), as they lie."""
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     r = local_rows(HOW.BM)
     w = local_words(HOW.BN)
     random = 0
@@ -103,12 +103,12 @@ def cast_tile_rows(
 
 @triton.jit
 def cast_tile_columns(
-    out_tile, a, b, c, d, factor, place, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
+    out_tile, a, b, c, d, factor, bounds, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Codes of the first or of the second (SECOND = 0 or 1) column of every word, transposed."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     local = tl.arange(0, BN // 2)[:, None] * 2
     column, quad = col0 + 2 * local_words(BN) + SECOND, row0 // 4 + tl.arange(0, BM // 4)[None, :, None]
     local = local + SECOND
@@ -259,7 +259,7 @@ def measure_tile(
 
 @triton.jit
 def write_tile(
-    tile, given, amax, outputs, sources, generators, epsilon, place, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`."""
@@ -270,7 +270,7 @@ def write_tile(
     row_out, column_out, row_scale, column_scale = outputs
     source_ptr, source2_ptr = sources
     seed_ptr, row_stream, column_stream = generators
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     w = local_words(BN)
@@ -324,29 +324,29 @@ def write_tile(
     else:
         if ROW is not None:
             out, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
-            cast_tile_rows(out, low0, high0, f0, place, generator, 0, ROW, HOW)
-            cast_tile_rows(out, low1, high1, f1, place, generator, 1, ROW, HOW)
-            cast_tile_rows(out, low2, high2, f2, place, generator, 2, ROW, HOW)
-            cast_tile_rows(out, low3, high3, f3, place, generator, 3, ROW, HOW)
+            cast_tile_rows(out, low0, high0, f0, bounds, generator, 0, ROW, HOW)
+            cast_tile_rows(out, low1, high1, f1, bounds, generator, 1, ROW, HOW)
+            cast_tile_rows(out, low2, high2, f2, bounds, generator, 2, ROW, HOW)
+            cast_tile_rows(out, low3, high3, f3, bounds, generator, 3, ROW, HOW)
         if COLUMN is not None:
             out, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
-            cast_tile_columns(out, low0, low1, low2, low3, f_low, place, generator, 0, COLUMN, HOW)
-            cast_tile_columns(out, high0, high1, high2, high3, f_high, place, generator, 1, COLUMN, HOW)
+            cast_tile_columns(out, low0, low1, low2, low3, f_low, bounds, generator, 0, COLUMN, HOW)
+            cast_tile_columns(out, high0, high1, high2, high3, f_high, bounds, generator, 1, COLUMN, HOW)
 
 
 @triton.jit
 def cast_tile(
-    source, outputs, sources, generators, epsilon, place, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr,
-    RECORDS: tl.constexpr, HOW: tl.constexpr,
+    source, outputs, sources, generators, epsilon, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of both operands, from memory; returns the bits of its amax (0 unless recorded)."""
-    R, C, row0, col0 = place
+    R, C, row0, col0 = bounds
     given = given_scale(sources[0], epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     amax = tl.zeros([], tl.int32)
     if RECORDS or SOURCE == TILE:
         amax = amax_of_tile(tile, HOW.KIND, HOW.HW)
-    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     return amax
 
 
@@ -379,16 +379,8 @@ def cast_scaled(
     """
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
-    pid = tl.program_id(0)
-    if HOW.INDEX64:
-        pid = pid.to(tl.int64)
-        one = tl.full([], 1, tl.int64)
-        stride_r, stride_c, R, C = stride_r * one, stride_c * one, R * one, C * one
-    across, _tiles = tiles_of(R, C, BM, BN)
-    row0, col0, x_tile = tile_at(x_ptr, pid, across, stride_r, stride_c, BM, BN)
-    source = (x_tile, x_tile, x_tile, stride_r, stride_c)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    R, C, row0, col0 = bounds
     if RECORDS:
         known = peek(scratch_ptr, HW)
     else:
@@ -397,12 +389,12 @@ def cast_scaled(
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     if SOURCE == AMAX:
         if row0.to(tl.int64) * C >= STILL_CACHED:
-            prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
+            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
     else:
-        prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
-    generators, place = (seed_ptr, row_stream, column_stream), (R, C, row0, col0)
-    write_tile(tile, given, amax, outputs, sources, generators, epsilon, place, ROW, COLUMN, SOURCE, HOW)
+    generators = (seed_ptr, row_stream, column_stream)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
         record_maximum(arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW, COLUMN, HW)
