@@ -14,7 +14,8 @@ import torch.nn.functional as functional
 
 from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
-from microfloat.kernels import _tiles, casts
+from microfloat.kernels import tables as casts
+from microfloat.kernels.device import tiles
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import fused, reference
 from microfloat.torch.backends import triton
@@ -607,7 +608,7 @@ def scale_orders(device):
     cast, x = Cast("mxfp8"), matrix((256, 128), "bfloat16", special=True).to(device)
     plan, source = plan_of(cast), Matrix(x)
     wanted = reference.quantize_both(x.cpu(), cast, cast)
-    for order in (_tiles.SCALE_ROW_MAJOR, _tiles.SCALE_COLUMN_MAJOR, _tiles.SCALE_SWIZZLED):
+    for order in (tiles.SCALE_ROW_MAJOR, tiles.SCALE_COLUMN_MAJOR, tiles.SCALE_SWIZZLED):
         constant = plan.block_cast(0, order.value)
         laid = replace(plan, block_casts=(constant, constant))
         codes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((256, 128), (128, 256))]
@@ -617,8 +618,8 @@ def scale_orders(device):
         for got, scale, want in zip(codes, scales, wanted, strict=True):
             assert torch.equal(got.cpu(), want.codes.view(torch.uint8))
             laid_out = {
-                _tiles.SCALE_ROW_MAJOR: want.scale, _tiles.SCALE_COLUMN_MAJOR: want.scale.t(),
-                _tiles.SCALE_SWIZZLED: torch.from_numpy(oracle.swizzle_scales(want.scale.numpy())),
+                tiles.SCALE_ROW_MAJOR: want.scale, tiles.SCALE_COLUMN_MAJOR: want.scale.t(),
+                tiles.SCALE_SWIZZLED: torch.from_numpy(oracle.swizzle_scales(want.scale.numpy())),
             }[order]  # fmt: skip
             assert torch.equal(scale.cpu(), laid_out.reshape(-1)), order
     row, column = triton.quantize_both(x, cast, cast)

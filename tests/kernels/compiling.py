@@ -61,7 +61,7 @@ def unwritten_reads(instructions):
 
 
 def scattered_units(ttgir):
-    """Layouts in which no thread has all four words that it takes from shared memory (`kernels._clusters.take_words`).
+    """Layouts in which no thread has all four words that it takes from shared memory (`clusters.take_words`).
 
     The compiler does not look at what the instruction does: elsewhere it would be a wrong result without a message.
     """

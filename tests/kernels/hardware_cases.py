@@ -9,7 +9,8 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from microfloat.formats import ELEMENTS
-from microfloat.kernels import _convert, _packed, _scales
+from microfloat.kernels.device import convert, scales
+from microfloat.kernels.device import packed as packed_words
 from microfloat.recipes import Cast
 from microfloat.torch.backends import triton as backend
 from tests.ptx import instructions, program
@@ -48,10 +49,10 @@ def conversions(name, stochastic):
     x = floats(element)
     inputs = [tensor(v) for v in (x, np.roll(x, 1), np.roll(x, 1000), -x if element.bias >= 7 else np.roll(x, 77))]
     random = tensor(rng.integers(-(1 << 31), 1 << 31, COUNT).astype(np.int32))
-    for function, arguments in ((_convert.encode_pair, inputs[:2]), (_convert.encode_quad, inputs)):
+    for function, arguments in ((convert.encode_pair, inputs[:2]), (convert.encode_quad, inputs)):
         got, want = (values_of(function(*arguments, random, *form, HW)) for HW in (True, False))
         compare(got, want, x)
-    values = [_convert.quantized_pair(*inputs[:2], random, random, *form, HW) for HW in (True, False)]
+    values = [convert.quantized_pair(*inputs[:2], random, random, *form, HW) for HW in (True, False)]
     for got, want in zip(*values, strict=True):
         compare(values_of(got).view(np.int32), values_of(want).view(np.int32), x, values_of(want))
 
@@ -61,11 +62,11 @@ def narrower():
     x = floats(ELEMENTS["E4M3"])
     low, high = tensor(x), tensor(np.roll(x, 1))
     numbers = ~np.isnan(x) & ~np.isnan(np.roll(x, 1))
-    for function, arguments in ((_convert.bf16_bits, [low]), (_convert.bf16_word, [low, high])):
+    for function, arguments in ((convert.bf16_bits, [low]), (convert.bf16_word, [low, high])):
         got, want = (values_of(function(*arguments, HW))[numbers] for HW in (True, False))
         compare(got, want, x[numbers])
     magnitude = tensor(np.abs(x))
-    got, want = (values_of(_convert.encode_e4m3_scale(magnitude, HW)) for HW in (True, False))
+    got, want = (values_of(convert.encode_e4m3_scale(magnitude, HW)) for HW in (True, False))
     compare(got, want, x)
 
 
@@ -75,12 +76,12 @@ def packed(name):
     form = (element.mantissa_bits, element.bias)
     pattern = np.arange(1 << 16, dtype=np.int64)
     word = (pattern | (((pattern * 40503 + 12345) & 0xFFFF) << 16)).astype(np.uint32).view(np.int32).reshape(-1, 4)
-    words = [_packed.scale_word(tensor(word ^ np.int32(k * 0x20002000)), 0x3F803F80) for k in range(4)]
-    halves = [[half(w, _convert.WORDS_BF16) for w in words] for half in (_convert.low_half, _convert.high_half)]
-    want = _convert.encode_pair(halves[0][0], halves[1][0], 0, *form, False, False)
-    compare(values_of(_packed.packed_pairs(words[0], *form)), values_of(want), word)
-    for got, column in zip(_packed.packed_quads(*words, *form), halves, strict=True):
-        want = _convert.encode_quad(*column, 0, *form, False, False)
+    words = [packed_words.scale_word(tensor(word ^ np.int32(k * 0x20002000)), 0x3F803F80) for k in range(4)]
+    halves = [[half(w, convert.WORDS_BF16) for w in words] for half in (convert.low_half, convert.high_half)]
+    want = convert.encode_pair(halves[0][0], halves[1][0], 0, *form, False, False)
+    compare(values_of(packed_words.packed_pairs(words[0], *form)), values_of(want), word)
+    for got, column in zip(packed_words.packed_quads(*words, *form), halves, strict=True):
+        want = convert.encode_quad(*column, 0, *form, False, False)
         compare(values_of(got), values_of(want), word)
 
 
@@ -100,7 +101,7 @@ def reciprocals():
             want = (np.float32(1) / x).view(np.int32)
             for error in (-1, 0, 1):
                 instructions.RECIPROCAL_ERROR = error
-                got = values_of(_scales.reciprocal_of_normal(tensor(x))).view(np.int32)
+                got = values_of(scales.reciprocal_of_normal(tensor(x))).view(np.int32)
                 asked = slice(None) if error >= 0 else significands != (1 << 23) - 1
                 compare(got[asked], want[asked], x[asked])
     finally:

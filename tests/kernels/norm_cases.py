@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-from microfloat.kernels import _produce
+from microfloat.kernels.device import produce
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import reference
 from microfloat.torch.backends import triton
@@ -36,7 +36,7 @@ def one(x, weight, name, kind, at_once, cluster):
     recorded = {"record": live} if delayed else {}
     by_clusters = _norms._TILES_BY_CLUSTERS
     if _launch.INTERPRETED:
-        by_clusters = by_clusters | {("scaled", _produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
+        by_clusters = by_clusters | {("scaled", produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
     patch = {"_MOST_COLUMNS": at_once, "largest_cluster": lambda device: cluster, "_TILES_BY_CLUSTERS": by_clusters}
     with mock.patch.multiple(_norms, **patch):
         normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)

@@ -30,7 +30,7 @@ def _compile(tiles, dtype):
     from triton import knobs
     from triton.runtime import driver
 
-    from microfloat.kernels import block_gemm
+    from microfloat.kernels.gemm import block_gemm
     from tests.kernels.compiling import _NamedTarget, instructions_of
 
     driver.set_active(_NamedTarget(90))

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from microfloat.kernels.casts import kernel_cast, pieces_of_norm, same_values
+from microfloat.kernels.tables import kernel_cast, pieces_of_norm, same_values
 from microfloat.recipes import Cast, Hadamard
 
 
@@ -23,7 +23,7 @@ def test_both_operands_of_tiles_have_the_same_values_unless_something_depends_on
 
 @pytest.mark.parametrize("name", ["norm_scaled", "norm_squares"])
 def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
-    from microfloat.kernels.casts import NORM_PIECES, TILES
+    from microfloat.kernels.tables import NORM_PIECES, TILES
 
     rows, columns, _ = TILES[name]
     for count in range(1, 200):
@@ -42,8 +42,8 @@ def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
 
 
 def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:
+    from microfloat.kernels.casts.scaled import AMAX, AXES, GIVEN, TILE, converts_once
     from microfloat.kernels.constants import ScaledCast
-    from microfloat.kernels.scaled import AMAX, AXES, GIVEN, TILE, converts_once
 
     cast, stochastic = ScaledCast(3, 7, 0, False, False), ScaledCast(3, 7, 0, True, False)
     for source in (GIVEN, AMAX):

@@ -171,7 +171,7 @@ def test_both_forms_of_every_conversion_agree_on_all_float32(element, stochastic
     import torch
 
     from microfloat.formats import ELEMENTS
-    from microfloat.kernels.selfcheck import count_differences
+    from tests.kernels.selfcheck import count_differences
 
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8 conversions: only the integer form exists")
@@ -188,7 +188,7 @@ def test_packed_conversions_agree_on_all_bfloat16(element):
     import torch
 
     from microfloat.formats import ELEMENTS
-    from microfloat.kernels.selfcheck import count_packed_differences
+    from tests.kernels.selfcheck import count_packed_differences
 
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8 conversions: only the integer form exists")
@@ -202,7 +202,7 @@ def test_packed_conversions_agree_on_all_bfloat16(element):
 def test_short_reciprocals_are_rounded_correctly():
     import torch
 
-    from microfloat.kernels.selfcheck import count_reciprocal_differences
+    from tests.kernels.selfcheck import count_reciprocal_differences
 
     count = torch.zeros(1, dtype=torch.int32, device="cuda")
     count_reciprocal_differences[(1 << 21,)](count, 1024)

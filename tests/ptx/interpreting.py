@@ -39,10 +39,10 @@ def choose_hardware():
     """
     import triton.language as tl
 
-    from microfloat.kernels import _tiles
+    from microfloat.kernels.device import tiles
 
     answer(compiled_conversions=lambda device: True, largest_cluster=lambda device: 0)
-    _tiles.PREFETCH_AHEAD = tl.constexpr(1)
+    tiles.PREFETCH_AHEAD = tl.constexpr(1)
 
 
 # ----------------------------------------------------------------------------------------------------- inline assembly

@@ -85,7 +85,7 @@ def texts_of(module):
 
 def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters(repository):
     known = set()
-    for module in sorted((repository / "src/microfloat/kernels").glob("*.py")):
+    for module in sorted((repository / "src/microfloat/kernels").rglob("*.py")):
         for line, text, constraints in texts_of(module):
             if "clusters" in module.name:
                 continue

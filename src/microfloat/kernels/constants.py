@@ -2,7 +2,7 @@
 hands them to constexpr functions without the names, which ``ScaledCast(*cast)`` and so on give back.
 
 Nothing here imports Triton. `RULE` of casts with E8M0 scales is the mantissa threshold, of those with FP32 scales 1 for
-powers of two. `GRADIENT`: scales are those of an output gradient (`_scales.unless_infinite`).
+powers of two. `GRADIENT`: scales are those of an output gradient (`scales.unless_infinite`).
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ __all__ = ["Band", "BlockCast", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
 class How(NamedTuple):
     """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time.
 
-    LOADS: how inputs are read (`_convert`); KIND: how values come, the same but for producers (`_produce`). EVEN: whole
+    LOADS: how inputs are read (`convert`); KIND: how values come, the same but for producers (`produce`). EVEN: whole
     tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
     conversions. PAIRS, QUADS: rows of C codes, and of R, hold whole units of two and of four, stored at once; False
     where a kernel does not ask.
@@ -43,9 +43,9 @@ class ScaledCast(NamedTuple):
 class BlockCast(NamedTuple):
     """A cast of `blocks`.
 
-    FAMILY: of scales, `_scales.E8M0` or `_scales.FP32`. BLOCK: its length along the contraction axis; TILE: blocks are
+    FAMILY: of scales, `scales.E8M0` or `scales.FP32`. BLOCK: its length along the contraction axis; TILE: blocks are
     BLOCK x BLOCK. OUTPUT: `CODES`, or `VALUES` (dequantized bfloat16 in the layout of the input). SCALE_LAYOUT: where
-    the scales of one-row blocks go (`_tiles.scale_offset`).
+    the scales of one-row blocks go (`tiles.scale_offset`).
     """
 
     MB: int
@@ -63,7 +63,7 @@ class BlockCast(NamedTuple):
 class Nvfp4Cast(NamedTuple):
     """A cast of `nvfp4`.
 
-    RULE, CAPACITY, INVERSE_SIX: the constants of the scale rule (`_scales`). SIGNS: those of the Hadamard transform, or
+    RULE, CAPACITY, INVERSE_SIX: the constants of the scale rule (`scales`). SIGNS: those of the Hadamard transform, or
     -1 without one. TILE: blocks are 16 x 16. PER_ROW: one amax, and one tensor scale, for every row of the operand.
     OUTPUT: `CODES`, or `VALUES`, which are code x block scale in bfloat16 (exact; the tensor scale stays outside) in
     the layout of the input. ALIGNED: units of eight codes (two values) are.

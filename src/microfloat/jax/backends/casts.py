@@ -108,7 +108,7 @@ def _shares(row: CastOf | None, column: CastOf | None) -> bool:
     """Whether one launch serves both."""
     if row is None or column is None:
         return True
-    from microfloat.kernels.casts import kernel_cast, share_a_launch
+    from microfloat.kernels.tables import kernel_cast, share_a_launch
 
     return share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast))
 
@@ -120,7 +120,7 @@ def _on_either(static: _Static) -> Callable[[Array, Given], Operands]:
 
 def _by_triton(static: _Static, x_RC: Array, given: Given) -> Operands:
     from microfloat.jax.backends.triton import _casts
-    from microfloat.kernels.casts import kernel_cast
+    from microfloat.kernels.tables import kernel_cast
 
     row, column = (
         None if one is None else _casts.Wanted(kernel_cast(one.cast), int(one.stream), one.decoded)

@@ -18,15 +18,16 @@ from microfloat.jax.backends.triton._launch import Output, call
 from microfloat.jax.numerics.bits import FLOAT8
 from microfloat.jax.numerics.hadamard import stored_length
 from microfloat.jax.numerics.scales import tensor_amax
-from microfloat.kernels import amax as amax_kernels
-from microfloat.kernels import blocks as block_kernels
-from microfloat.kernels import dequantize as dequantize_kernels
-from microfloat.kernels import nvfp4 as nvfp4_kernels
-from microfloat.kernels import nvfp4_amax as nvfp4_amax_kernels
-from microfloat.kernels import scaled as scaled_kernels
-from microfloat.kernels._convert import WORDS_BF16, WORDS_F16
-from microfloat.kernels._tiles import SCALE_ROW_MAJOR
-from microfloat.kernels.casts import (
+from microfloat.kernels.casts import amax as amax_kernels
+from microfloat.kernels.casts import blocks as block_kernels
+from microfloat.kernels.casts import dequantize as dequantize_kernels
+from microfloat.kernels.casts import nvfp4 as nvfp4_kernels
+from microfloat.kernels.casts import nvfp4_amax as nvfp4_amax_kernels
+from microfloat.kernels.casts import scaled as scaled_kernels
+from microfloat.kernels.constants import How
+from microfloat.kernels.device.convert import WORDS_BF16, WORDS_F16
+from microfloat.kernels.device.tiles import SCALE_ROW_MAJOR
+from microfloat.kernels.tables import (
     NO_SIGNS,
     TILES,
     KernelCast,
@@ -36,7 +37,6 @@ from microfloat.kernels.casts import (
     tile_of_nvfp4,
     tile_of_scaled,
 )
-from microfloat.kernels.constants import How
 
 __all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 
@@ -137,7 +137,7 @@ def cast_by_kernel(
 ) -> Results:
     """The row and the column operand of a matrix, each if it is wanted, and the live amax if it is recorded.
 
-    The casts share a launch (`kernels.casts.share_a_launch`). Bytes are those of `reference.cast_matrix`.
+    The casts share a launch (`kernels.tables.share_a_launch`). Bytes are those of `reference.cast_matrix`.
     """
     source = _Source(x_RC, capability)
     first = row or column

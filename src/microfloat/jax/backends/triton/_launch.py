@@ -49,9 +49,9 @@ def why_unavailable(capability: tuple[int, int]) -> str:
     release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if release < (3, 6):
         return f"triton {triton.__version__} is older than 3.6"
-    from microfloat.kernels import _convert
+    from microfloat.kernels.device import convert
 
-    if not isinstance(_convert.bits_of, triton.JITFunction):
+    if not isinstance(convert.bits_of, triton.JITFunction):
         return "triton runs in its interpreter"
     library = _library()
     missing = [name for name in _NEEDED if not hasattr(library, name)]
@@ -66,7 +66,7 @@ def why_unavailable(capability: tuple[int, int]) -> str:
 
 def _compile_one(capability: tuple[int, int]) -> None:
     """The smallest kernel, by the way that all of them go."""
-    from microfloat.kernels.amax import amax_contiguous
+    from microfloat.kernels.casts.amax import amax_contiguous
 
     arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)
     constants = (0, False, capability >= (8, 9), 128, 1)  # KIND, EVEN, HW, BLOCK, UNROLL

@@ -1,7 +1,7 @@
 """FP8 GEMMs with 1x128 scales: the vendor's, or a kernel of our own where it is faster, on Hopper, for large matrices.
 
-`kernels.block_gemm` needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older
-ones keep float32 arithmetic and tensor cores from overlapping. Where either is missing the vendor's GEMM serves.
+`kernels.gemm.block_gemm` needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries:
+older ones keep float32 arithmetic and tensor cores from overlapping. Where either is missing the vendor's GEMM serves.
 
 Operands lie as the vendor's GEMM takes them: codes `a` [M, K] and `b` [K, N] with unit stride along K; 1x128 scales
 [M, K/128] and [N, K/128] with unit stride along rows, 128x128 scales ("tiles") [K/128 rounded up to 4, N/128] with unit
@@ -92,10 +92,10 @@ def _lie_well(*tensors: torch.Tensor) -> bool:
 def own_block_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
 ) -> torch.Tensor:
-    """``a @ b`` by `kernels.block_gemm`, whatever the size. K and N multiples of 16, M of 4."""
+    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size. K and N multiples of 16, M of 4."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from microfloat.kernels import block_gemm as kernels
+    from microfloat.kernels.gemm import block_gemm as kernels
 
     (m, k), n = a.shape, b.shape[1]
     shape = OWN_GEMMS[tiles]

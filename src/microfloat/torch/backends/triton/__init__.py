@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.kernels.casts import share_a_launch
+from microfloat.kernels.tables import share_a_launch
 from microfloat.recipes import Cast
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand, Values

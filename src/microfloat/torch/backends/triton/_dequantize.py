@@ -2,7 +2,7 @@
 
 import torch
 
-from microfloat.kernels import dequantize as kernels
+from microfloat.kernels.casts import dequantize as kernels
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, as_bytes, ceil_div, compiled_conversions
 from microfloat.torch.reference._hadamard import inverse

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from microfloat.kernels import epilogue as kernels
+from microfloat.kernels.gemm import epilogue as kernels
 from microfloat.torch.backends.triton._launch import INTERPRETED, Kernel, Warps, ceil_div
 from microfloat.torch.backends.triton._programs import fast_empty
 from microfloat.torch.backends.triton._scaled import Launch

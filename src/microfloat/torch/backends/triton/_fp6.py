@@ -4,8 +4,8 @@ import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.kernels import blocks as block_kernels
-from microfloat.kernels import fp6 as kernels
+from microfloat.kernels.casts import blocks as block_kernels
+from microfloat.kernels.casts import fp6 as kernels
 from microfloat.recipes import Cast
 from microfloat.torch.backends.triton._blocks import empty_scale
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, compiled_conversions

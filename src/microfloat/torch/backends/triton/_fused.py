@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from microfloat.errors import NotSupportedError, unknown_name
-from microfloat.kernels import _convert, _produce
-from microfloat.kernels import fused as kernels
-from microfloat.kernels import scaled as scaled_kernels
-from microfloat.kernels.casts import tile_of_produced_blocks
+from microfloat.kernels.casts import scaled as scaled_kernels
 from microfloat.kernels.constants import How
+from microfloat.kernels.device import convert, produce
+from microfloat.kernels.producers import fused as kernels
+from microfloat.kernels.tables import tile_of_produced_blocks
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._blocks import empty_scale
@@ -30,8 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 ACTIVATIONS = {
-    "silu": _produce.SILU.value, "gelu_tanh": _produce.GELU_TANH.value, "gelu": _produce.GELU.value,
-    "relu": _produce.RELU.value,
+    "silu": produce.SILU.value, "gelu_tanh": produce.GELU_TANH.value, "gelu": produce.GELU.value,
+    "relu": produce.RELU.value,
 }  # fmt: skip
 
 _SCALED, _BLOCKS = Kernel(kernels.produce_scaled), Kernel(kernels.produce_blocks)
@@ -58,7 +58,7 @@ class Inputs:
             x = x.contiguous()
         matrix = Matrix(x)
         aligned = all(t is None or t.data_ptr() & 7 == 0 for t in others)
-        produced = _convert.WORDS_BF16.value if x.dtype == torch.bfloat16 else _convert.ELEMENTWISE.value
+        produced = convert.WORDS_BF16.value if x.dtype == torch.bfloat16 else convert.ELEMENTWISE.value
         return Inputs(matrix, (others[0], others[1]), matrix.kind if aligned else 0, produced)
 
 
@@ -230,15 +230,15 @@ def values_of_work(work: Work) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple
 
 
 def _forward(x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> Work:
-    producer = _produce.ACTIVATE.value if up_MF is None else _produce.GATE.value
+    producer = produce.ACTIVATE.value if up_MF is None else produce.GATE.value
     return Work(Inputs.of(x_MF, up_MF), producer, _function(activation))
 
 
 def _backward(grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, activation: str) -> Work:
     if up_MF is None:
-        return Work(Inputs.of(x_MF, grad_MF), _produce.ACTIVATE_GRADIENT.value, _function(activation))
+        return Work(Inputs.of(x_MF, grad_MF), produce.ACTIVATE_GRADIENT.value, _function(activation))
     inputs = Inputs.of(x_MF, up_MF, grad_MF)
-    return Work(inputs, _produce.GATE_GRADIENTS.value, _function(activation), two=True)
+    return Work(inputs, produce.GATE_GRADIENTS.value, _function(activation), two=True)
 
 
 def activation_quantize(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from microfloat.kernels import _convert
-from microfloat.kernels.casts import TILES, Warps, ceil_div
 from microfloat.kernels.constants import How
+from microfloat.kernels.device import convert
+from microfloat.kernels.tables import TILES, Warps, ceil_div
 from microfloat.torch.backends.triton._direct import Start, starter
 
 __all__ = [
@@ -25,11 +25,11 @@ __all__ = [
 ]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
-INTERPRETED = not isinstance(_convert.bits_of, triton.JITFunction)
+INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)
 
 
 _FOUR_WARPS = Warps(4)
-_KINDS = {torch.bfloat16: _convert.WORDS_BF16.value, torch.float16: _convert.WORDS_F16.value}
+_KINDS = {torch.bfloat16: convert.WORDS_BF16.value, torch.float16: convert.WORDS_F16.value}
 _INT32_MAX = 2**31 - 1
 
 
@@ -232,7 +232,7 @@ _HARDWARE: dict[int, bool] = {}
 
 
 def compiled_conversions(device: int) -> bool:
-    """Whether the hardware forms of `kernels._convert` exist on a device (-1 = CPU): compute capability 8.9 and
+    """Whether the hardware forms of `kernels.device.convert` exist on a device (-1 = CPU): compute capability 8.9 and
     newer.
     """
     if INTERPRETED or device < 0:

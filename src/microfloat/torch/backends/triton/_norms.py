@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from microfloat.errors import unknown_name
-from microfloat.kernels import _convert, _produce, norm_clusters
-from microfloat.kernels import norms as kernels
-from microfloat.kernels._squares import takes
-from microfloat.kernels.casts import Pieces, pieces_of_norm
 from microfloat.kernels.constants import Band
+from microfloat.kernels.device import convert, produce
+from microfloat.kernels.device.squares import takes
+from microfloat.kernels.producers import norm_clusters
+from microfloat.kernels.producers import norms as kernels
+from microfloat.kernels.tables import Pieces, pieces_of_norm
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._fused import (
@@ -47,9 +48,9 @@ _without_clusters: set[int] = set()  # devices that refused one
 # Tiles under which clusters hold rows, by what is cast to and the norm. With two sums to exchange there is room for the
 # smaller ones only. LayerNorms to FP8 per tensor compile with "norm_scaled_long", and have not run on a GPU yet.
 _TILES_BY_CLUSTERS = {
-    ("scaled", _produce.RMS_NORM.value): ("norm_scaled", "norm_scaled_long"),
-    ("squares", _produce.RMS_NORM.value): ("norm_squares", "norm_squares_long"),
-    ("squares", _produce.LAYER_NORM.value): ("norm_squares_long",),
+    ("scaled", produce.RMS_NORM.value): ("norm_scaled", "norm_scaled_long"),
+    ("squares", produce.RMS_NORM.value): ("norm_squares", "norm_squares_long"),
+    ("squares", produce.LAYER_NORM.value): ("norm_squares_long",),
 }
 
 
@@ -73,11 +74,11 @@ def _work(x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | Non
     inputs = Inputs.of(x_MK)
     parameters = (weight_K, bias_K if layer else None)
     if any(t is not None and (t.stride(0) != 1 or t.data_ptr() & 7) for t in parameters):
-        inputs = replace(inputs, kind=_convert.ELEMENTWISE.value)
+        inputs = replace(inputs, kind=convert.ELEMENTWISE.value)
     rows, device = inputs.matrix.rows, inputs.matrix.tensor.device
     mean = torch.empty(rows, dtype=torch.float32, device=device) if layer else None
     inverse = torch.empty(rows, dtype=torch.float32, device=device)
-    producer = (_produce.LAYER_NORM if layer else _produce.RMS_NORM).value
+    producer = (produce.LAYER_NORM if layer else produce.RMS_NORM).value
     return Work(inputs, producer, parameters=(mean, inverse, *parameters))
 
 
@@ -130,7 +131,7 @@ def _by_clusters(
 
 def _pieces(work: Work, row: CastPlan | None, column: CastPlan | None) -> Pieces | None:
     """How clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
-    matrix, plan, words = work.inputs.matrix, row or column, _convert.WORDS_BF16.value
+    matrix, plan, words = work.inputs.matrix, row or column, convert.WORDS_BF16.value
     device = matrix.tensor.get_device()
     addresses = [t.data_ptr() for t in (matrix.tensor, *work.parameters[2:]) if t is not None]
     if work.inputs.kind != words or work.parameter_dtype != matrix.tensor.dtype or device in _without_clusters:

@@ -2,9 +2,9 @@
 
 import torch
 
-from microfloat.kernels import nvfp4 as kernels
-from microfloat.kernels import nvfp4_amax as amax_kernels
-from microfloat.kernels.casts import NO_SIGNS, same_values, tile_of_nvfp4
+from microfloat.kernels.casts import nvfp4 as kernels
+from microfloat.kernels.casts import nvfp4_amax as amax_kernels
+from microfloat.kernels.tables import NO_SIGNS, same_values, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, multiprocessors, scratch
 from microfloat.torch.backends.triton._plans import CastPlan

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from microfloat.kernels.casts import NO_SIGNS, same_values, share_a_launch
+from microfloat.kernels.tables import NO_SIGNS, same_values, share_a_launch
 from microfloat.recipes import Cast
 from microfloat.torch.backends.triton import _blocks, _nvfp4, _scaled
 from microfloat.torch.backends.triton._launch import Matrix, ceil_div

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from microfloat.formats import ElementFormat
-from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR
-from microfloat.kernels.casts import MOST_CASTS, KernelCast, kernel_cast
 from microfloat.kernels.constants import BlockCast
+from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR
+from microfloat.kernels.tables import MOST_CASTS, KernelCast, kernel_cast
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
 
@@ -27,7 +27,7 @@ def codes_dtype(element: ElementFormat) -> torch.dtype:
 class CastPlan(KernelCast):
     """A `KernelCast` and the dtypes of what is written.
 
-    `scale_layout`: of one-row blocks. `block_casts`: the constants that `kernels.blocks` takes for codes and for
+    `scale_layout`: of one-row blocks. `block_casts`: the constants that `kernels.casts.blocks` takes for codes and for
     values. `beside`: the plan where one pass writes both operands, if that differs (`paired`).
     """
 
@@ -38,7 +38,7 @@ class CastPlan(KernelCast):
     beside: "CastPlan | None" = None
 
     def constant(self, output: int) -> BlockCast:
-        """The constant that `kernels.blocks` takes; `output`: codes or values."""
+        """The constant that `kernels.casts.blocks` takes; `output`: codes or values."""
         return self.block_casts[output]
 
 

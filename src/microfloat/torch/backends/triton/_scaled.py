@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from microfloat.kernels import amax as amax_kernels
-from microfloat.kernels import scaled as scaled_kernels
-from microfloat.kernels.casts import AMAX_PIECES, tile_of_scaled
+from microfloat.kernels.casts import amax as amax_kernels
+from microfloat.kernels.casts import scaled as scaled_kernels
+from microfloat.kernels.tables import AMAX_PIECES, tile_of_scaled
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import (
     TILES,

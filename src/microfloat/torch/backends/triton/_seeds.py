@@ -2,7 +2,7 @@
 
 import torch
 
-from microfloat.kernels import _random as kernels
+from microfloat.kernels.device import random as kernels
 from microfloat.torch.backends.triton._launch import Kernel, Prepared
 from microfloat.torch.backends.triton._programs import fast_empty
 

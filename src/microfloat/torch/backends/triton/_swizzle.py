@@ -2,7 +2,7 @@
 
 import torch
 
-from microfloat.kernels import swizzle as kernels
+from microfloat.kernels.gemm import swizzle as kernels
 from microfloat.torch.backends.triton._launch import Kernel, ceil_div
 
 __all__ = ["swizzle_scales"]

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from microfloat.kernels import nvfp4_pair
-from microfloat.kernels import pair as kernels
-from microfloat.kernels.casts import NO_SIGNS
+from microfloat.kernels.casts import nvfp4_pair
+from microfloat.kernels.casts import pair as kernels
 from microfloat.kernels.constants import Pass
+from microfloat.kernels.tables import NO_SIGNS
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, multiprocessors
 from microfloat.torch.backends.triton._nvfp4 import VALUES
 from microfloat.torch.backends.triton._plans import CastPlan

@@ -5,18 +5,18 @@ programs than there are tiles, and each takes several. Where scales span more th
 first measure their tiles, wait for each other, and then cast: they must all run at once, so the launch is a cooperative
 one. Host time is what it saves, and the second reading of the tiles, which finds them in the L2 cache.
 
-A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, bounds and HOW are those of `_tiles`,
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix, bounds and HOW are those of `tiles`,
 outputs and sources those of `scaled`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
-from microfloat.kernels._scales import unless_infinite
-from microfloat.kernels._tiles import Bounds, Source, load_pair, tile_at, tiles_of
-from microfloat.kernels.amax import tile_axes
-from microfloat.kernels.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
+from microfloat.kernels.casts.amax import tile_axes
+from microfloat.kernels.casts.scaled import AMAX, AXES, GIVEN, cast_tile, words_amax_bits
+from microfloat.kernels.device.convert import ELEMENTWISE, float_of, magnitude_bits, packed_abs, packed_max
+from microfloat.kernels.device.scales import unless_infinite
+from microfloat.kernels.device.tiles import Bounds, Source, load_pair, tile_at, tiles_of
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Squares (`_squares`) folded to one scale per 128 elements: `fold` for whole tiles of bfloat16.
+"""Squares (`squares`) folded to one scale per 128 elements: `fold` for whole tiles of bfloat16.
 
 An E4M3 code is decoded to float16, where four more binades of its shift by ``2^d`` are exact, and encoded again. An
 element is lossy where the shifted value is no multiple of E4M3's smallest step. Bytes of scales travel two to a word,
@@ -8,7 +8,8 @@ as amaxes do.
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.constants import ScaledCast
+from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
     decode,
@@ -17,8 +18,8 @@ from microfloat.kernels._convert import (
     high_half,
     low_half,
 )
-from microfloat.kernels._packed import scale_word
-from microfloat.kernels._squares import (
+from microfloat.kernels.device.packed import scale_word
+from microfloat.kernels.device.squares import (
     both_high,
     both_low,
     larger,
@@ -28,7 +29,6 @@ from microfloat.kernels._squares import (
     store_columns,
     stored_bytes,
 )
-from microfloat.kernels.constants import ScaledCast
 
 TILE = tl.constexpr(128)
 
@@ -217,7 +217,7 @@ def fold_squares(
     COLUMN: tl.constexpr,
     HW: tl.constexpr,
 ):
-    """Both operands of a 128 x 128 tile (`_squares.load_squares`) with 1x128 scales, which go to `row_scale` and
+    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales, which go to `row_scale` and
     `column_scale` one after the other; returns the numbers of lossy elements (row operand, column operand).
     """
     r, w, words = tile

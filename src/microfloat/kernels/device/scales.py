@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bits_of, encode_e4m3_scale, float_of
+from microfloat.kernels.device.convert import bits_of, encode_e4m3_scale, float_of
 
 # Families of scale rules, as constants of a compiled kernel.
 E8M0 = tl.constexpr(0)

@@ -1,12 +1,12 @@
 """Absolute maxima of whole tensors, of rows and of columns, NaN ignored (docs/numerics.md 2.3).
 
-A tensor's maximum needs no cleared buffer: programs meet in scratch memory (`_meeting`).
+A tensor's maximum needs no cleared buffer: programs meet in scratch memory (`meeting`).
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     bits_of,
     drop_nan,
@@ -18,8 +18,8 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
-from microfloat.kernels._meeting import STORE, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels._tiles import Bounds, load_pair, program, tile_at, tiles_of
+from microfloat.kernels.device.meeting import STORE, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels.device.tiles import Bounds, load_pair, program, tile_at, tiles_of
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def tile_axes(
     x_tile, row_amax, column_amax, bounds, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge the amaxes of one tile's rows and columns into those of the matrix; bounds and HOW as in `_tiles`."""
+    """Merge the amaxes of one tile's rows and columns into those of the matrix; bounds and HOW as in `tiles`."""
     KIND: tl.constexpr = HOW.KIND
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN

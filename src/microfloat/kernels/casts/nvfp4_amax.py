@@ -1,12 +1,12 @@
 """Amaxes of a matrix and of its Hadamard transform, which NVFP4's first levels need, from one reading.
 
-matrix and HOW are those of `_tiles`.
+matrix and HOW are those of `tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._block16 import (
+from microfloat.kernels.device.block16 import (
     column_block_amax,
     hadamard_amax,
     hadamard_column_blocks,
@@ -15,10 +15,10 @@ from microfloat.kernels._block16 import (
     load_row_blocks,
     row_block_amax,
 )
-from microfloat.kernels._convert import WORDS_BF16, bf16_bits, bits_of, float_of
-from microfloat.kernels._meeting import arrive, offer_maximum, peek, publish_two
-from microfloat.kernels._random import zero_again
-from microfloat.kernels._tiles import program, tile_at, tiles_of
+from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, bits_of, float_of
+from microfloat.kernels.device.meeting import arrive, offer_maximum, peek, publish_two
+from microfloat.kernels.device.random import zero_again
+from microfloat.kernels.device.tiles import program, tile_at, tiles_of
 
 
 @triton.jit

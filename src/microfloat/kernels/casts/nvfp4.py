@@ -1,8 +1,8 @@
 """NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
-pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`_nvfp4_2d`).
+pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`nvfp4_2d`).
 
 A cast is a `constants.Nvfp4Cast`. A transformed column operand has R rounded up to 16 rows. `streams` is (row_stream,
-column_stream, batch); matrix, generator and HOW are those of `_tiles`. LOWERED: the amaxes of stochastic casts are at
+column_stream, batch); matrix, generator and HOW are those of `tiles`. LOWERED: the amaxes of stochastic casts are at
 most 2^110, so that their elements can come times 2^-14.
 """
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from microfloat.kernels._block16 import (
+from microfloat.kernels.constants import Nvfp4Cast
+from microfloat.kernels.device.block16 import (
     column_block_amax,
     hadamard_column_blocks,
     hadamard_row_blocks,
@@ -20,14 +21,21 @@ from microfloat.kernels._block16 import (
     row_block_amax,
     stack8,
 )
-from microfloat.kernels._convert import WORDS_BF16
-from microfloat.kernels._four_over_six import candidate, row_error, sum_tree
-from microfloat.kernels._fp4 import column_octs, column_values, row_octs, row_values
-from microfloat.kernels._nvfp4_2d import cast_tiles, load_halves, takes
-from microfloat.kernels._random import block_words, load_seed, zero_again, zero_like
-from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
-from microfloat.kernels._tiles import Bounds, over_columns, over_rows, program, store_octs, store_pairs, tile_of_program
-from microfloat.kernels.constants import Nvfp4Cast
+from microfloat.kernels.device.convert import WORDS_BF16
+from microfloat.kernels.device.four_over_six import candidate, row_error, sum_tree
+from microfloat.kernels.device.fp4 import column_octs, column_values, row_octs, row_values
+from microfloat.kernels.device.nvfp4_2d import cast_tiles, load_halves, takes
+from microfloat.kernels.device.random import block_words, load_seed, zero_again, zero_like
+from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, ONE_LEVEL, TWO_LEVEL, e4m3_scale, tensor_level
+from microfloat.kernels.device.tiles import (
+    Bounds,
+    over_columns,
+    over_rows,
+    program,
+    store_octs,
+    store_pairs,
+    tile_of_program,
+)
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -375,7 +383,7 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 
 @triton.jit
 def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.constexpr):
-    """Both operands of 16 x 16 tiles (`_nvfp4_2d.takes`)."""
+    """Both operands of 16 x 16 tiles (`nvfp4_2d.takes`)."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix

@@ -2,10 +2,10 @@
 
 A cluster owns a *band* of BM rows; each of its programs holds some *pieces* of BM x BN elements of it, the first HELD
 in registers, the others in shared memory, so that as much as possible is on its way at once. It adds up the squares
-of its pieces row by row, gets the sums of the others (`_clusters`), and casts what it still holds: two bytes in and two
+of its pieces row by row, gets the sums of the others (`clusters`), and casts what it still holds: two bytes in and two
 out. Piece j of program `rank` is piece ``rank + j * CTAS`` of the band; the last may be missing.
 
-A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`_squares`). BAND:
+A lane holds units of 8 neighbours of ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`squares`). BAND:
 `constants.Band`.
 
 For bfloat16 in whole pieces; `norms` and `fused` serve what is not.
@@ -14,7 +14,16 @@ For bfloat16 in whole pieces; `norms` and `fused` serve what is not.
 import triton
 import triton.language as tl
 
-from microfloat.kernels._clusters import (
+from microfloat.kernels.casts.blocks import codes_at
+from microfloat.kernels.casts.scaled import (
+    amax_of_tile,
+    given_scale,
+    local_rows,
+    local_words,
+    words_amax_bits,
+    write_tile,
+)
+from microfloat.kernels.device.clusters import (
     area_of,
     cluster_sum,
     copy_units,
@@ -25,13 +34,11 @@ from microfloat.kernels._clusters import (
     wait_for_copies,
     zeros_like,
 )
-from microfloat.kernels._convert import WORDS_BF16, float_of, high_half, low_half, packed_abs, packed_max
-from microfloat.kernels._meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels._produce import LAYER_NORM, normalized
-from microfloat.kernels._squares import cast_squares, square_places
-from microfloat.kernels._tiles import Bounds
-from microfloat.kernels.blocks import codes_at
-from microfloat.kernels.scaled import amax_of_tile, given_scale, local_rows, local_words, words_amax_bits, write_tile
+from microfloat.kernels.device.convert import WORDS_BF16, float_of, high_half, low_half, packed_abs, packed_max
+from microfloat.kernels.device.meeting import RECORD, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels.device.produce import LAYER_NORM, normalized
+from microfloat.kernels.device.squares import cast_squares, square_places
+from microfloat.kernels.device.tiles import Bounds
 
 # What a word is used for: its values, their squares or their squared distances from the mean are added up, or cast.
 VALUES = tl.constexpr(0)
@@ -258,7 +265,7 @@ def norm_pieces(
     seed_ptr, row_stream, column_stream, eps, R, C, stride_r, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, PRODUCER: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """A norm to FP8 codes per tensor (ROWS = 4), or to MX codes of both operands by squares (8: `_squares.takes`)."""
+    """A norm to FP8 codes per tensor (ROWS = 4), or to MX codes of both operands by squares (8: `squares.takes`)."""
     ROWS: tl.constexpr = BAND.ROWS
     CTAS: tl.constexpr = BAND.CTAS
     PIECES: tl.constexpr = BAND.PIECES

@@ -3,18 +3,18 @@
 The casts are those of `nvfp4`, tile by tile, so the bytes are too. All programs of the launch first measure their
 tiles, wait for each other, and then cast (`pair`), so they must all run at once: the launch is a cooperative one.
 
-A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix and HOW are those of `_tiles`, operands
+A program takes the tiles `first`, `first` + `programs`, ... of a matrix. matrix and HOW are those of `tiles`, operands
 and streams those of `nvfp4`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._random import split_words
-from microfloat.kernels._tiles import tiles_of
-from microfloat.kernels.nvfp4 import Operand, can_lower, is_modest, nvfp4_tile, shared_levels, shared_seed
-from microfloat.kernels.nvfp4_amax import amaxes
-from microfloat.kernels.pair import leave, measure_tiles, wait_for_all
+from microfloat.kernels.casts.nvfp4 import Operand, can_lower, is_modest, nvfp4_tile, shared_levels, shared_seed
+from microfloat.kernels.casts.nvfp4_amax import amaxes
+from microfloat.kernels.casts.pair import leave, measure_tiles, wait_for_all
+from microfloat.kernels.device.random import split_words
+from microfloat.kernels.device.tiles import tiles_of
 
 
 @triton.jit

@@ -6,9 +6,9 @@ The order of the additions is part of the definition, and no multiplication may 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import encode_e4m3_scale, float_of
-from microfloat.kernels._fp4 import nearest_value
-from microfloat.kernels._scales import FOUR_OVER_SIX_MSE, e4m3_factor
+from microfloat.kernels.device.convert import encode_e4m3_scale, float_of
+from microfloat.kernels.device.fp4 import nearest_value
+from microfloat.kernels.device.scales import FOUR_OVER_SIX_MSE, e4m3_factor
 
 
 @triton.jit

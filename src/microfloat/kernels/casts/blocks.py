@@ -2,15 +2,15 @@
 
 One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
 along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
-ways, in whole tiles of bfloat16, is read once (`_squares`).
+ways, in whole tiles of bfloat16, is read once (`squares`).
 
-A cast is a `constants.BlockCast`. Source, bounds, generator and HOW are those of `_tiles`.
+A cast is a `constants.BlockCast`. Source, bounds, generator and HOW are those of `tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     WORDS_BF16,
     bf16_word,
@@ -29,12 +29,12 @@ from microfloat.kernels._convert import (
     packed_reduce,
     quantized_pair,
 )
-from microfloat.kernels._packed import factor_word, packed_pairs, packed_quads, scale_word
-from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
-from microfloat.kernels._random import column_quads, lane_pairs, load_seed
-from microfloat.kernels._scales import E8M0, FP32, e8m0_scale, fp32_scale
-from microfloat.kernels._squares import cast_squares, load_squares, takes
-from microfloat.kernels._tiles import (
+from microfloat.kernels.device.packed import factor_word, packed_pairs, packed_quads, scale_word
+from microfloat.kernels.device.produce import LOAD, produce_gradients, produce_pair
+from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
+from microfloat.kernels.device.scales import E8M0, FP32, e8m0_scale, fp32_scale
+from microfloat.kernels.device.squares import cast_squares, load_squares, takes
+from microfloat.kernels.device.tiles import (
     lane_rows,
     lane_words,
     over_columns,

@@ -7,8 +7,8 @@ height and width and two strides, 0 where all blocks share one: one kernel serve
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bf16_word, decode, element_bits, float_of
-from microfloat.kernels._tiles import program
+from microfloat.kernels.device.convert import bf16_word, decode, element_bits, float_of
+from microfloat.kernels.device.tiles import program
 
 # What a stored scale is.
 SCALE_FLOAT = tl.constexpr(0)

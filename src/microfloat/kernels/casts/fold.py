@@ -7,13 +7,14 @@ counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and col
 `blocks`.
 
 A cast is the `constants.ScaledCast` of the MX format; `TILE` folds over 128 x 128. Source, bounds, generator and
-HOW are those of `_tiles`.
+HOW are those of `tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.casts.blocks import columns_amax, rows_amax, spread_columns, spread_rows
+from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
     encode_pair,
@@ -23,14 +24,14 @@ from microfloat.kernels._convert import (
     low_half,
     quantized_pair,
 )
-from microfloat.kernels._folded_squares import fold_squares, folds
-from microfloat.kernels._meeting import arrive, offer_count, publish_two
-from microfloat.kernels._packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
-from microfloat.kernels._produce import LOAD
-from microfloat.kernels._random import column_quads, lane_pairs, load_seed
-from microfloat.kernels._scales import e8m0_scale
-from microfloat.kernels._squares import load_squares
-from microfloat.kernels._tiles import (
+from microfloat.kernels.device.folded_squares import fold_squares, folds
+from microfloat.kernels.device.meeting import arrive, offer_count, publish_two
+from microfloat.kernels.device.packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
+from microfloat.kernels.device.produce import LOAD
+from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
+from microfloat.kernels.device.scales import e8m0_scale
+from microfloat.kernels.device.squares import load_squares
+from microfloat.kernels.device.tiles import (
     lane_rows,
     lane_words,
     load_pair,
@@ -40,7 +41,6 @@ from microfloat.kernels._tiles import (
     tile_of_program,
     transpose_quads,
 )
-from microfloat.kernels.blocks import columns_amax, rows_amax, spread_columns, spread_rows
 
 
 @triton.jit

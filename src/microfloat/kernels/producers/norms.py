@@ -6,8 +6,8 @@ What casts the values behind it reads the matrix again (`fused`, with RMS_NORM o
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, high_half, low_half
-from microfloat.kernels._tiles import load_pair, program
+from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half
+from microfloat.kernels.device.tiles import load_pair, program
 
 
 @triton.jit

@@ -12,8 +12,8 @@ program that waited for its own stores here, or for the answer of its arrival, w
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import bits_of, float_of
-from microfloat.kernels._scales import unless_infinite
+from microfloat.kernels.device.convert import bits_of, float_of
+from microfloat.kernels.device.scales import unless_infinite
 
 # What the last program does with a maximum: store it as float32, or merge it into a history if it is finite.
 STORE = tl.constexpr(0)

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import float_of
+from microfloat.kernels.device.convert import float_of
 
 NONE = tl.constexpr(0)
 ONE = tl.constexpr(1)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, high_half, low_half
+from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half
 
 # Where block scales go: [rows, blocks]; the same transposed (what FP8 block GEMMs read); 128x4 tiles (Blackwell).
 SCALE_ROW_MAJOR = tl.constexpr(0)
@@ -35,7 +35,7 @@ PREFETCH_AHEAD = tl.constexpr(264)
 
 
 class Source(NamedTuple):
-    """Up to three inputs of one shape, dtype and strides: pointers at a tile's origin (`_produce`)."""
+    """Up to three inputs of one shape, dtype and strides: pointers at a tile's origin (`produce`)."""
 
     x: tl.tensor
     y: tl.tensor

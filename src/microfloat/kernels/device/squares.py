@@ -14,7 +14,8 @@ Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 32 x BN / 6
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.constants import BlockCast
+from microfloat.kernels.device.convert import (
     WORDS_BF16,
     element_bits,
     encode_pair,
@@ -24,11 +25,10 @@ from microfloat.kernels._convert import (
     max_bf16x2_nan,
     packed_abs,
 )
-from microfloat.kernels._packed import fma_bf16x2, packed_pairs, packed_quads, scale_word
-from microfloat.kernels._produce import produce_pair
-from microfloat.kernels._scales import E8M0
-from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, scale_offset
-from microfloat.kernels.constants import BlockCast
+from microfloat.kernels.device.packed import fma_bf16x2, packed_pairs, packed_quads, scale_word
+from microfloat.kernels.device.produce import produce_pair
+from microfloat.kernels.device.scales import E8M0
+from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, scale_offset
 
 
 @triton.constexpr_function
@@ -107,7 +107,7 @@ def both_high(a, b, HW: tl.constexpr):
 
 @triton.jit
 def block_factors(amax, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, HW: tl.constexpr):
-    """Halfwise ``2^(127 - byte)`` of E8M0 scales as bfloat16, by the rule of `_scales.e8m0_scale`; NaN (0x7FFF) for a
+    """Halfwise ``2^(127 - byte)`` of E8M0 scales as bfloat16, by the rule of `scales.e8m0_scale`; NaN (0x7FFF) for a
     NaN or Inf in the block.
     """
     EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)

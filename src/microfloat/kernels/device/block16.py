@@ -2,13 +2,13 @@
 
 A *block* is a tuple of 16 float32 tensors of one shape, one entry per block; it lies in the registers of one lane.
 Where blocks run along rows, a lane holds 16 neighbouring columns; where they run along columns, 16 rows of two columns
-(docs/numerics.md 5.2). Their codes: `_fp4`.
+(docs/numerics.md 5.2). Their codes: `fp4`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     WORDS_BF16,
     bf16_word,

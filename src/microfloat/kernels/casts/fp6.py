@@ -7,13 +7,13 @@ bytes, and what is missing in its last group is code 0. A lane owns 16 neighbour
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import WORDS_BF16, bf16_bits, decode, encode
-from microfloat.kernels._packed import factor_word, scale_word, small_codes
-from microfloat.kernels._produce import LOAD
-from microfloat.kernels._random import lane_pairs, load_seed
-from microfloat.kernels._tiles import program, tile_of_program
-from microfloat.kernels.blocks import block_scale, load_rows, rows_amax, spread_rows
-from microfloat.kernels.dequantize import SCALE_E8M0, scale_value
+from microfloat.kernels.casts.blocks import block_scale, load_rows, rows_amax, spread_rows
+from microfloat.kernels.casts.dequantize import SCALE_E8M0, scale_value
+from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, decode, encode
+from microfloat.kernels.device.packed import factor_word, scale_word, small_codes
+from microfloat.kernels.device.produce import LOAD
+from microfloat.kernels.device.random import lane_pairs, load_seed
+from microfloat.kernels.device.tiles import program, tile_of_program
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
 
-Inputs are a `_tiles.Source`. For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the
+Inputs are a `tiles.Source`. For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the
 pair (weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded
 to the dtype of the input before anything else sees it, as the unfused graph would do (docs/numerics.md, section 6).
 Exponentials are the hardware's: activations are in the tolerance class.
@@ -19,8 +19,8 @@ Exponentials are the hardware's: activations are in the tolerance class.
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, WORDS_BF16, bf16_word, high_half, low_half
-from microfloat.kernels._tiles import load_pair
+from microfloat.kernels.device.convert import ELEMENTWISE, WORDS_BF16, bf16_word, high_half, low_half
+from microfloat.kernels.device.tiles import load_pair
 
 LOAD = tl.constexpr(0)
 ACTIVATE = tl.constexpr(1)

@@ -8,7 +8,7 @@ once. All arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as adde
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, element_bits, high_half, low_half
+from microfloat.kernels.device.convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, element_bits, high_half, low_half
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def scale_word(word, factors):
 def e2m1_codes(y):
     """Halfwise nearest-even E2M1 codes of |y| in bits 0..7 of each half, NaN as 7.
 
-    ``min(2v, v + 2, v / 2 + 4)`` as in `_fp4.rounded_code`, with 128 added in the operation that rounds.
+    ``min(2v, v + 2, v / 2 + 4)`` as in `fp4.rounded_code`, with 128 added in the operation that rounds.
     """
     v = y & 0x7FFF7FFF
     a = fma_bf16x2(v, 0x40004000, 0x43004300)  # 2 v + 128

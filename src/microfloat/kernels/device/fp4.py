@@ -1,6 +1,6 @@
 """FP4 (E2M1) codes of blocks of 16 as they are stored, and their values in bfloat16.
 
-A *block* is a tuple of 16 float32 tensors (`_block16`), its *words* hold the same elements as pairs of 16-bit floats,
+A *block* is a tuple of 16 float32 tensors (`block16`), its *words* hold the same elements as pairs of 16-bit floats,
 or at least their signs. An *oct* is eight codes in an int32, the first in the low nibble. The hardware forms work on
 *halves*: an int32 with two elements, their signs in bits 15 and 31 and the three bits of their codes from bit 8
 (nearest) or 9 (stochastic) of each half on; what lies below is left over from rounding. A float16 scaled by 2^-14 *is*
@@ -11,14 +11,14 @@ in one addition and clamped in one minimum.
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.device.convert import (
     bf16_word,
     bits_of,
     decode,
     encode_integer,
     round_by_addition,
 )
-from microfloat.kernels._packed import factor_word, scale_word
+from microfloat.kernels.device.packed import factor_word, scale_word
 
 # -------------------------------------------------------------------------------------------------- bytes and words
 

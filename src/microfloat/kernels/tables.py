@@ -5,13 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from microfloat.kernels import _nvfp4_2d
-from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE, ONE_LEVEL, TWO_LEVEL, TWO_LEVEL_DIVIDED
-from microfloat.kernels._squares import takes
-from microfloat.kernels._tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.kernels.casts.scaled import TILE, converts_once
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
+from microfloat.kernels.device import nvfp4_2d
+from microfloat.kernels.device.scales import (
+    FOUR_OVER_SIX_MAE,
+    FOUR_OVER_SIX_MSE,
+    ONE_LEVEL,
+    TWO_LEVEL,
+    TWO_LEVEL_DIVIDED,
+)
+from microfloat.kernels.device.squares import takes
+from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.kernels.families import family_of
-from microfloat.kernels.scaled import TILE, converts_once
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
@@ -44,14 +50,14 @@ TILES = {
     "together": (64, 128, Warps(4, 168)),  # three programs per SM, whatever they cast
     "blocks": (128, 128, Warps(8, 80)),
     "blocks_long": (128, 128, Warps(8, 112)),  # blocks of 128
-    "squares": (256, 64, Warps(8, 72)),  # MX both ways, `kernels._squares`
+    "squares": (256, 64, Warps(8, 72)),  # MX both ways, `kernels.device.squares`
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
     "fold_squares": (128, 128, Warps(8, 80)),
     "nvfp4": (64, 64, Warps(4, 80)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
-    "nvfp4_2d": (128, 128, Warps(4)),  # both operands, `kernels._nvfp4_2d`
+    "nvfp4_2d": (128, 128, Warps(4)),  # both operands, `kernels.device.nvfp4_2d`
     "nvfp4_2d_small": (64, 64, Warps(1)),  # where whole tiles of the size above do not cover the matrix
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
@@ -63,20 +69,20 @@ TILES = {
     "fused_blocks": (128, 128, Warps(8)),
     "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
-    # Pieces of `kernels.norm_clusters`: of rows that 16 programs hold, and of longer ones.
+    # Pieces of `kernels.producers.norm_clusters`: of rows that 16 programs hold, and of longer ones.
     "norm_scaled": (64, 128, Warps(8, 80)),
     "norm_scaled_long": (32, 128, Warps(4, 128)),
     "norm_squares": (64, 128, Warps(4, 128)),
     "norm_squares_long": (32, 256, Warps(4, 128)),
 }
-# How many tiles a program of `kernels.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
+# How many tiles a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
 # it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 _ENOUGH_PROGRAMS = 1024
 # Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
 # all there is room for; its warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
-# How many pieces a program of `kernels.norm_clusters` holds at most.
+# How many pieces a program of `kernels.producers.norm_clusters` holds at most.
 NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
 
 
@@ -91,8 +97,8 @@ class KernelCast:
 
     `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`: the
     mantissa threshold of E8M0, or 1 for powers of two. `codes_per_byte`, `block`: the shapes of what is written.
-    `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `kernels.scaled` and `kernels.fold`
-    take. `nvfp4_cast`: that of `kernels.nvfp4` for codes (`nvfp4_constant`), None in other families. `bare`: the cast
+    `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `casts.scaled` and `casts.fold`
+    take. `nvfp4_cast`: that of `casts.nvfp4` for codes (`nvfp4_constant`), None in other families. `bare`: the cast
     without its Hadamard transform, where that is a pass of its own.
     """
 
@@ -112,7 +118,7 @@ class KernelCast:
     bare: Cast | None
 
     def block_cast(self, output: int, scale_layout: int) -> BlockCast:
-        """The constant that `kernels.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
+        """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
         return BlockCast(
             self.mantissa_bits, self.bias, FAMILY=int(self.float_scale), RULE=self.rule, BLOCK=self.block[1] or 0,
             STOCHASTIC=self.stochastic, OUTPUT=output, SCALE_LAYOUT=scale_layout, TILE=self.block[0] != 1,
@@ -120,7 +126,7 @@ class KernelCast:
         )  # fmt: skip
 
     def nvfp4_constant(self, output: int, aligned: bool) -> Nvfp4Cast:
-        """The constant that `kernels.nvfp4` takes; `output`: codes or values; `aligned`: whether stored units are."""
+        """The constant that `casts.nvfp4` takes; `output`: codes or values; `aligned`: whether stored units are."""
         assert self.nvfp4_cast is not None
         return self.nvfp4_cast._replace(OUTPUT=output, ALIGNED=aligned)
 
@@ -148,7 +154,7 @@ def tile_of_scaled(
     shape: tuple[int, int],
     fills: Callable[[int, int], bool],
 ) -> tuple[int, int, Warps]:
-    """The tile of a pass of `kernels.scaled` with these constants (`KernelCast.scaled_cast`, SOURCE) over a matrix;
+    """The tile of a pass of `casts.scaled` with these constants (`KernelCast.scaled_cast`, SOURCE) over a matrix;
     `fills`: whether whole tiles of so many rows and columns cover it.
     """
     if source == TILE:
@@ -163,7 +169,7 @@ def tile_of_scaled(
 def tile_of_blocks(
     row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool]
 ) -> tuple[int, int, Warps]:
-    """The tile of a pass of `kernels.blocks` with these constants (`KernelCast.block_cast`) over a matrix.
+    """The tile of a pass of `casts.blocks` with these constants (`KernelCast.block_cast`) over a matrix.
 
     `kind`: how it is read; `fills`: whether whole tiles of so many rows and columns cover it.
     """
@@ -181,7 +187,7 @@ def tile_of_blocks(
 def tile_of_produced_blocks(
     row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
 ) -> tuple[int, int, Warps]:
-    """The same of a pass of `kernels.fused`; `two`: over both gradients of a gate."""
+    """The same of a pass of `kernels.producers.fused`; `two`: over both gradients of a gate."""
     squares = TILES["fused_squares"]
     if not two and takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
@@ -213,11 +219,11 @@ def pieces_of_norm(names: tuple[str, ...], rows: int, columns: int, largest_clus
 def tile_of_nvfp4(
     row: Nvfp4Cast | None, column: Nvfp4Cast | None, kind: int, shape: tuple[int, int]
 ) -> tuple[int, int, Warps, int]:
-    """The tile of a pass of `kernels.nvfp4` with these constants over a matrix read as `kind`, and how many of them one
+    """The tile of a pass of `casts.nvfp4` with these constants over a matrix read as `kind`, and how many of them one
     program casts, one below the other.
     """
     for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
-        if _nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
+        if nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
     values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # are all that it writes
     name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"
@@ -259,7 +265,7 @@ def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
     """Whether the operands of a matrix stand for the same values of it."""
     if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
         return False
-    return bool(_nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
+    return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
 
 
 def _bare(cast: Cast) -> Cast | None:

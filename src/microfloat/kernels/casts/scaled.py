@@ -11,13 +11,14 @@ Where the factor comes from (`SOURCE`):
 
 What belongs together is handed on together, in this order: outputs = (row_out, column_out, row_scale, column_scale),
 which begin at the matrix; sources = (source_ptr, source2_ptr), the second for the columns of AXES; generators =
-(seed_ptr, row_stream, column_stream). Source, bounds, generator and HOW are those of `_tiles`.
+(seed_ptr, row_stream, column_stream). Source, bounds, generator and HOW are those of `tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.constants import ScaledCast
+from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     bits_of,
     encode_pair,
@@ -28,7 +29,7 @@ from microfloat.kernels._convert import (
     packed_max,
     packed_reduce,
 )
-from microfloat.kernels._meeting import (
+from microfloat.kernels.device.meeting import (
     RECORD,
     arrive,
     offer_maximum,
@@ -36,11 +37,10 @@ from microfloat.kernels._meeting import (
     publish_maximum,
     publish_scaled_maximum,
 )
-from microfloat.kernels._produce import LOAD, produce_gradients, produce_pair
-from microfloat.kernels._random import column_bytes, load_seed, pair_bytes
-from microfloat.kernels._scales import fp32_scale
-from microfloat.kernels._tiles import prefetch_later, store_pairs, store_quads, tile_of_program
-from microfloat.kernels.constants import ScaledCast
+from microfloat.kernels.device.produce import LOAD, produce_gradients, produce_pair
+from microfloat.kernels.device.random import column_bytes, load_seed, pair_bytes
+from microfloat.kernels.device.scales import fp32_scale
+from microfloat.kernels.device.tiles import prefetch_later, store_pairs, store_quads, tile_of_program
 
 GIVEN = tl.constexpr(0)
 AMAX = tl.constexpr(1)

@@ -1,29 +1,13 @@
 """Norms, activations and their gradients that write codes: the casts of `scaled` and `blocks` with a producer.
 
-Every value is computed where it is cast, rounded as the unfused graph would (`_produce`). A norm's rows have been
-measured before (`norms`). Bundles of arguments are those of `_tiles`, `_produce` and `scaled`.
+Every value is computed where it is cast, rounded as the unfused graph would (`produce`). A norm's rows have been
+measured before (`norms`). Bundles of arguments are those of `tiles`, `produce` and `scaled`.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import ELEMENTWISE, magnitude_bits, packed_abs
-from microfloat.kernels._meeting import (
-    STORE,
-    arrive,
-    offer_maximum,
-    peek,
-    publish_maximum,
-)
-from microfloat.kernels._produce import (
-    GATE_GRADIENTS,
-    RMS_NORM,
-    produce_gradients,
-    produce_pair,
-)
-from microfloat.kernels._squares import cast_squares, load_squares, takes
-from microfloat.kernels._tiles import Bounds, Source, program, store_pairs, tiles_of
-from microfloat.kernels.blocks import (
+from microfloat.kernels.casts.blocks import (
     cast_columns,
     cast_rows,
     codes_at,
@@ -32,7 +16,7 @@ from microfloat.kernels.blocks import (
     load_row_gradients,
     load_rows,
 )
-from microfloat.kernels.scaled import (
+from microfloat.kernels.casts.scaled import (
     given_scale,
     load_gradients,
     load_tile,
@@ -42,6 +26,22 @@ from microfloat.kernels.scaled import (
     words_amax_bits,
     write_tile,
 )
+from microfloat.kernels.device.convert import ELEMENTWISE, magnitude_bits, packed_abs
+from microfloat.kernels.device.meeting import (
+    STORE,
+    arrive,
+    offer_maximum,
+    peek,
+    publish_maximum,
+)
+from microfloat.kernels.device.produce import (
+    GATE_GRADIENTS,
+    RMS_NORM,
+    produce_gradients,
+    produce_pair,
+)
+from microfloat.kernels.device.squares import cast_squares, load_squares, takes
+from microfloat.kernels.device.tiles import Bounds, Source, program, store_pairs, tiles_of
 
 
 @triton.jit

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.casts.blocks import packed_pairs, packed_quads
+from microfloat.kernels.casts.fold import group_shift, is_lossy
+from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
     bf16_bits,
@@ -19,10 +21,8 @@ from microfloat.kernels._convert import (
     low_half,
     quantized_pair,
 )
-from microfloat.kernels._packed import fold_pair, scale_word, shift_word
-from microfloat.kernels._scales import reciprocal_of_normal
-from microfloat.kernels.blocks import packed_pairs, packed_quads
-from microfloat.kernels.fold import group_shift, is_lossy
+from microfloat.kernels.device.packed import fold_pair, scale_word, shift_word
+from microfloat.kernels.device.scales import reciprocal_of_normal
 
 
 @triton.jit

@@ -11,7 +11,8 @@ Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 64 x BN / 6
 import triton
 import triton.language as tl
 
-from microfloat.kernels._convert import (
+from microfloat.kernels.constants import Nvfp4Cast
+from microfloat.kernels.device.convert import (
     WORDS_BF16,
     bits_of,
     encode_integer,
@@ -19,11 +20,10 @@ from microfloat.kernels._convert import (
     low_half,
     packed_max_abs,
 )
-from microfloat.kernels._fp4 import choose_bytes
-from microfloat.kernels._scales import FOUR_OVER_SIX_MAE, e4m3_scale
-from microfloat.kernels._squares import both_high, both_low, larger, largest, magnitudes
-from microfloat.kernels._tiles import load_pair
-from microfloat.kernels.constants import Nvfp4Cast
+from microfloat.kernels.device.fp4 import choose_bytes
+from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, e4m3_scale
+from microfloat.kernels.device.squares import both_high, both_low, larger, largest, magnitudes
+from microfloat.kernels.device.tiles import load_pair
 
 SIDE = tl.constexpr(64)  # of what a warp covers
 UPPER = tl.constexpr(-252645136)  # 0xF0F0F0F0: the upper nibbles of bytes
@@ -159,7 +159,7 @@ def encoding(factor, value, decode, bad, HW: tl.constexpr):
 
 @triton.jit
 def code_bits(y, units):
-    """`_fp4.rounded_code` of |y| < 7."""
+    """`fp4.rounded_code` of |y| < 7."""
     v = tl.abs(y)
     return bits_of(tl.minimum(tl.minimum(tl.fma(v, 2.0, units[0]), v + units[1]), tl.fma(v, 0.5, units[2])))
 
@@ -237,7 +237,7 @@ def cast_tiles(
     halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Both operands of tiles (`load_halves`) under the first `level` of their scales; bounds as in `_tiles`."""
+    """Both operands of tiles (`load_halves`) under the first `level` of their scales; bounds as in `tiles`."""
     r, w, words = halves
     R, C, row0, col0 = bounds
     amax = tile_amax(words, HW)
