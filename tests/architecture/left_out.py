@@ -3,7 +3,11 @@
 from collections import Counter
 
 # The contract of the oracle, torch and JAX: `make test` runs every case of it.
-CONTRACT = ("tests/contract/", "tests/jax/test_every_cast.py")
+CONTRACT = (
+    "tests/contract/",
+    "tests/jax/test_every_cast.py::test_every_cast",
+    "tests/jax/test_every_cast.py::test_pinned_digests",
+)
 
 
 def reasons(items):

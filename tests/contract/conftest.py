@@ -1,5 +1,20 @@
 """Says at the end which front ends and backends the contract ran over, and why others were left out."""
 
+import contextlib
+
+import pytest
+
+from tests.jax.effort import effort_of
+
+
+@pytest.fixture(autouse=True)
+def compile_effort(request):
+    """How hard XLA tries where JAX runs the test: test_pinned.py compiles as users do."""
+    adapter = request.node.callspec.params.get("adapter") if hasattr(request.node, "callspec") else None
+    runs_jax = adapter and adapter.name == "jax" and not adapter.unavailable()
+    with effort_of(request.node) if runs_jax else contextlib.nullcontext():
+        yield
+
 
 def pytest_terminal_summary(terminalreporter):
     from tests.contract.adapters import ADAPTERS

@@ -1,6 +1,6 @@
 """Eight host devices for the sharding tests; without jax nothing here is collected, and the run says so.
 
-Modules that compare bytes of casts compile as users do. The others compile with XLA's cheaper passes.
+Tests marked `as_users_compile` have all of XLA's passes, the others its cheaper ones.
 """
 
 import importlib.util
@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.jax.effort import cheaper_passes
+from tests.jax.effort import effort_of
 
 HAVE_JAX = importlib.util.find_spec("jax") is not None
 HAVE_FLAX = importlib.util.find_spec("flax") is not None
@@ -31,19 +31,13 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
-# Its steps are those of Flax bit for bit, which depends on how XLA fuses the floats of both.
-_FUSED_AS_USERS_DO = ("test_linen",)
-_AS_USERS_DO = ("test_bits", "test_every_cast", "test_excess", "test_fp8_ops", "test_guide", "test_quantize")
-
-
 @pytest.fixture(autouse=True)
 def compile_effort(request):
     """How hard XLA tries in this test."""
-    module = request.module.__name__.rpartition(".")[2]
-    if not HAVE_JAX or module.startswith(_AS_USERS_DO) or os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
+    if not HAVE_JAX:
         yield
         return
-    with cheaper_passes(fusion_emitters=module in _FUSED_AS_USERS_DO):
+    with effort_of(request.node):
         yield
 
 

@@ -1,17 +1,31 @@
 """How hard XLA tries: integer arithmetic and the order of float operations do not depend on it, the time does."""
 
 import contextlib
+import os
+
+_programs = {"cheaper": True}  # how those were compiled that JAX keeps in this process
+
+
+def effort_of(item):
+    """All passes while this is open for a test marked `as_users_compile` and for a thorough run, else cheaper ones."""
+    import jax
+
+    cheaper = not item.get_closest_marker("as_users_compile") and os.environ.get("HYPOTHESIS_PROFILE") != "thorough"
+    if cheaper != _programs["cheaper"]:
+        jax.clear_caches()
+        _programs["cheaper"] = cheaper
+    return cheaper_passes() if cheaper else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def cheaper_passes(*, fusion_emitters=False):
-    """XLA's cheaper passes while this is open; fusions by way of MLIR, two fifths of the time, only if asked for."""
+def cheaper_passes():
+    """XLA's cheaper passes while this is open; without fusions by way of MLIR, which are two fifths of the time."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with contextlib.nullcontext() if fusion_emitters else _without_fusion_emitters():
+        with _without_fusion_emitters():
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)

@@ -14,6 +14,8 @@ from microfloat.jax.numerics.random import random_bytes, seed_words
 from microfloat.recipes import Hadamard
 from microfloat.reference import _operand as oracle
 
+pytestmark = pytest.mark.as_users_compile
+
 ELEMENTS = list(formats.ELEMENTS.values())
 
 

@@ -1,5 +1,6 @@
 """Every Cast: pinned digests, and random bits of every exponent, against the oracle; one compilation each.
 
+Integer arithmetic does not depend on how hard XLA tries, which a second test of the same Casts shows.
 A run takes every format with every rule, and a sample of them with stochastic rounding and the Hadamard transform;
 HYPOTHESIS_PROFILE=thorough takes every combination.
 """
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import microfloat.jax as mj
+from microfloat.recipes import Cast
 from tests import digests
 from tests.contract.cases import EVERY_CAST, cast_id
 from tests.jax.compare import assert_oracle, to_numpy
@@ -64,6 +66,23 @@ def random_inputs(rng, lowest):
 
 @pytest.mark.parametrize("cast", CASTS, ids=cast_id)
 def test_every_cast(cast):
+    check(cast)
+
+
+def with_all_passes(cast):
+    """A Cast as a parameter: the formats' own casts are compiled with all passes in every run."""
+    left = pytest.mark.slow("further casts compiled with all of XLA's passes")
+    return pytest.param(cast, marks=[] if cast == Cast(cast.format) else left)
+
+
+@pytest.mark.as_users_compile
+@pytest.mark.parametrize("cast", [with_all_passes(cast) for cast in CASTS], ids=cast_id)
+def test_as_users_compile(cast):
+    """Again with all of XLA's passes, which must not change a bit."""
+    check(cast)
+
+
+def check(cast):
     for pin in PLAIN_PINS:
         if pin.cast == cast:
             q = mj.quantize(pin.x, cast, **pin.arguments)

@@ -12,6 +12,9 @@ from microfloat.jax import fp8_ops
 from tests.jax import excess
 from tests.jax.effort import cheaper_passes
 
+pytestmark = pytest.mark.as_users_compile
+
+FURTHER = pytest.mark.slow("excess precision in casts to further formats")
 RNG = np.random.default_rng(21)
 # Several binades, and values next to a tie of FP8 that bfloat16 rounds onto it.
 X = (RNG.standard_normal((16, 48)) * np.exp2(RNG.integers(-6, 7, (16, 48)))).astype(np.float32)
@@ -104,7 +107,9 @@ def test_differentiated_fp8_dot():
     unchanged(run, HALF, HALF[::-1])
 
 
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_tensor", pytest.param("fp8_row", marks=FURTHER), "mxfp8", pytest.param("nvfp4", marks=FURTHER)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_quantize(name, dtype):
     """A cast reads its operand in the operand's dtype, wherever that was made; so does what reads the values."""

@@ -41,6 +41,7 @@ def array(case, role, side="inputs"):
     return get(case, role, side)[0]
 
 
+@pytest.mark.as_users_compile
 @pytest.mark.parametrize("case", cases("flax_quantize", None), ids=case_id)
 def test_quantize_equals_flax(case):
     x = jnp.asarray(array(case, "x"), DTYPES[case["input_dtype"]])
@@ -94,6 +95,7 @@ def test_gradients_equal_flax(case):
         assert golden_cases.mismatch(case, role, np.asarray(actual).astype(np.float32)) is None, role
 
 
+@pytest.mark.as_users_compile
 @pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
 def test_codes_of_the_long_vector(q_dtype):
     golden = np.load(GOLDEN)
@@ -120,6 +122,7 @@ def test_quantize_shapes_and_special_values():
     assert {name: float(fp8_ops.get_fp8_max(jnp.dtype(name), F32)) for name in expected} == expected
 
 
+@pytest.mark.as_users_compile
 @pytest.mark.parametrize("q_dtype", [E4M3, E5M2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
 def test_quantize_divides(q_dtype):
     """A true division, where a product with the reciprocal of the scale gives other codes; subnormal numbers count."""

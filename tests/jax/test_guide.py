@@ -6,10 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax, random
 
 import microfloat.jax as mj
 from microfloat.jax import fp8_ops
+
+pytestmark = pytest.mark.as_users_compile
 
 E4M3, E5M2, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
 HAS_GPU = jax.default_backend() == "gpu"

@@ -60,6 +60,7 @@ def gpu_slack(op, x, w, g, leaves):
     return forward * (x @ w), 2.0**-12 * (g @ w.T), 2.0**-12 * (x.T @ g)
 
 
+@pytest.mark.as_users_compile
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["qdq_op", "direct_op", "nanoo_op"])
 def test_six_training_steps_equal_flax(op, dtype):
