@@ -3,12 +3,22 @@ in its one form.
 """
 
 import numbers
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 
-__all__ = ["as_float", "check_bool", "check_choice", "check_int", "check_keys", "check_name", "check_number"]
+__all__ = [
+    "as_float",
+    "check_bool",
+    "check_choice",
+    "check_int",
+    "check_keys",
+    "check_name",
+    "check_number",
+    "normalize_axis",
+]
 
 
 def check_int(argument: str, value: object, least: int, most: int) -> int:
@@ -73,3 +83,23 @@ def check_keys(argument: str, data: object, keys: Iterable[str], *, all_of_them:
         found += [f"with {unknown}"] if unknown else []
         raise invalid_value(argument, f"a dictionary {' and '.join(found)}", f"the keys {expected} and no others")
     return data
+
+
+def normalize_axis(axis: int, ndim: int) -> int:
+    """The contraction axis as an index >= 0: the last axis, or the first of exactly two. Else InvalidValueError."""
+    if isinstance(axis, bool):
+        raise invalid_type("axis", "bool", "an int: -1, or -2 for a matrix")
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        raise invalid_type("axis", type(axis), "an int: -1, or -2 for a matrix") from None
+    if ndim == 0 and number in (-1, 0):
+        return 0
+    if -ndim <= number < ndim:
+        normal = number % ndim
+        if normal == ndim - 1 or ndim == 2:
+            return normal
+    raise invalid_value(
+        "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes",
+        "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
+    )  # fmt: skip

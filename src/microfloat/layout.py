@@ -13,6 +13,7 @@ compiled code. Sizes may be symbolic: nothing here compares them.
 Legend: R = rows of the operand, C = its contraction length.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from microfloat.formats import (
@@ -24,9 +25,12 @@ from microfloat.formats import (
     FP8_128x128_E5M2,
     ScaledFormat,
 )
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Hadamard
 
-__all__ = ["FORMS", "Layout", "Part", "codes_dtype", "folded_format", "layout_of", "scale_grid", "stored_length"]
+__all__ = [
+    "FORMS", "Layout", "Part", "Storage", "array_layout", "codes_dtype", "folded_format", "layout_of", "leading_axes",
+    "scale_grid", "scale_shape", "stored_length",
+]  # fmt: skip
 
 FORMS = ("codes", "folded", "tiles", "values")
 _TILES_TOGETHER = 4  # a row of 128x128 scales is filled up to a multiple of this for its GEMM
@@ -66,16 +70,16 @@ def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
     return _FOLDED[form][fmt.element == E5M2]
 
 
-def stored_length(cast: Cast, length: Size) -> Size:
-    """C, filled up to a multiple of 16 where the Hadamard transform needs whole groups."""
-    return -(-length // 16) * 16 if cast.hadamard is not None else length
+def stored_length(length: Size, hadamard: Hadamard | None) -> Size:
+    """C as stored: whole groups of the Hadamard transform, whose padding mixes into real outputs."""
+    return length if hadamard is None else -(-length // hadamard.size) * hadamard.size
 
 
 def scale_grid(fmt: ScaledFormat, rows: Size, stored: Size) -> tuple[Size, ...]:
     """Shape of the scales of an operand [R, C]: () per tensor, [R, 1] per row, else one for each block."""
-    if fmt.is_per_tensor:
-        return ()
     block_rows, block_columns = fmt.block
+    if block_rows is None:
+        return ()
     return (-(-rows // block_rows), 1 if block_columns is None else -(-stored // block_columns))
 
 
@@ -90,11 +94,8 @@ def layout_of(
     contracts the first axis of its right operand takes it, [C, R]; scales of 1x128 blocks are column-major either way,
     and are not turned.
     """
-    stored = stored_length(cast, length)
-    level = cast.rule.two_level
-    tensor_scale = None
-    if level is not None and level.tensor_scale:
-        tensor_scale = _row_major((rows, 1) if cast.format.tensor_scale == "row" else (), "float32")
+    stored = stored_length(length, cast.hadamard)
+    tensor_scale = _tensor_scale(cast.tensor_scale, rows)
     if form == "values":
         codes = (
             _row_major((stored, rows), "bfloat16").transposed
@@ -118,6 +119,64 @@ def layout_of(
             scale = _row_major(grid, dtype)
         turned_scale = scale.transposed
     return Layout(codes.transposed, turned_scale, tensor_scale) if turned else Layout(codes, scale, tensor_scale)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The storage of a format: all that, beside its shape, decides the layout of a stored array.
+
+    `group`: the contraction length is filled up to a multiple of it. `tensor_scale`: None, "tensor" or "row". Fields
+    alone, since torch's compiler reads those of a frozen dataclass, but not its properties.
+    """
+
+    format: ScaledFormat
+    group: int
+    codes_per_byte: int
+    codes_dtype: str
+    scale_dtype: str
+    tensor_scale: str | None
+
+    @staticmethod
+    def of(fmt: ScaledFormat, hadamard: Hadamard | None, tensor_scale: str | None) -> "Storage":
+        """The storage of a format, under a Hadamard transform or None, with or without its tensor scale."""
+        return Storage(
+            fmt, hadamard.size if hadamard else 1, fmt.element.codes_per_byte, codes_dtype(fmt.element),
+            str(fmt.scale.dtype), tensor_scale,
+        )  # fmt: skip
+
+
+def array_layout(storage: Storage, shape: tuple[Size, ...], axis: int) -> Layout:
+    """The layout of a stored array that contracts `axis`: row-major, its leading axes in place of R (numerics 7.1)."""
+    rows: Size = 1
+    leading = leading_axes(shape, axis)
+    for size in leading:
+        rows = rows * size
+    stored = -(-(shape[axis] if shape else 1) // storage.group) * storage.group
+    grid = scale_grid(storage.format, rows, stored)
+    return Layout(
+        _row_major((*leading, -(-stored // storage.codes_per_byte)), storage.codes_dtype),
+        _row_major(scale_shape(storage.format, shape, axis, grid), storage.scale_dtype),
+        _tensor_scale(storage.tensor_scale, rows),
+    )
+
+
+def leading_axes(shape: tuple[Size, ...], axis: int) -> tuple[Size, ...]:
+    """The axes that stand in place of R in the shapes of an array's codes and one-row scales."""
+    if len(shape) == 2 and axis == 0:
+        return (shape[1],)
+    return shape[:-1] if len(shape) > 1 else (1,)
+
+
+def scale_shape(fmt: ScaledFormat, shape: tuple[Size, ...], axis: int, grid: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Shape of the scales of an array, whose operand has a `grid` of them: one-row blocks keep the leading axes."""
+    block_rows = fmt.block[0]
+    if block_rows is None:
+        return ()
+    return grid if block_rows > 1 else (*leading_axes(shape, axis), grid[1])
+
+
+def _tensor_scale(kind: str | None, rows: Size) -> Part | None:
+    return None if kind is None else _row_major((rows, 1) if kind == "row" else (), "float32")
 
 
 def _row_major(shape: tuple[Size, ...], dtype: str) -> Part:

@@ -11,7 +11,7 @@ LAYERS = (
     ("errors",),
     ("_environment", "arguments", "chips", "support"),
     ("formats", "operands"),
-    ("scale_rules", "operand_shapes"),
+    ("scale_rules",),
     ("recipes",),
     ("layout",),
     ("metrics", "reference"),

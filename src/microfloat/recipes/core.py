@@ -106,7 +106,7 @@ class Hadamard:
 
 @dataclass(frozen=True)
 class Cast(HashOnce):
-    """How one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
+    """The way in which one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
     The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
     Raises InvalidValueError for a combination that has no definition (docs/numerics.md, section 10).
@@ -178,7 +178,7 @@ class Cast(HashOnce):
 
     @functools.cached_property
     def is_delayed(self) -> bool:
-        """Whether the scale comes from earlier steps."""
+        """True where the scale comes from earlier steps."""
         return isinstance(self.scaling, Delayed)
 
     @property
@@ -195,12 +195,24 @@ class Cast(HashOnce):
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the cast draws random bytes."""
+        """True where the cast draws random bytes."""
         return self.rounding == "stochastic"
 
     @property
+    def tensor_scale(self) -> str | None:
+        """The second scale that the cast stores: None, "tensor" or "row"."""
+        two_level = self.rule.two_level
+        return self.format.tensor_scale if two_level is not None and two_level.tensor_scale else None
+
+    @property
+    def takes_amax(self) -> bool:
+        """True where the cast measures an amax of the whole tensor, or of its rows, which a given one may replace."""
+        measured = self.format.is_per_tensor and self.format.scale.name == "FP32" and not self.is_delayed
+        return measured or self.tensor_scale is not None
+
+    @property
     def transposes(self) -> bool:
-        """Whether the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
+        """True where the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
 
         Rules that choose by an error do not promise it: rows are summed first, so a near tie may fall the other way.
         """
@@ -210,6 +222,26 @@ class Cast(HashOnce):
     @property
     def _chooses_by_error(self) -> bool:
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
+
+
+def check_takes_amax(cast: Cast) -> None:
+    """Raise InvalidValueError for a cast that measures no amax which a given one could replace."""
+    if not cast.takes_amax:
+        raise invalid_value(
+            "amax", f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
+            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
+            "Delayed scaling takes scale_enc= instead." if cast.is_delayed else "",
+        )  # fmt: skip
+
+
+def check_scale_enc(scale_enc: object, is_delayed: bool) -> None:
+    """Raise InvalidValueError unless an encode scale is given exactly where scaling is delayed."""
+    if (scale_enc is not None) != is_delayed:
+        raise invalid_value(
+            "scale_enc", "None" if is_delayed else "a value",
+            "a float32 for a cast with Delayed scaling, None otherwise",
+            "The first step uses 1.0." if is_delayed else "Leave it out here.",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -300,7 +332,7 @@ class Gemm(HashOnce):
 
     @property
     def is_high_precision(self) -> bool:
-        """Whether no operand is quantized."""
+        """True where no operand is quantized."""
         return self.lhs is None and self.rhs is None
 
     @property
@@ -334,12 +366,12 @@ class Recipe(HashOnce):
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
-        """Whether any operand is rounded stochastically, so that a call seed is needed."""
+        """True where an operand is rounded stochastically, so that a call seed is needed."""
         return any(cast is not None and cast.is_stochastic for cast in self.casts.values())
 
     @functools.cached_property
     def is_delayed(self) -> bool:
-        """Whether any operand carries delayed-scaling state."""
+        """True where an operand carries delayed-scaling state."""
         return any(cast is not None and isinstance(cast.scaling, Delayed) for cast in self.casts.values())
 
     def to_dict(self) -> dict:

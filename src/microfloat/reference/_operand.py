@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type
+from microfloat.layout import stored_length
 from microfloat.recipes import Hadamard
 
 _INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
@@ -63,11 +64,6 @@ def _sizes(shape_RC: tuple[int, int], block: tuple[int | None, int | None]) -> t
 
 
 # ---- the Hadamard transform --------------------------------------------------------------------------------------
-
-
-def stored_length(length: int, hadamard: Hadamard | None) -> int:
-    """Contraction length as stored: rounded up to the transform's size, since padding mixes into real outputs."""
-    return length if hadamard is None else -(-length // hadamard.size) * hadamard.size
 
 
 def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from microfloat.arguments import as_float
+from microfloat.arguments import as_float, normalize_axis
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
-from microfloat.operand_shapes import codes_shape, leading_axes, normalize_axis, scale_shape
-from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
-from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread, stored_length
+from microfloat.layout import Storage, array_layout, leading_axes, scale_shape, stored_length
+from microfloat.recipes import Cast, Hadamard, as_cast
+from microfloat.recipes.core import check_scale_enc, check_takes_amax
+from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread
 from microfloat.reference._packing import pack_fp4, unpack_fp4
 from microfloat.reference._philox import random_bytes
 from microfloat.reference._scales import block_scales
@@ -40,19 +41,15 @@ class Quantized:
     hadamard: Hadamard | None = None
 
     def __post_init__(self) -> None:
-        fmt, bytes_per_row = self.format, -(-self.length // self.format.element.codes_per_byte)
-        rows = int(np.prod(leading_axes(self.shape, self.axis), dtype=np.int64))
-        grid = tuple(
-            1 if size is None else -(-extent // size)
-            for extent, size in zip((rows, self.length), fmt.block, strict=True)
-        )
-        _check_array("codes", self.codes, np.dtype(np.uint8), codes_shape(self.shape, self.axis, bytes_per_row))
-        _check_array("scale", self.scale, fmt.scale.dtype, scale_shape(fmt, self.shape, self.axis, grid))
-        if self.tensor_scale is not None:
-            if fmt.tensor_scale is None:
-                raise invalid_value("tensor_scale", "an array", f"None, as {fmt.name} has no tensor scale")
-            needed = (rows, 1) if fmt.tensor_scale == "row" else ()
-            _check_array("tensor_scale", self.tensor_scale, np.dtype(np.float32), needed)
+        fmt = self.format
+        storage = Storage.of(fmt, self.hadamard, None if self.tensor_scale is None else fmt.tensor_scale)
+        needed = array_layout(storage, self.shape, self.axis)
+        for name, part in zip(needed._fields, needed, strict=True):
+            array = getattr(self, name)
+            if part is not None:
+                _check_array(name, array, np.dtype(np.uint8 if name == "codes" else part.dtype), part.shape)
+            elif array is not None:
+                raise invalid_value(name, "an array", f"None, as {fmt.name} has no tensor scale")
 
     @property
     def logical_length(self) -> int:
@@ -126,8 +123,9 @@ def quantize(
     values = as_float32(x)
     axis = normalize_axis(axis, values.ndim)
     x_RC = np.ascontiguousarray(operand_form(values, axis))
-    amax_array = _check_amax(amax, cast, x_RC.shape[0])
-    encode_scale = _check_scale_enc(scale_enc, cast)
+    amax_array = None if amax is None else _check_amax(amax, cast, x_RC.shape[0])
+    check_scale_enc(scale_enc, cast.is_delayed)
+    encode_scale = None if scale_enc is None else _checked_scale_enc(scale_enc)
     if cast.is_stochastic and seed is None:
         raise invalid_value(
             "seed", "None with a stochastic cast", "an int in [0, 2^64), or its two 32-bit words, low first",
@@ -142,7 +140,7 @@ def quantize(
     if fmt.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
     return Quantized(
-        codes.reshape(codes_shape(shape, axis, codes.shape[1])),
+        codes.reshape(*leading_axes(shape, axis), codes.shape[1]),
         scales.stored.reshape(scale_shape(fmt, shape, axis, scales.stored.shape)),
         scales.tensor_scale, fmt, axis, shape, cast.hadamard,
     )  # fmt: skip
@@ -161,38 +159,20 @@ def _encode(
     return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
 
 
-def _check_amax(amax: float | np.ndarray | None, cast: Cast, rows: int) -> np.ndarray | None:
+def _check_amax(amax: float | np.ndarray, cast: Cast, rows: int) -> np.ndarray:
     """The amax that replaces the measured one, float32 of shape () or [R, 1]; see `quantize`."""
-    if amax is None:
-        return None
-    fmt = cast.format
-    measured = fmt.is_per_tensor and fmt.scale.name == "FP32" and not isinstance(cast.scaling, Delayed)
-    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-    if not (measured or two_level):
-        raise invalid_value(
-            "amax", f"a value with {fmt.name}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
-            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
-            "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
-        )  # fmt: skip
+    check_takes_amax(cast)
     array = _real_array("amax", amax)
-    needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
     if array.shape != needed:
-        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {fmt.name}")
+        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
     if np.isnan(array).any() or (array < 0).any():
         raise invalid_value("amax", array.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
     return array
 
 
-def _check_scale_enc(scale_enc: float | np.ndarray | None, cast: Cast) -> np.float32 | None:
-    """The encode scale of delayed scaling: given if and only if the cast is delayed, positive and finite."""
-    if (scale_enc is not None) != isinstance(cast.scaling, Delayed):
-        missing = scale_enc is None
-        raise invalid_value(
-            "scale_enc", "None" if missing else "a value", "a float32 exactly when the cast has Delayed scaling",
-            "The first step uses 1.0, then reference.update_delayed gives it." if missing else "Leave it out here.",
-        )  # fmt: skip
-    if scale_enc is None:
-        return None
+def _checked_scale_enc(scale_enc: float | np.ndarray) -> np.float32:
+    """The encode scale of delayed scaling, one positive finite number."""
     array = _real_array("scale_enc", scale_enc)
     if array.size != 1 or not (np.isfinite(array).all() and (array > 0).all()):
         raise invalid_value("scale_enc", array.tolist(), "one positive finite float32")

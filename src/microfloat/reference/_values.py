@@ -10,7 +10,7 @@ import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
-from microfloat.operand_shapes import codes_shape, scale_shape
+from microfloat.layout import leading_axes, scale_shape
 from microfloat.reference._operand import block_max, hadamard_inverse, spread
 from microfloat.reference._quantize import Quantized, check_quantized
 
@@ -142,7 +142,7 @@ def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, in
     folded = np.where(in_nan_group, np.uint8(target.nan_code), folded)
     scale = np.where(is_nan, np.uint32(0x7FC00000).view(np.float32), scale)
     stored = scale.reshape(scale_shape(fmt, q.shape, q.axis, scale.shape))
-    shape = codes_shape(q.shape, q.axis, codes.shape[1])
+    shape = (*leading_axes(q.shape, q.axis), codes.shape[1])
     return Quantized(folded.reshape(shape), stored, None, fmt, q.axis, q.shape, q.hadamard), int(lossy.sum())
 
 

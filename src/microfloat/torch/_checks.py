@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.arguments import as_float, check_number
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.recipes import core
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -169,14 +170,9 @@ def check_features(argument: str, layers: Sequence[nn.Linear], features: int, so
 
 def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
     """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is `delayed`."""
-    if scale_enc is None and not delayed:
+    core.check_scale_enc(scale_enc, delayed)
+    if scale_enc is None:
         return None
-    if scale_enc is None or not delayed:
-        raise invalid_value(
-            "scale_enc", "None" if scale_enc is None else "a value",
-            "a float32 for a cast with Delayed scaling, None otherwise",
-            "The first step uses 1.0." if scale_enc is None else "Leave it out here.",
-        )  # fmt: skip
     tensor = real_tensor("scale_enc", scale_enc, device)
     if tensor.numel() != 1:
         raise invalid_value("scale_enc", f"shape {tuple(tensor.shape)}", "one positive finite float32")
@@ -200,5 +196,5 @@ def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether values may be looked at without waiting for a device or breaking a trace."""
+    """True where values may be looked at without waiting for a device or breaking a trace."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

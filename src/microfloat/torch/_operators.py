@@ -7,32 +7,18 @@ operators take no objects; a token is derived from the Cast's contents and means
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from microfloat.arguments import normalize_axis
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.operand_shapes import codes_shape, normalize_axis, scale_shape
+from microfloat.layout import Storage, array_layout
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.recipes.core import as_scaled_format
-from microfloat.torch.reference._elements import codes_dtype
-
-__all__ = [
-    "constant_cast",
-    "constants_of_parts",
-    "constant_token",
-    "fake_quantize",
-    "has_tangent",
-    "has_tensor_scale",
-    "is_tracing",
-    "parts_layout",
-    "refuse_transforms",
-    "token_of",
-]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -111,35 +97,10 @@ def _cast_of_parts(name: str | None, contents: str | None, is_one_level: bool, s
     return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
 
 
-@dataclass(frozen=True)
-class PartsLayout:
-    """Dtypes and shapes of the parts of a cast, in fields alone: Dynamo reads those of a frozen dataclass, not its
-    properties.
-    """
-
-    name: str
-    rule: str
-    bits: int
-    codes_per_byte: int
-    unit: int
-    codes_dtype: torch.dtype
-    scale_dtype: torch.dtype
-    block_rows: int | None
-    block_columns: int | None
-    scale_kind: str
-    tensor_scale: str | None
-
-
-def parts_layout(token: str) -> PartsLayout:
-    """The layout of the parts that a cast stores; Dynamo takes the result as a constant."""
+def storage_of(token: str) -> Storage:
+    """The storage of a cast; Dynamo takes the result as a constant."""
     cast = cast_of(token)
-    fmt = cast.format
-    return PartsLayout(
-        fmt.name, str(cast.scale_rule), fmt.element.bits, fmt.element.codes_per_byte, 16 if cast.hadamard else 1,
-        codes_dtype(fmt.element), torch.float32 if fmt.scale.bits == 32 else torch.uint8, *fmt.block,
-        "tensor" if fmt.is_per_tensor else "tile" if fmt.is_tile else "row",
-        fmt.tensor_scale if cast.rule.two_level is None or cast.rule.two_level.tensor_scale else None,
-    )  # fmt: skip
+    return Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
 
 
 def _written_cast(contents: str) -> Cast:
@@ -162,17 +123,10 @@ def _named_token(name: str) -> str:
     return as_cast(name).contents
 
 
-def has_tensor_scale(token: str) -> bool:
-    """Whether a cast stores a tensor_scale; Dynamo takes the result as a constant."""
-    cast = cast_of(token)
-    constants = cast.rule.two_level
-    return constants is not None and constants.tensor_scale
-
-
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
 for _function in (
-    token_of, parts_layout, _cast_of_parts, _token_of_parts, _written_cast, _default_cast, _default_token, _named_cast,
-    _named_token, has_tensor_scale,
+    token_of, storage_of, _cast_of_parts, _token_of_parts, _written_cast, _default_cast, _default_token, _named_cast,
+    _named_token,
 ):  # fmt: skip
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -191,28 +145,9 @@ def fake_quantize(
     x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
 ) -> list[torch.Tensor]:
     """Tensors as `quantize` returns them, without values."""
-    cast = cast_of(token)
-    fmt, shape = cast.format, tuple(x.shape)
-    axis = normalize_axis(axis, len(shape))
-    length = shape[axis] if shape else 1
-    stored = (length + 15) // 16 * 16 if cast.hadamard else length
-    rows = 1
-    for position, size in enumerate(shape):
-        rows = rows * (1 if position == axis else size)
-    last = (stored + fmt.element.codes_per_byte - 1) // fmt.element.codes_per_byte
-    blocks = (
-        1 if fmt.block[0] is None else (rows + fmt.block[0] - 1) // fmt.block[0],
-        1 if fmt.block[1] is None else (stored + fmt.block[1] - 1) // fmt.block[1],
-    )
-    parts = [
-        x.new_empty(codes_shape(shape, axis, last), dtype=codes_dtype(fmt.element)),
-        x.new_empty(
-            scale_shape(fmt, shape, axis, blocks), dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8
-        ),
-    ]
-    if has_tensor_scale(token):
-        parts.append(x.new_empty((rows, 1) if fmt.tensor_scale == "row" else (), dtype=torch.float32))
-    return parts
+    shape = tuple(x.shape)
+    layout = array_layout(storage_of(token), shape, normalize_axis(axis, len(shape)))
+    return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
 def _tensor(parts: Sequence[Any], token: str, axis: int, shape: Any, dtype: torch.dtype) -> Any:

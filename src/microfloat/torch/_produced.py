@@ -68,7 +68,7 @@ def produce(
     shape = (parts[0].shape[0], x.shape[-1])
     made = []
     for cast, token, axis in zip((row, column), tokens, (1, 0), strict=True):
-        count = 3 if _operators.has_tensor_scale(token) else 2
+        count = 3 if _operators.storage_of(token).tensor_scale else 2
         tensor_scale = parts[2] if count == 3 else None
         made.append(QuantizedTensor(parts[0], parts[1], tensor_scale, cast, axis=axis, shape=shape, dtype=x.dtype))
         parts = parts[count:]

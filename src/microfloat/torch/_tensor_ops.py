@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
 from microfloat.errors import InvalidValueError, NotSupportedError, invalid_type, invalid_value
-from microfloat.operand_shapes import codes_shape, scale_shape
+from microfloat.layout import leading_axes, scale_shape
 from microfloat.torch import _operators
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
@@ -476,7 +476,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     axis, scale = max(len(shape) - 1, 0), q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
-    codes = q.codes.view(codes_shape(shape, axis, q.codes.shape[-1]))
+    codes = q.codes.view(*leading_axes(shape, axis), q.codes.shape[-1])
     return _view_of(q, codes, scale, q.tensor_scale, shape=shape, axis=axis)
 
 

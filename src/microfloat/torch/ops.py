@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from microfloat.arguments import normalize_axis
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
-from microfloat.operand_shapes import normalize_axis
-from microfloat.recipes import Cast, Delayed, as_cast
+from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.core import check_takes_amax
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor
 from microfloat.torch.seeds import draw_seed, seed_words
@@ -64,7 +65,7 @@ def quantize_values(
     transposed = x.dim() == 2 and axis == 0
     matrix = x if x.dim() == 2 else x.reshape(_rows(x), x.shape[-1] if x.dim() else 1)
     amax_tensor = _check_amax(amax, cast, matrix.shape[1 if transposed else 0], x.device)
-    encode_scale = check_scale_enc(scale_enc, isinstance(cast.scaling, Delayed), x.device)
+    encode_scale = check_scale_enc(scale_enc, cast.is_delayed, x.device)
     words = None
     if cast.is_stochastic:
         words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
@@ -137,7 +138,7 @@ def _traced_quantize(
         seed = None
     amax, scale_enc = (None if value is None else real_tensor("amax", value, x.device) for value in (amax, scale_enc))
     parts = torch.ops.microfloat.quantize(x.detach(), token, axis, seed, stream, amax, scale_enc, backend)
-    tensor_scale = parts[2] if _operators.has_tensor_scale(token) else None
+    tensor_scale = parts[2] if _operators.storage_of(token).tensor_scale else None
     axis = axis % max(x.dim(), 1)
     return QuantizedTensor(parts[0], parts[1], tensor_scale, resolved, axis=axis, shape=x.shape, dtype=x.dtype)
 
@@ -169,19 +170,11 @@ def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device
     """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
     if amax is None:
         return None
-    fmt = cast.format
-    measured = fmt.is_per_tensor and fmt.scale.name == "FP32" and not isinstance(cast.scaling, Delayed)
-    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-    if not (measured or two_level):
-        raise invalid_value(
-            "amax", f"a value with {fmt.name}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
-            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
-            "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
-        )  # fmt: skip
+    check_takes_amax(cast)
     tensor = real_tensor("amax", amax, device)
-    needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
     if tuple(tensor.shape) != needed:
-        raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {fmt.name}")
+        raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {cast.format}")
     if readable(tensor) and not bool((tensor >= 0).all()):
         raise invalid_value("amax", tensor.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
     return tensor

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from microfloat.arguments import normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.operand_shapes import codes_shape, leading_axes, normalize_axis, scale_shape
+from microfloat.layout import array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
@@ -95,11 +96,11 @@ class QuantizedTensor(torch.Tensor):
         if hadamard is not None and not isinstance(hadamard, Hadamard):
             raise invalid_type("hadamard", type(hadamard), "None or Hadamard(16, sign_mask)")
         cast, token = _operators.constants_of_parts(format, tensor_scale is None, hadamard)
-        layout = _operators.parts_layout(token)
+        storage = _operators.storage_of(token)
         if not isinstance(codes, torch.Tensor):
-            raise invalid_type("codes", type(codes), f"a torch.Tensor of {layout.codes_dtype}")
+            raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
         if shape is None:
-            last = codes.shape[-1] * layout.codes_per_byte if codes.dim() else 1
+            last = codes.shape[-1] * storage.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
             if normalize_axis(axis, len(shape)) != len(shape) - 1:
                 shape = (shape[1], shape[0])
@@ -120,7 +121,7 @@ class QuantizedTensor(torch.Tensor):
         """Give an operand form the leading axes of the original `shape`; `axis` is normalised (>= 0)."""
         shape = tuple(shape)
         return cls(
-            operand.codes.contiguous().view(codes_shape(shape, axis, operand.codes.shape[1])),
+            operand.codes.contiguous().view(*leading_axes(shape, axis), operand.codes.shape[1]),
             operand.scale.reshape(scale_shape(cast.format, shape, axis, tuple(operand.scale.shape))),
             operand.tensor_scale, cast, axis=axis, shape=shape, dtype=dtype,
         )  # fmt: skip
@@ -364,37 +365,22 @@ def _check_parts(
     shape: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Dtypes, devices and shapes of the parts of one quantized tensor (docs/numerics.md 7.1)."""
-    layout = _operators.parts_layout(token)
-    length = shape[axis] if shape else 1
-    stored = (length + layout.unit - 1) // layout.unit * layout.unit
-    rows = 1
-    for position, size in enumerate(shape):
-        rows *= 1 if position == axis else size
-    blocks = 1 if layout.block_columns is None else -(-stored // layout.block_columns)
-    blocks_shape: tuple[int, ...] = (*leading_axes(shape, axis), blocks)
-    if layout.scale_kind != "row":
-        blocks_shape = () if layout.scale_kind == "tensor" else (-(-rows // (layout.block_rows or 1)), blocks)
-    needed: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-        "codes": (layout.codes_dtype, codes_shape(shape, axis, -(-stored // layout.codes_per_byte))),
-        "scale": (layout.scale_dtype, blocks_shape),
-        "tensor_scale": None,
-    }
-    if layout.tensor_scale is not None:
-        needed["tensor_scale"] = (torch.float32, (rows, 1) if layout.tensor_scale == "row" else ())
-    for (name, expected), part in zip(needed.items(), (codes, scale, tensor_scale), strict=True):
+    storage = _operators.storage_of(token)
+    fmt, layout = storage.format, array_layout(storage, shape, axis)
+    for name, expected, part in zip(layout._fields, layout, (codes, scale, tensor_scale), strict=True):
         if expected is None:
             if part is not None:
-                raise invalid_value(name, "a tensor", f"None for {layout.name} under rule {layout.rule!r}")
+                raise invalid_value(name, "a tensor", f"None for {fmt.name}, cast without a tensor scale")
             continue
-        dtype, part_shape = expected
+        needed = f"a tensor of torch.{expected.dtype} for {fmt.name}"
         if not isinstance(part, torch.Tensor) or isinstance(part, QuantizedTensor):
-            raise invalid_type(name, type(part), f"a tensor of {dtype} for {layout.name}")
-        if part.dtype != dtype:
-            raise invalid_type(name, part.dtype, f"a tensor of {dtype} for {layout.name}", "View or convert it first.")
-        if tuple(part.shape) != tuple(part_shape):
+            raise invalid_type(name, type(part), needed)
+        if part.dtype != getattr(torch, expected.dtype):
+            raise invalid_type(name, part.dtype, needed, "View or convert it first.")
+        if tuple(part.shape) != tuple(expected.shape):
             raise invalid_value(
                 name, f"shape {tuple(part.shape)}",
-                f"shape {tuple(part_shape)} for {layout.name} of shape {shape}, axis {axis}",
+                f"shape {tuple(expected.shape)} for {fmt.name} of shape {shape}, axis {axis}",
                 "Stored parts are in operand form, unpadded, the contraction axis last.",
             )  # fmt: skip
         if part.device != codes.device:
@@ -404,19 +390,18 @@ def _check_parts(
                 name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
                 "Call .contiguous() first.",
             )  # fmt: skip
-    _check_width(codes, layout)
+    _check_width(codes, fmt)
 
 
-def _check_width(codes: torch.Tensor, layout: _operators.PartsLayout) -> None:
+def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
     """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
-    bits = layout.bits
     is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
-    if bits in (4, 8) or not codes.numel() or is_hidden:
+    if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
         return
     largest = int(codes.max())
-    if largest >> bits:
+    if largest >> fmt.element.bits:
         raise invalid_value(
-            "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {layout.name}, one per byte",
+            "codes", f"a byte of {largest:#x}", f"unpacked {fmt.element.bits}-bit codes for {fmt.name}, one per byte",
             "Unpack packed codes first.",
         )  # fmt: skip
 
