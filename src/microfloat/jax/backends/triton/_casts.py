@@ -22,7 +22,6 @@ from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import blocks as block_kernels
 from microfloat.kernels.casts import dequantize as dequantize_kernels
 from microfloat.kernels.casts import nvfp4 as nvfp4_kernels
-from microfloat.kernels.casts import nvfp4_amax as nvfp4_amax_kernels
 from microfloat.kernels.casts import scaled as scaled_kernels
 from microfloat.kernels.constants import How
 from microfloat.kernels.device.convert import WORDS_BF16, WORDS_F16
@@ -321,7 +320,7 @@ def _nvfp4_amaxes(
                 "out_ptr": Output((2,), jnp.float32), "scratch_ptr": _scratch(), "MASK": wanted.cast.signs,
                 "ALONG_ROWS": side == "row",
             }  # fmt: skip
-            both = source.start(nvfp4_amax_kernels.amax_transformed, TILES["nvfp4_amax"], given)["out_ptr"]
+            both = source.start(amax_kernels.amax_transformed, TILES["nvfp4_amax"], given)["out_ptr"]
             both = max_over(both, arguments.axes)
             plain, found[side] = both[0], both[1]
     for side, wanted in (("row", row), ("column", column)):

@@ -5,7 +5,7 @@ import torch
 from microfloat.formats import FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2
 from microfloat.kernels.casts import blocks as block_kernels
 from microfloat.kernels.casts import fold as fold_kernels
-from microfloat.kernels.device.folded_squares import folds
+from microfloat.kernels.casts.fold import folds
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR
 from microfloat.kernels.tables import tile_of_blocks
 from microfloat.torch.backends.base import Operand

@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from microfloat.kernels.casts import delayed as kernels
+from microfloat.kernels.casts import scaled as kernels
 from microfloat.recipes import Delayed
 from microfloat.torch.backends.triton._launch import Kernel, Prepared
 from microfloat.torch.backends.triton._programs import fast_empty

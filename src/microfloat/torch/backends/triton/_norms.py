@@ -8,8 +8,8 @@ from microfloat.errors import unknown_name
 from microfloat.kernels.constants import Band
 from microfloat.kernels.device import convert, produce
 from microfloat.kernels.device.squares import takes
+from microfloat.kernels.producers import fused as kernels
 from microfloat.kernels.producers import norm_clusters
-from microfloat.kernels.producers import norms as kernels
 from microfloat.kernels.tables import Pieces, pieces_of_norm
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand

@@ -2,8 +2,8 @@
 
 import torch
 
+from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import nvfp4 as kernels
-from microfloat.kernels.casts import nvfp4_amax as amax_kernels
 from microfloat.kernels.tables import NO_SIGNS, same_values, tile_of_nvfp4
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.backends.triton._launch import TILES, Kernel, Matrix, ceil_div, multiprocessors, scratch

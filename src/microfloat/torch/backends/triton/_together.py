@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from microfloat.kernels.casts import nvfp4_pair
 from microfloat.kernels.casts import pair as kernels
 from microfloat.kernels.constants import Pass
 from microfloat.kernels.tables import NO_SIGNS
@@ -14,7 +13,7 @@ from microfloat.torch.backends.triton._scaled import GIVEN, Launch
 __all__ = ["fits_together", "fits_values_together", "together_launch", "values_launch"]
 
 # To measure, programs wait for each other, so all of them must run at once: a cooperative launch.
-_MEASURE_AND_CAST_VALUES = Kernel(nvfp4_pair.values_pair, cooperative=True)
+_MEASURE_AND_CAST_VALUES = Kernel(kernels.values_pair, cooperative=True)
 _MEASURE_AND_CAST, _CAST = Kernel(kernels.cast_pair, cooperative=True), Kernel(kernels.cast_pair)
 # Three of them fit on a multiprocessor; two leave room beside kernels that wait for other GPUs, which a launch that
 # needs the whole GPU would have to wait for in turn.
