@@ -94,7 +94,8 @@ def on_cpu_too(backend):
 
     The native one as on a Hopper chip, with the reference's products in place of the vendor's FP8 GEMMs.
     """
-    from microfloat.torch.backends import native, reference, routes, triton
+    from microfloat.torch import reference
+    from microfloat.torch.backends import native, routes, triton
 
     def multiply(a, b, *, bias, out_dtype, fast):
         return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
