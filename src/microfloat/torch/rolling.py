@@ -15,16 +15,19 @@ from microfloat.formats import ElementFormat
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
 
-__all__ = ["Roller", "live_amaxes", "update_delayed_", "update_recorded_slots", "update_slots"]
+__all__ = ["Slots", "live_amaxes", "update_delayed_", "update_recorded_slots", "update_slots"]
 
 _LARGEST_SCALE = 2.0**126
+_MOST_TABLES = 16
 
 
 def update_delayed_(
     history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
 ) -> None:
     """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
-    _update_by_torch([history], [scale], delayed, [element.max], live.reshape(1))
+    slots = Slots(delayed, history.device, {})
+    slots.add(history, scale, element.max)
+    _update_by_torch(slots, live.reshape(1))
 
 
 def _rolled(
@@ -67,36 +70,59 @@ def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
     return amax.reshape(())
 
 
-def live_amaxes(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
-) -> torch.Tensor:
-    """The live amaxes of slots that agree in recipe and device, float32 [slots]."""
-    _, slots = _kernel_slots(histories, scales, delayed, maxima)
-    return torch.stack([history[0] for history in histories]) if slots is None else slots.gather_live()
+def live_amaxes(slots: "Slots") -> torch.Tensor:
+    """The live amaxes of slots, float32 [slots]."""
+    _, table = slots.table()
+    return torch.stack([history[0] for history in slots.histories]) if table is None else table.gather_live()
 
 
-def update_slots(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
-    live: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Roll slots that agree in recipe and device; returns the scales from before, float32 [slots].
+def update_slots(slots: "Slots", live: torch.Tensor | None) -> torch.Tensor:
+    """Roll slots; returns the scales from before, float32 [slots].
 
     `live`: the amaxes to roll in, None for those that stand in the histories.
     """
-    kernel, slots = _kernel_slots(histories, scales, delayed, maxima)
-    if slots is None:
-        return _update_by_torch(histories, scales, delayed, maxima, live)
-    previous = kernel.update_delayed(slots, delayed, live)
-    torch.autograd.graph.increment_version((*histories, *scales))  # a kernel's writes are not counted by themselves
+    kernel, table = slots.table()
+    if table is None:
+        return _update_by_torch(slots, live)
+    previous = kernel.update_delayed(table, slots.delayed, live)
+    torch._C._increment_version([*slots.histories, *slots.scales])  # a kernel's writes are not counted by themselves
     return previous
 
 
-def _kernel_slots(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
-) -> tuple[Any, Any]:
-    """The kernel that updates many slots at once, and the slots as it takes them; None where it does not serve them."""
-    kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
-    return kernel, None if kernel is None else kernel.slots_of(histories, scales, maxima)
+class Slots:
+    """The buffers of slots that agree in recipe and device, and the largest element of each.
+
+    `tables`: where the addresses of these buffers are kept on the device, between updates of the same slots.
+    """
+
+    __slots__ = ("delayed", "device", "histories", "maxima", "scales", "tables")
+
+    def __init__(self, delayed: Delayed, device: torch.device, tables: dict[tuple, Any]) -> None:
+        self.delayed, self.device, self.tables = delayed, device, tables
+        self.histories: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor] = []
+        self.maxima: list[float] = []
+
+    def add(self, history: torch.Tensor, scale: torch.Tensor, maximum: float) -> None:
+        """One slot more."""
+        self.histories.append(history)
+        self.scales.append(scale)
+        self.maxima.append(maximum)
+
+    def table(self) -> tuple[Any, Any]:
+        """The kernel that updates many slots at once, and the slots as it takes them; None where it cannot."""
+        kernel = None if callable(self.delayed.amax_compute_algo) else _update_kernel(self.device)
+        if kernel is None:
+            return None, None
+        key = (
+            self.histories[0].shape[0], *self.maxima,
+            *[history.data_ptr() for history in self.histories], *[scale.data_ptr() for scale in self.scales],
+        )  # fmt: skip
+        if key not in self.tables:
+            if len(self.tables) >= _MOST_TABLES:  # of slots that were updated together with ever other ones
+                self.tables.clear()
+            self.tables[key] = kernel.slots_of(self.histories, self.scales, self.maxima)
+        return kernel, self.tables[key]
 
 
 @functools.cache
@@ -108,21 +134,19 @@ def _update_kernel(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def _update_by_torch(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
-    live: torch.Tensor | None, where_recorded: bool = False,
-) -> torch.Tensor:  # fmt: skip
+def _update_by_torch(slots: Slots, live: torch.Tensor | None, where_recorded: bool = False) -> torch.Tensor:
     """`update_slots` in torch. `where_recorded`: leave slots alone whose live amax is negative."""
+    histories, scales = slots.histories, slots.scales
     amaxes = [history[0] for history in histories] if live is None else live.unbind()
     alike: dict[tuple[int, float], list[int]] = {}
-    for index, (history, maximum) in enumerate(zip(histories, maxima, strict=True)):
+    for index, (history, maximum) in enumerate(zip(histories, slots.maxima, strict=True)):
         alike.setdefault((history.shape[0], maximum), []).append(index)
     made = []
     for (_, maximum), members in alike.items():
         old, old_scales, recent = (
             torch.stack([tensors[index] for index in members]) for tensors in (histories, scales, amaxes)
         )
-        rolled, fresh = _rolled(old, old_scales, delayed, maximum, recent.clamp(min=0.0))
+        rolled, fresh = _rolled(old, old_scales, slots.delayed, maximum, recent.clamp(min=0.0))
         if where_recorded:
             recorded = recent >= 0
             rolled, fresh = torch.where(recorded[:, None], rolled, old), torch.where(recorded, fresh, old_scales)
@@ -135,38 +159,6 @@ def _update_by_torch(
     return previous
 
 
-def update_recorded_slots(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float], live: torch.Tensor
-) -> None:
+def update_recorded_slots(slots: Slots, live: torch.Tensor) -> None:
     """Roll the slots whose live amax is not negative: those that some other rank has recorded."""
-    _update_by_torch(histories, scales, delayed, maxima, live, where_recorded=True)
-
-
-class Roller:
-    """The update of x, w and, with `dy`, of dy in one launch, prepared: for a layer that rolls its own slots."""
-
-    __slots__ = ("_addresses", "_delayed", "_kernel", "_maxima", "_names", "_slots", "_tensors")
-
-    def __init__(self, tensors: list[torch.Tensor], names: list[str], delayed: Delayed, maxima: list[float]) -> None:
-        self._tensors, self._names, self._delayed, self._maxima = tensors, names, delayed, maxima
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(tensors[0].device)
-        self._slots = None if self._kernel is None else self._kernel.slots_of(tensors[1::2], tensors[::2], maxima)
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether a kernel serves these slots."""
-        return self._slots is not None
-
-    def fits(self, buffers: Any, delayed: Any, maxima: list[float]) -> bool:
-        """Whether the buffers are those that it was made for, and the recipe asks for the same."""
-        return (
-            delayed is self._delayed and maxima == self._maxima
-            and [buffers[name].data_ptr() for name in self._names] == self._addresses
-        )  # fmt: skip
-
-    def __call__(self) -> torch.Tensor:
-        """Roll; returns the scales from before, float32 [slots]."""
-        previous = self._kernel.update_delayed(self._slots, self._delayed, None)  # type: ignore[union-attr]
-        torch._C._increment_version(self._tensors)
-        return previous
+    _update_by_torch(slots, live, where_recorded=True)

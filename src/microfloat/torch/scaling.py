@@ -9,7 +9,7 @@ updates at the next opening, at a read of the state, or by `update_scaling` (doc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,14 @@ from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.reduction import Key, reduces
-from microfloat.torch.rolling import Roller, live_amaxes, update_delayed_, update_recorded_slots, update_slots
+from microfloat.torch.rolling import Slots, live_amaxes, update_recorded_slots, update_slots
 
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
     "buffer_names", "calibrate", "check_kept", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward",
     "flush_to_read", "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
     "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone",
-    "scaled_layers", "update_delayed_", "update_scaling",
+    "scaled_layers", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = ("x", "w", "dy")
@@ -47,34 +47,52 @@ class _Pending(NamedTuple):
     late: bool = False  # recorded by a forward inside a backward
 
 
-class _LayerState:
-    """What is known of a layer besides its buffers, by slot."""
+class _Slot:
+    """What is known of a slot besides its buffers."""
 
-    __slots__ = ("latest", "pending", "previous", "rolled", "rollers", "waits_in", "wrapper")
+    __slots__ = ("history", "name", "pending", "previous", "rolled", "scale", "tables")
 
-    def __init__(self) -> None:
-        self.pending: dict[str, _Pending] = {}
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scale, self.history = _NAMES[name]
+        self.pending: _Pending | None = None
         # The scales that one update replaced, and which of them is this slot's.
-        self.previous: dict[str, tuple[torch.Tensor, int]] = {}
-        # Prepared updates of x and w (False), and of dy with them (True).
-        self.rollers: dict[bool, Roller] = {}
+        self.previous: tuple[torch.Tensor, int] | None = None
+        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
+        self.rolled: _Pending | None = None
+        # Of the updates that begin with this slot: where their buffers are (`rolling.Slots`).
+        self.tables: dict[tuple, Any] = {}
+
+
+class _LayerState:
+    """What is known of a layer besides its buffers.
+
+    Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
+    """
+
+    __slots__ = ("compiled", "latest", "layer", "number", "slots", "waits_in", "wrapper")
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        self.layer = weakref.ref(layer, lambda _, remove=_STATES.pop: remove(number, None))
+        self.number = number
+        # Region and reduction group of the latest compiled forward, for the amax that its backward records.
+        self.compiled: tuple[Region, Any] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was recorded and rolled."""
+        self.slots = {name: _Slot(name) for name in SLOTS}
         # The thread's collection of layers with a dy to roll in which this one stands.
         self.waits_in: Any = None
         # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
         # of a forward that is recomputed inside one.
         self.latest: tuple[Region, Any, Any] | None = None
-        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
-        self.rolled: dict[str, _Pending] = {}
         # The DistributedDataParallel that was told to leave the buffers alone.
         self.wrapper: Any = None
 
 
-# Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
-_STATES: "weakref.WeakKeyDictionary[nn.Module, _LayerState]" = weakref.WeakKeyDictionary()
-# The region and reduction group of each layer's latest compiled forward, for the amax that its backward records.
-_COMPILED: "weakref.WeakKeyDictionary[nn.Module, tuple[Region, Any]]" = weakref.WeakKeyDictionary()
-# Layers by number, so that an operator of compiled code, which takes no objects, finds the state of its layer.
-_NUMBERED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+# By the number of the layer, under which other ranks and the operators of compiled code, which take no objects, know it.
+_STATES: dict[int, _LayerState] = {}
 _NUMBERS = itertools.count()
 _COPY = 1 << 32
 _COPIES: dict[int, "itertools.count[int]"] = {}  # by the number of the origin
@@ -90,29 +108,25 @@ _DDP = nn.parallel.DistributedDataParallel
 class Region:
     """The span in which a slot's amaxes are collected into one live value; `alone`: of one layer's call only."""
 
+    __slots__ = ("_states", "alone", "closed", "failed")
+
     def __init__(self, alone: bool = False) -> None:
         self.alone = alone
         self.closed = False
         self.failed = False  # left by an exception
-        self._layers: list[weakref.ref[nn.Module]] = []
-
-    def add(self, layer: nn.Module) -> None:
-        """Remember a layer whose forward slots this region must roll."""
-        if not self._layers or self._layers[-1]() is not layer:
-            self._layers.append(weakref.ref(layer))
+        self._states: dict[_LayerState, None] = {}  # of layers whose forward slots it must roll
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside. After an exception nothing is rolled, nor is dy; amaxes stay live, so
         that the step may be taken again."""
         self.closed = self.failed = True  # until all is rolled
-        if completed and self._layers:
-            layers = [layer for reference in self._layers if (layer := reference()) is not None]
+        if completed and self._states:
             if self.alone:  # and with them dy, which would wait for an autocast in vain
-                _roll(layers, SLOTS, lambda entry: entry.region is self or _closed(entry), None)
+                _roll(self._states, SLOTS, lambda entry: entry.region is self or _closed(entry), None)
             else:
-                _roll(layers, ("x", "w"), lambda entry: entry.region is self, "forward")
+                _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward")
         self.failed = not completed
-        self._layers.clear()
+        self._states.clear()
 
 
 # The region of every layer that is called outside any autocast: closed as soon as its forward is done.
@@ -121,10 +135,8 @@ CLOSED_REGION.closed = True
 
 
 def _state(layer: nn.Module) -> _LayerState:
-    state = _STATES.get(layer)
-    if state is None:
-        state = _STATES[layer] = _LayerState()
-    return state
+    state = _STATES.get(layer.__dict__.get("_number", -1))
+    return state if state is not None and state.layer() is layer else _new_state(layer)
 
 
 def _pending(cast: Cast, group: Any, region: "Region | None", late: bool = False) -> _Pending:
@@ -182,8 +194,9 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
 
 def forget(layer: nn.Module) -> None:
     """Drop what is known of a layer besides its buffers, pending updates above all."""
-    _STATES.pop(layer, None)
-    LATE.discard(layer.__dict__.get("_number", -1))
+    state = _state(layer)
+    state.reset()
+    LATE.discard(state.number)
 
 
 def drop_buffers(layer: nn.Module) -> None:
@@ -199,16 +212,19 @@ def number_layer(layer: nn.Module) -> None:
     It counts the layers that the process has made. A copy has the number of its origin and, above it, one of its own,
     so that a rank which copies or loads layers for itself counts those that it makes later as the other ranks do.
     """
+    _state(layer)
+
+
+def _new_state(layer: nn.Module) -> _LayerState:
     known = layer.__dict__.get("_number", -1)
-    if _NUMBERED.get(known) is layer:
-        return
     if known < 0:
         number = next(_NUMBERS)
     else:
         origin = known % _COPY
         number = origin + _COPY * next(_COPIES.setdefault(origin, itertools.count(1)))
     layer._number = number  # type: ignore[assignment]
-    _NUMBERED[number] = layer
+    state = _STATES[number] = _LayerState(layer, number)
+    return state
 
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -218,9 +234,9 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The encode scale of the latest forward that has recorded: the one before the update, if that has happened."""
-    state = _state(layer)
-    known = None if slot in state.pending else state.previous.get(slot)
-    return encode_scale(layer, slot) if known is None else known[0][known[1]]
+    state = _state(layer).slots[slot]
+    replaced = None if state.pending is not None else state.previous
+    return encode_scale(layer, slot) if replaced is None else replaced[0][replaced[1]]
 
 
 class Recomputation(NamedTuple):
@@ -262,13 +278,13 @@ def record_late(layer: nn.Module, late: Late) -> tuple["Region", Any]:
     while late:
         slot, (cast, amax) = late.popitem()
         record_amax_(amax_history(layer, slot), amax[0])
-        state.pending[slot] = _pending(cast, group, region, late=True)
+        state.slots[slot].pending = _pending(cast, group, region, late=True)
         if region.closed:
-            LATE.add(layer.__dict__["_number"])
+            LATE.add(state.number)
         else:
-            region.add(layer)
+            region._states[state] = None
     state.waits_in = waiting
-    waiting[layer] = True
+    waiting[state] = None
     return region, group
 
 
@@ -280,37 +296,38 @@ def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
 def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
     state = _state(layer)
-    state.pending[slot] = _pending(cast, group, region)
+    state.slots[slot].pending = _pending(cast, group, region)
     if slot != "dy":
         if region is not None:
-            region.add(layer)
-        _await_backward(layer, state)
+            region._states[state] = None
+        _await_backward(state)
 
 
 def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: Any, region: Region) -> None:
     """`note_recorded` of x and of w (None: it was not) at once."""
     state = _state(layer)
-    state.pending["x"] = _pending(x_cast, group, region)
+    slots = state.slots
+    slots["x"].pending = _pending(x_cast, group, region)
     if w_cast is not None:
-        state.pending["w"] = _pending(w_cast, group, region)
-    region.add(layer)
-    _await_backward(layer, state)
+        slots["w"].pending = _pending(w_cast, group, region)
+    region._states[state] = None
+    _await_backward(state)
 
 
-def _waiting() -> Any:
-    """This thread's collection of layers whose dy may be pending."""
+def _waiting() -> dict[_LayerState, None]:
+    """The layers of this thread whose dy may be pending."""
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting is None:
-        waiting = _LOCAL.waiting = weakref.WeakKeyDictionary()
+        waiting = _LOCAL.waiting = {}
     return waiting
 
 
-def _await_backward(layer: nn.Module, state: _LayerState) -> None:
+def _await_backward(state: _LayerState) -> None:
     # Noted in forward and not in backward, which may run on another thread of the autograd engine.
     waiting = _waiting()
     if state.waits_in is not waiting:
         state.waits_in = waiting
-        waiting[layer] = True
+        waiting[state] = None
     wrapper = _DDP._active_ddp_module
     if wrapper is not None and (state.wrapper is None or state.wrapper() is not wrapper):
         _shield_from(wrapper)
@@ -336,50 +353,19 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     """
     state = _state(layer)
     state.latest = (CLOSED_REGION, None, _waiting())
-    pending = state.pending
-    dy = pending.get("dy")
-    if dy is not None and not (_closed(dy) and (records or not reduces(dy.delayed, dy.group))):
-        dy = None
+    x, w, dy = state.slots.values()
+    jobs: list[_Job] = []
     if records:
-        _await_backward(layer, state)
-        if w_cast is not None and _roll_prepared(layer, state, x_cast, w_cast, dy):
-            pending.clear()  # x and w may have been pending since a region that an exception has left
-            return
-    jobs = [] if dy is None else [_Job(layer, "dy", dy)]
-    if records:
-        casts = (("x", x_cast), ("w", w_cast))
-        jobs += [_Job(layer, slot, _pending(cast, None, CLOSED_REGION)) for slot, cast in casts if cast is not None]
+        _await_backward(state)
+        jobs.append((layer, x, _pending(x_cast, None, CLOSED_REGION)))
+        if w_cast is not None:
+            jobs.append((layer, w, _pending(w_cast, None, CLOSED_REGION)))
+    entry = dy.pending
+    if entry is not None and _closed(entry) and (records or not reduces(entry.delayed, entry.group)):
+        jobs.append((layer, dy, entry))
     _update(jobs, None)
-    for job in jobs:
-        pending.pop(job.slot, None)
-
-
-def _agree(first: Delayed, second: Delayed) -> bool:
-    return first is second or first == second
-
-
-def _roll_prepared(layer: nn.Module, state: _LayerState, x_cast: Cast, w_cast: Cast, dy: _Pending | None) -> bool:
-    """Roll x, w and (not None) dy in one prepared launch; False where none serves them."""
-    delayed: Any = x_cast.scaling
-    if w_cast.scaling is not delayed or reduces(delayed, None):
-        return False
-    maxima, slots = [x_cast.format.element.max, w_cast.format.element.max], SLOTS[:2]
-    if dy is not None:
-        if dy.group is not None or not _agree(dy.delayed, delayed):
-            return False
-        maxima.append(dy.maximum)
-        slots = SLOTS
-    roller = state.rollers.get(dy is not None)
-    if roller is None or not roller.fits(layer._buffers, delayed, maxima):
-        names = [name for slot in slots for name in _NAMES[slot]]
-        roller = Roller([_tensor(layer._buffers[name]) for name in names], names, delayed, maxima)
-        state.rollers[dy is not None] = roller
-    if not roller.is_possible:
-        return False
-    previous = roller()
-    for index, slot in enumerate(slots):
-        state.previous[slot] = (previous, index)
-    return True
+    for _, slot, _ in jobs:
+        slot.pending = None  # of x and w too, which may have been pending since a region that an exception has left
 
 
 def calibrate(
@@ -397,9 +383,14 @@ def calibrate(
             note_recorded(layer, slot, cast, group=group)
 
 
+def _layer_of(number: int) -> nn.Module | None:
+    state = _STATES.get(number)
+    return None if state is None else state.layer()
+
+
 def numbered(number: int) -> nn.Module:
     """The layer of this number, for an operator of compiled code."""
-    layer = _NUMBERED.get(number)
+    layer = _layer_of(number)
     if layer is None:
         raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
     return layer
@@ -415,7 +406,7 @@ def record_compiled(
     layer = numbered(number)
     if slot == "dy":
         check_kept(layer)
-        region, group = _COMPILED.get(layer, (region, group))
+        region, group = _state(layer).compiled or (region, group)
     elif torch._C._current_graph_task_id() != -1:
         raise NotSupportedError(
             "torch.compile: got a compiled function with layers under delayed scaling that activation checkpointing "
@@ -429,22 +420,19 @@ def record_compiled(
             "`with autocast():`."
         )
     else:
-        _COMPILED[layer] = (region, group)
+        _state(layer).compiled = (region, group)
     torch.maximum(history[:1], amax, out=history[:1])
     note_recorded(layer, slot, cast, group=group, region=region)
 
 
-class _Job(NamedTuple):
-    """One slot to roll."""
+# One slot to roll, and what was recorded in it.
+_Job = tuple[nn.Module, _Slot, _Pending]
 
-    layer: nn.Module
-    slot: str
-    entry: _Pending
 
-    @property
-    def key(self) -> Key:
-        """The slot, as other ranks know it."""
-        return Key(self.layer.__dict__["_number"], self.slot, _shape(self.layer), self.entry.maximum)
+def _key(job: _Job) -> Key:
+    """The slot, as other ranks know it."""
+    layer, slot, entry = job
+    return Key(layer.__dict__["_number"], slot.name, _shape(layer), entry.maximum)
 
 
 def _largest(layer: nn.Module) -> dict[str, float]:
@@ -462,106 +450,124 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
     return tuple(_tensor(layer.weight).shape)  # type: ignore[return-value]
 
 
-def _roll(layers: Iterable[nn.Module], slots: tuple[str, ...], ready: Any, direction: str | None) -> None:
-    """Update the given slots of the given layers where something is pending and `ready(entry)` holds.
+def _roll(
+    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[_Pending], bool], direction: str | None
+) -> None:
+    """Update the named slots of layers where something is pending and `ready(entry)` holds.
 
     `direction`: the point of the program at which all ranks do so; None for one layer by itself.
     """
-    jobs = []
-    for layer in layers:
-        entries = _state(layer).pending
-        for slot in slots:
-            entry = entries.get(slot)
-            if entry is not None and ready(entry):
-                jobs.append(_Job(layer, slot, entry))
-    for job in _update(jobs, direction):
-        _state(job.layer).pending.pop(job.slot, None)
-        LATE.discard(job.layer.__dict__["_number"])
+    jobs: list[_Job] = []
+    for state in states:
+        layer, slots = state.layer(), state.slots
+        for name in names:
+            slot = slots[name]
+            entry = slot.pending
+            if entry is not None and ready(entry) and layer is not None:
+                jobs.append((layer, slot, entry))
+    for layer, slot, _ in _update(jobs, direction):
+        slot.pending = None
+        if LATE:
+            LATE.discard(layer.__dict__["_number"])
 
 
-@torch.no_grad()
+class _Batch(Slots):
+    """Slots to roll that agree in recipe, reduction group and device."""
+
+    __slots__ = ("group", "jobs")
+
+    def __init__(self, delayed: Delayed, group: Any, device: torch.device, tables: dict[tuple, Any]) -> None:
+        super().__init__(delayed, device, tables)
+        self.group = group
+        self.jobs: list[_Job] = []
+
+
+def _batches(jobs: Iterable[_Job]) -> Iterable[_Batch]:
+    alike: dict[tuple[Delayed, Any, torch.device], _Batch] = {}
+    batch: Any = None
+    for job in jobs:
+        layer, slot, entry = job
+        buffers = layer._buffers
+        scale, history = _tensor(buffers[slot.scale]), _tensor(buffers[slot.history])
+        delayed, maximum, group = entry[:3]
+        # Nearly always the batch of the slot before.
+        if batch is None or delayed is not batch.delayed or group is not batch.group or scale.device != batch.device:
+            key = (delayed, group, scale.device)
+            batch = alike.get(key)
+            if batch is None:
+                batch = alike[key] = _Batch(*key, slot.tables)
+        batch.jobs.append(job)
+        batch.add(history, scale, maximum)
+    return alike.values()
+
+
 def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
     """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
-    alike: dict[tuple[Delayed, Any, torch.device], list[_Job]] = {}
-    for job in jobs:
-        alike.setdefault((job.entry.delayed, job.entry.group, encode_scale(job.layer, job.slot).device), []).append(job)
     rolled: list[_Job] = []
-    shared: dict[Any, list[list[_Job]]] = {}
-    for (delayed, group, _), batch in alike.items():
-        if reduces(delayed, group):
-            shared.setdefault(group, []).append(batch)
+    shared: dict[Any, list[_Batch]] = {}
+    for batch in _batches(jobs):
+        if reduces(batch.delayed, batch.group):
+            shared.setdefault(batch.group, []).append(batch)
         else:
             _update_batch(batch, None)
-            rolled += batch
+            rolled += batch.jobs
     for group in sorted(shared, key=reduction.group_name):
         rolled += _update_shared(group, shared[group], direction)
     return rolled
 
 
-def _tensors(batch: list[_Job]) -> tuple[list[torch.Tensor], list[torch.Tensor], Delayed, list[float]]:
-    """(histories, scales, recipe, largest elements) of slots that agree in recipe and device."""
-    histories = [amax_history(job.layer, job.slot) for job in batch]
-    scales = [encode_scale(job.layer, job.slot) for job in batch]
-    return histories, scales, batch[0].entry.delayed, [job.entry.maximum for job in batch]
+def _update_batch(batch: _Batch, live: torch.Tensor | None) -> None:
+    previous = update_slots(batch, live)
+    for index, (_, slot, entry) in enumerate(batch.jobs):
+        # Nothing that was recorded late has used the scales from before.
+        slot.previous = None if entry.late else (previous, index)
 
 
-def _update_batch(batch: list[_Job], live: torch.Tensor | None) -> None:
-    """Roll slots that agree in recipe and device."""
-    previous = update_slots(*_tensors(batch), live)
-    for index, (layer, slot, entry) in enumerate(batch):
-        if entry.late:  # nothing that was recorded has used the scales from before
-            _state(layer).previous.pop(slot, None)
-        else:
-            _state(layer).previous[slot] = (previous, index)
-
-
-def _update_shared(group: Any, batches: list[list[_Job]], direction: str | None) -> list[_Job]:
+@torch.no_grad()
+def _update_shared(group: Any, batches: list[_Batch], direction: str | None) -> list[_Job]:
     """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
-    jobs = [job for batch in batches for job in batch]
-    lives = [live_amaxes(*_tensors(batch)) for batch in batches]
+    jobs = [job for batch in batches for job in batch.jobs]
+    lives = [live_amaxes(batch) for batch in batches]
     place = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
     live = torch.cat([part.to(place) for part in lives])
-    keys = [job.key for job in jobs]
+    keys = [_key(job) for job in jobs]
     if direction is None:
         known = {key.slot: key for key in keys}
-        largest = _largest(jobs[0].layer)
+        largest = _largest(jobs[0][0])
         all_keys = [known.get(slot, keys[0]._replace(slot=slot, maximum=largest.get(slot, 0.0))) for slot in SLOTS]
         reduced = reduction.reduce_alone(group, keys, live, all_keys)
     else:
         reduced = reduction.reduce_together(group, direction, keys, live)
-    amaxes = dict(zip(reduced.known, reduced.live.unbind(), strict=True))
-    done, start = [], 0
-    for batch in batches:
-        members = [(job, amaxes[start + index]) for index, job in enumerate(batch) if start + index in amaxes]
-        start += len(batch)
-        if members:
-            batch = [job for job, _ in members]
-            device = encode_scale(batch[0].layer, batch[0].slot).device
-            _update_batch(batch, torch.stack([amax for _, amax in members]).to(device))
-            for job in batch:
-                _state(job.layer).rolled[job.slot] = job.entry
-        done += [job for job, _ in members]
-    _update_others(reduced.others, jobs)
-    return done
+    amaxes = [(jobs[index], amax) for index, amax in zip(reduced.known, reduced.live.unbind(), strict=True)]
+    _update_with(amaxes, _update_batch)
+    for (_, slot, entry), _ in amaxes:
+        slot.rolled = entry
+    _update_with(_recorded_elsewhere(reduced.others, jobs[0][2]), update_recorded_slots)
+    return [job for job, _ in amaxes]
 
 
-def _update_others(others: dict[Key, torch.Tensor], jobs: list[_Job]) -> None:
-    """Roll slots that this rank has not recorded in this step, where another rank has."""
-    alike: dict[tuple[Delayed, torch.device], tuple[list[_Job], list[torch.Tensor]]] = {}
+def _update_with(amaxes: list[tuple[_Job, torch.Tensor]], update: Callable[[_Batch, torch.Tensor], None]) -> None:
+    """Roll slots with amaxes that were reduced."""
+    reduced = {job[1]: amax for job, amax in amaxes}
+    for batch in _batches(job for job, _ in amaxes):
+        update(batch, torch.stack([reduced[slot] for _, slot, _ in batch.jobs]).to(batch.device))
+
+
+def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: _Pending) -> list[tuple[_Job, torch.Tensor]]:
+    """Slots that this rank has not recorded in this step, where another rank has (on a GPU: may have), and amaxes."""
+    found = []
     for key, amax in others.items():
-        layer = _NUMBERED.get(key.number)
+        layer = _layer_of(key.number)
         if layer is None or _shape(layer) != key.shape or (amax.device.type == "cpu" and amax < 0):
             continue
-        if key.slot not in _state(layer).rolled and not key.maximum:  # nothing here says what the slot holds
+        slot = _state(layer).slots[key.slot]
+        if slot.rolled is None and not key.maximum:  # nothing here says what the slot holds
             continue
         # As it was rolled before; a layer that has never run here is taken to follow the recipe of the others.
-        entry = _state(layer).rolled.get(key.slot) or jobs[0].entry._replace(maximum=key.maximum)
+        entry = slot.rolled or example._replace(maximum=key.maximum)
         ensure_buffers(layer, entry.delayed)
-        batch, amaxes = alike.setdefault((entry.delayed, encode_scale(layer, key.slot).device), ([], []))
-        batch.append(_Job(layer, key.slot, entry))
-        amaxes.append(amax)
-    for (_, device), (batch, amaxes) in alike.items():
-        update_recorded_slots(*_tensors(batch), torch.stack(amaxes).to(device))
+        found.append(((layer, slot, entry), amax))
+    return found
 
 
 def _closed(entry: _Pending) -> bool:
@@ -572,31 +578,31 @@ def flush_backward() -> None:
     """Roll what backward passes have recorded in layers of this thread whose region has closed."""
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting:
-        layers = list(waiting)
+        states = list(waiting)
         waiting.clear()
-        for layer in layers:
-            _state(layer).waits_in = None
-        _roll(layers, SLOTS, _closed, "backward")
+        for state in states:
+            state.waits_in = None
+        _roll(states, SLOTS, _closed, "backward")
 
 
 def begin_forward(layer: nn.Module, region: Region | None, group: Any) -> None:
     """Before a forward that is no recomputation: roll what earlier backward passes have recorded, if not done yet."""
     state = _state(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
-    if "dy" in state.pending or LATE:
+    slots = state.slots
+    if slots["dy"].pending is not None or LATE:
         # What ranks share waits for a point that all of them pass: of layers without a region, a forward that records,
         # or the first pass of a reentrant checkpoint.
-        shared = region is None and any(entry.late for entry in state.pending.values())
+        shared = region is None and any(slot.pending is not None and slot.pending.late for slot in slots.values())
         _roll(
-            [layer], SLOTS, lambda entry: _closed(entry) and (shared or not reduces(entry.delayed, entry.group)), None
+            [state], SLOTS, lambda entry: _closed(entry) and (shared or not reduces(entry.delayed, entry.group)), None
         )
 
 
 def flush_to_read(layer: nn.Module) -> None:
     """Roll what backward passes have recorded before the state is read. What other ranks have a part in stays pending,
     since one rank may be alone in reading."""
-    if _state(layer).pending:
-        _roll([layer], SLOTS, lambda entry: _closed(entry) and not reduces(entry.delayed, entry.group), None)
+    _roll([_state(layer)], SLOTS, lambda entry: _closed(entry) and not reduces(entry.delayed, entry.group), None)
 
 
 def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -611,10 +617,10 @@ def update_scaling(model: nn.Module) -> None:
     Source: docs/numerics.md 3.3.
     """
     check_model(model)
-    layers = list(scaled_layers(model))
+    states = [_state(layer) for layer in scaled_layers(model)]
     # As the next autocast would, which another rank may have entered by now.
-    _roll(layers, SLOTS, lambda entry: entry.region is not None and entry.region.closed, "backward")
-    _roll(layers, SLOTS, lambda entry: entry.region is None, "calibration")
+    _roll(states, SLOTS, lambda entry: entry.region is not None and entry.region.closed, "backward")
+    _roll(states, SLOTS, lambda entry: entry.region is None, "calibration")
 
 
 @torch.no_grad()

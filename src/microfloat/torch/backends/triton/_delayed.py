@@ -37,21 +37,12 @@ class Slots:
         return live
 
 
-_KNOWN: dict[tuple, Slots] = {}
-
-
 def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: list[float]) -> Slots | None:
-    """The Slots of these buffers, kept between steps; None where their histories differ in length or are too long."""
+    """The Slots of these buffers; None where their histories differ in length or are too long."""
     length = histories[0].shape[0]
-    key = (length, *maxima, *[history.data_ptr() for history in histories], *[scale.data_ptr() for scale in scales])
-    slots = _KNOWN.get(key)
-    if slots is None:
-        if length > _LONGEST_HISTORY or any(history.shape[0] != length for history in histories):
-            return None
-        if len(_KNOWN) >= 512:
-            _KNOWN.clear()
-        slots = _KNOWN[key] = Slots(histories, scales, maxima)
-    return slots
+    if length > _LONGEST_HISTORY or any(history.shape[0] != length for history in histories):
+        return None
+    return Slots(histories, scales, maxima)
 
 
 def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) -> torch.Tensor:
