@@ -19,6 +19,7 @@ __all__ = ["Key", "Reduced", "group_name", "reduce_alone", "reduce_together", "r
 
 _ANNOUNCEMENT = 1  # the first element of what slots of a list are reduced in
 _NOT_RECORDED = -1.0
+_AVAILABLE = torch.distributed.is_available()
 
 
 class Key(NamedTuple):
@@ -103,10 +104,9 @@ _LISTS: "weakref.WeakKeyDictionary[Any, dict[str, _List]]" = weakref.WeakKeyDict
 
 def reduces(delayed: Delayed, group: Any) -> bool:
     """True if live amaxes are those of several processes."""
-    distributed = torch.distributed
-    if not delayed.reduce_amax or not (distributed.is_available() and distributed.is_initialized()):
+    if not (delayed.reduce_amax and _AVAILABLE and torch.distributed.is_initialized()):
         return False
-    return distributed.get_world_size(group) > 1
+    return torch.distributed.get_world_size(group) > 1
 
 
 def group_name(group: Any) -> str:

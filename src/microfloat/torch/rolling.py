@@ -11,23 +11,12 @@ from typing import Any
 import torch
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import ElementFormat
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
 
-__all__ = ["Slots", "live_amaxes", "update_delayed_", "update_recorded_slots", "update_slots"]
+__all__ = ["Update"]
 
 _LARGEST_SCALE = 2.0**126
-_MOST_TABLES = 16
-
-
-def update_delayed_(
-    history: torch.Tensor, scale: torch.Tensor, delayed: Delayed, element: ElementFormat, live: torch.Tensor
-) -> None:
-    """Roll one slot in place: the update of docs/numerics.md 3.3 with the (reduced) live amax `live`."""
-    slots = Slots(delayed, history.device, {})
-    slots.add(history, scale, element.max)
-    _update_by_torch(slots, live.reshape(1))
 
 
 def _rolled(
@@ -70,59 +59,46 @@ def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
     return amax.reshape(())
 
 
-def live_amaxes(slots: "Slots") -> torch.Tensor:
-    """The live amaxes of slots, float32 [slots]."""
-    _, table = slots.table()
-    return torch.stack([history[0] for history in slots.histories]) if table is None else table.gather_live()
+class Update:
+    """The update of slots that agree in recipe and device: one launch where a kernel serves them, else in torch.
 
-
-def update_slots(slots: "Slots", live: torch.Tensor | None) -> torch.Tensor:
-    """Roll slots; returns the scales from before, float32 [slots].
-
-    `live`: the amaxes to roll in, None for those that stand in the histories.
-    """
-    kernel, table = slots.table()
-    if table is None:
-        return _update_by_torch(slots, live)
-    previous = kernel.update_delayed(table, slots.delayed, live)
-    torch._C._increment_version([*slots.histories, *slots.scales])  # a kernel's writes are not counted by themselves
-    return previous
-
-
-class Slots:
-    """The buffers of slots that agree in recipe and device, and the largest element of each.
-
-    `tables`: where the addresses of these buffers are kept on the device, between updates of the same slots.
+    It holds the addresses of the buffers, not the buffers, and serves as long as they stay where they are.
     """
 
-    __slots__ = ("delayed", "device", "histories", "maxima", "scales", "tables")
+    __slots__ = ("_delayed", "_kernel", "_maxima", "_table")
 
-    def __init__(self, delayed: Delayed, device: torch.device, tables: dict[tuple, Any]) -> None:
-        self.delayed, self.device, self.tables = delayed, device, tables
-        self.histories: list[torch.Tensor] = []
-        self.scales: list[torch.Tensor] = []
-        self.maxima: list[float] = []
+    def __init__(
+        self, histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
+    ) -> None:
+        self._delayed, self._maxima, self._table = delayed, maxima, None
+        self._kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
+        if self._kernel is not None:
+            self._table = self._kernel.slots_of(histories, scales, maxima)
 
-    def add(self, history: torch.Tensor, scale: torch.Tensor, maximum: float) -> None:
-        """One slot more."""
-        self.histories.append(history)
-        self.scales.append(scale)
-        self.maxima.append(maximum)
+    def live(self, histories: list[torch.Tensor]) -> torch.Tensor:
+        """The live amaxes, float32 [slots]."""
+        if self._table is None:
+            return torch.stack([history[0] for history in histories])
+        return self._table.gather_live()
 
-    def table(self) -> tuple[Any, Any]:
-        """The kernel that updates many slots at once, and the slots as it takes them; None where it cannot."""
-        kernel = None if callable(self.delayed.amax_compute_algo) else _update_kernel(self.device)
-        if kernel is None:
-            return None, None
-        key = (
-            self.histories[0].shape[0], *self.maxima,
-            *[history.data_ptr() for history in self.histories], *[scale.data_ptr() for scale in self.scales],
-        )  # fmt: skip
-        if key not in self.tables:
-            if len(self.tables) >= _MOST_TABLES:  # of slots that were updated together with ever other ones
-                self.tables.clear()
-            self.tables[key] = kernel.slots_of(self.histories, self.scales, self.maxima)
-        return kernel, self.tables[key]
+    def __call__(
+        self, histories: list[torch.Tensor], scales: list[torch.Tensor], live: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Roll; returns the scales from before, float32 [slots].
+
+        `live`: the amaxes to roll in, None for those that stand in the histories.
+        """
+        if self._table is None:
+            return _update_by_torch(histories, scales, self._delayed, self._maxima, live)
+        previous = self._kernel.update_delayed(self._table, self._delayed, live)
+        torch._C._increment_version(histories + scales)  # a kernel's writes are not counted by themselves
+        return previous
+
+    def where_recorded(
+        self, histories: list[torch.Tensor], scales: list[torch.Tensor], live: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for the slots whose live amax is not negative: those that some other rank has recorded."""
+        return _update_by_torch(histories, scales, self._delayed, self._maxima, live, where_recorded=True)
 
 
 @functools.cache
@@ -134,19 +110,20 @@ def _update_kernel(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def _update_by_torch(slots: Slots, live: torch.Tensor | None, where_recorded: bool = False) -> torch.Tensor:
-    """`update_slots` in torch. `where_recorded`: leave slots alone whose live amax is negative."""
-    histories, scales = slots.histories, slots.scales
+def _update_by_torch(
+    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
+    live: torch.Tensor | None, where_recorded: bool = False,
+) -> torch.Tensor:  # fmt: skip
     amaxes = [history[0] for history in histories] if live is None else live.unbind()
     alike: dict[tuple[int, float], list[int]] = {}
-    for index, (history, maximum) in enumerate(zip(histories, slots.maxima, strict=True)):
+    for index, (history, maximum) in enumerate(zip(histories, maxima, strict=True)):
         alike.setdefault((history.shape[0], maximum), []).append(index)
     made = []
     for (_, maximum), members in alike.items():
         old, old_scales, recent = (
             torch.stack([tensors[index] for index in members]) for tensors in (histories, scales, amaxes)
         )
-        rolled, fresh = _rolled(old, old_scales, slots.delayed, maximum, recent.clamp(min=0.0))
+        rolled, fresh = _rolled(old, old_scales, delayed, maximum, recent.clamp(min=0.0))
         if where_recorded:
             recorded = recent >= 0
             rolled, fresh = torch.where(recorded[:, None], rolled, old), torch.where(recorded, fresh, old_scales)
@@ -157,8 +134,3 @@ def _update_by_torch(slots: Slots, live: torch.Tensor | None, where_recorded: bo
         copy_all([histories[index] for index in members], list(rolled.unbind()))
         copy_all([scales[index] for index in members], list(fresh.unbind()))
     return previous
-
-
-def update_recorded_slots(slots: Slots, live: torch.Tensor) -> None:
-    """Roll the slots whose live amax is not negative: those that some other rank has recorded."""
-    _update_by_torch(slots, live, where_recorded=True)

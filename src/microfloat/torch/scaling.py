@@ -22,7 +22,7 @@ from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.reduction import Key, reduces
-from microfloat.torch.rolling import Slots, live_amaxes, update_recorded_slots, update_slots
+from microfloat.torch.rolling import Update
 
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
@@ -50,7 +50,7 @@ class _Pending(NamedTuple):
 class _Slot:
     """What is known of a slot besides its buffers."""
 
-    __slots__ = ("history", "name", "pending", "previous", "rolled", "scale", "tables")
+    __slots__ = ("history", "name", "pending", "previous", "rolled", "scale", "updates")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,8 +60,8 @@ class _Slot:
         self.previous: tuple[torch.Tensor, int] | None = None
         # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
         self.rolled: _Pending | None = None
-        # Of the updates that begin with this slot: where their buffers are (`rolling.Slots`).
-        self.tables: dict[tuple, Any] = {}
+        # Updates that begin with this slot, by all of their slots: what they were prepared for, and their parts.
+        self.updates: dict[tuple[_Slot, ...], tuple[list[tuple], list[_Part]]] = {}
 
 
 class _LayerState:
@@ -103,6 +103,7 @@ LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
 _DDP = nn.parallel.DistributedDataParallel
+_MOST_UPDATES = 16
 
 
 class Region:
@@ -471,63 +472,81 @@ def _roll(
             LATE.discard(layer.__dict__["_number"])
 
 
-class _Batch(Slots):
-    """Slots to roll that agree in recipe, reduction group and device."""
-
-    __slots__ = ("group", "jobs")
-
-    def __init__(self, delayed: Delayed, group: Any, device: torch.device, tables: dict[tuple, Any]) -> None:
-        super().__init__(delayed, device, tables)
-        self.group = group
-        self.jobs: list[_Job] = []
+# A prepared update, and which of the jobs it serves (None: all).
+_Part = tuple[Update, "list[int] | None"]
 
 
-def _batches(jobs: Iterable[_Job]) -> Iterable[_Batch]:
-    alike: dict[tuple[Delayed, Any, torch.device], _Batch] = {}
-    batch: Any = None
-    for job in jobs:
-        layer, slot, entry = job
-        buffers = layer._buffers
-        scale, history = _tensor(buffers[slot.scale]), _tensor(buffers[slot.history])
-        delayed, maximum, group = entry[:3]
-        # Nearly always the batch of the slot before.
-        if batch is None or delayed is not batch.delayed or group is not batch.group or scale.device != batch.device:
-            key = (delayed, group, scale.device)
-            batch = alike.get(key)
-            if batch is None:
-                batch = alike[key] = _Batch(*key, slot.tables)
-        batch.jobs.append(job)
-        batch.add(history, scale, maximum)
-    return alike.values()
+class _Batch(NamedTuple):
+    """Jobs that agree in recipe, reduction group and device, with the buffers of their slots."""
+
+    update: Update
+    jobs: list[_Job]
+    histories: list[torch.Tensor]
+    scales: list[torch.Tensor]
+
+    def roll(self, live: torch.Tensor | None = None) -> list[_Job]:
+        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs."""
+        previous = self.update(self.histories, self.scales, live)
+        for index, (_, slot, entry) in enumerate(self.jobs):
+            # Nothing that was recorded late has used the scales from before.
+            slot.previous = None if entry.late else (previous, index)
+        return self.jobs
+
+
+def _batches(jobs: list[_Job]) -> list[_Batch]:
+    histories, scales, asked = [], [], []
+    for layer, slot, entry in jobs:
+        buffers: Any = layer._buffers
+        history, scale = buffers[slot.history], buffers[slot.scale]
+        histories.append(history)
+        scales.append(scale)
+        asked.append((entry.delayed, entry.maximum, entry.group, history.data_ptr(), scale.data_ptr()))
+    slots = tuple([slot for _, slot, _ in jobs])
+    updates = slots[0].updates
+    known = updates.get(slots)
+    if known is None or known[0] != asked:
+        if len(updates) >= _MOST_UPDATES:  # of a layer that is called together with ever other ones
+            updates.clear()
+        known = updates[slots] = asked, _parts(asked, histories, scales)
+    return [
+        _Batch(update, jobs, histories, scales) if indices is None
+        else _Batch(update, *([values[index] for index in indices] for values in (jobs, histories, scales)))
+        for update, indices in known[1]
+    ]  # fmt: skip
+
+
+def _parts(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:
+    alike: dict[tuple, list[int]] = {}
+    for index, (delayed, _, group, *_) in enumerate(asked):
+        alike.setdefault((delayed, group, scales[index].device), []).append(index)
+    parts: list[_Part] = []
+    for (delayed, *_), indices in alike.items():
+        of_part = [histories[index] for index in indices], [scales[index] for index in indices]
+        update = Update(*of_part, delayed, [asked[index][1] for index in indices])
+        parts.append((update, indices if len(alike) > 1 else None))
+    return parts
 
 
 def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
     """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
     rolled: list[_Job] = []
     shared: dict[Any, list[_Batch]] = {}
-    for batch in _batches(jobs):
-        if reduces(batch.delayed, batch.group):
-            shared.setdefault(batch.group, []).append(batch)
+    for batch in _batches(jobs) if jobs else ():
+        entry = batch.jobs[0][2]
+        if reduces(entry.delayed, entry.group):
+            shared.setdefault(entry.group, []).append(batch)
         else:
-            _update_batch(batch, None)
-            rolled += batch.jobs
+            rolled += batch.roll()
     for group in sorted(shared, key=reduction.group_name):
         rolled += _update_shared(group, shared[group], direction)
     return rolled
-
-
-def _update_batch(batch: _Batch, live: torch.Tensor | None) -> None:
-    previous = update_slots(batch, live)
-    for index, (_, slot, entry) in enumerate(batch.jobs):
-        # Nothing that was recorded late has used the scales from before.
-        slot.previous = None if entry.late else (previous, index)
 
 
 @torch.no_grad()
 def _update_shared(group: Any, batches: list[_Batch], direction: str | None) -> list[_Job]:
     """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
     jobs = [job for batch in batches for job in batch.jobs]
-    lives = [live_amaxes(batch) for batch in batches]
+    lives = [batch.update.live(batch.histories) for batch in batches]
     place = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
     live = torch.cat([part.to(place) for part in lives])
     keys = [_key(job) for job in jobs]
@@ -539,18 +558,20 @@ def _update_shared(group: Any, batches: list[_Batch], direction: str | None) -> 
     else:
         reduced = reduction.reduce_together(group, direction, keys, live)
     amaxes = [(jobs[index], amax) for index, amax in zip(reduced.known, reduced.live.unbind(), strict=True)]
-    _update_with(amaxes, _update_batch)
+    for batch, live in _with_amaxes(amaxes):
+        batch.roll(live)
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
-    _update_with(_recorded_elsewhere(reduced.others, jobs[0][2]), update_recorded_slots)
+    for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, jobs[0][2])):
+        batch.update.where_recorded(batch.histories, batch.scales, live)
     return [job for job, _ in amaxes]
 
 
-def _update_with(amaxes: list[tuple[_Job, torch.Tensor]], update: Callable[[_Batch, torch.Tensor], None]) -> None:
-    """Roll slots with amaxes that were reduced."""
-    reduced = {job[1]: amax for job, amax in amaxes}
-    for batch in _batches(job for job, _ in amaxes):
-        update(batch, torch.stack([reduced[slot] for _, slot, _ in batch.jobs]).to(batch.device))
+def _with_amaxes(amaxes: list[tuple[_Job, torch.Tensor]]) -> Iterator[tuple[_Batch, torch.Tensor]]:
+    """Batches of jobs, and their reduced amaxes."""
+    reduced = {slot: amax for (_, slot, _), amax in amaxes}
+    for batch in _batches([job for job, _ in amaxes]) if amaxes else ():
+        yield batch, torch.stack([reduced[slot] for _, slot, _ in batch.jobs]).to(batch.scales[0].device)
 
 
 def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: _Pending) -> list[tuple[_Job, torch.Tensor]]:
