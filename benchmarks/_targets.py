@@ -92,6 +92,7 @@ TARGETS: dict[str, Target] = {
     # Host.
     "h.fwd": Target("nn.Linear", 4.0, 2.5, 1.0, True),
     "h.fwdbwd": Target("nn.Linear", 2.5, 1.8, 1.0, True, "TransformerEngine 5.0 to 5.6"),
+    "h.region": Target("nn.Linear", 2.6, 2.0, 1.0, True, "TransformerEngine 4.6 to 5.8"),
     "h.launches.delayed.forward": Target("", 3, 2, 1, True),
     "h.launches.delayed.cached": Target("", 2, 1, 1, True),
     "h.launches.delayed.backward": Target("", 3, 2, 2, True),

@@ -11,6 +11,7 @@ from benchmarks._recipes import RECIPES
 from benchmarks._report import Report, Row
 from benchmarks._timing import host_us
 from benchmarks.linear import backend_of, make_layer, step
+from microfloat.recipes import Recipe
 
 FWDBWD, FORWARD = (64, 1024, 1024), (16, 256, 256)
 # Rows of every batch size hold two blocks of 128 or more, so that no size of 1 is what gets compiled.
@@ -25,15 +26,32 @@ def inputs(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[to
     return x, torch.randn(m, n, device=options.device).bfloat16()
 
 
-def forward_backward(report: Report, name: str, count: int) -> None:
-    """h.fwdbwd: a recipe in turn with nn.Linear; then again with backward on the calling thread for both."""
+def forward_backward(report: Report, row_id: str, name: str, count: int) -> None:
+    """A recipe in turn with nn.Linear; then again with backward on the calling thread for both.
+
+    h.fwdbwd: the recipe pinned to the layer. h.region: as users write it, ``with mf.autocast(recipe=recipe):`` around
+    the forward of every step.
+    """
     options, shape = report.options, QUICK if report.options.quick else FWDBWD
     x, dy = inputs(shape, options)
+    layer = make_layer(RECIPES[name], shape, options)
     calls = {"nn.Linear": functools.partial(step, make_layer(None, shape, options), x, dy)}
-    calls[name] = functools.partial(step, make_layer(RECIPES[name], shape, options), x, dy)
-    add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count))
+    calls[name] = functools.partial(step, layer, x, dy)
+    if row_id == "h.region":
+        calls[name] = functools.partial(region_step, layer.unpin(), RECIPES[name], x, dy)  # type: ignore[operator]
+    add_rows(report, row_id, shape, host_us(calls, options.device, count))
     with torch.autograd.set_multithreading_enabled(False):
-        add_rows(report, "h.fwdbwd", shape, host_us(calls, options.device, count), "one thread")
+        add_rows(report, row_id, shape, host_us(calls, options.device, count), "one thread")
+
+
+def region_step(layer: torch.nn.Module, recipe: Recipe, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """`step` with an autocast around its forward."""
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+    with mf.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(dy)
 
 
 def add_rows(
@@ -147,9 +165,10 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
     count = 3 if options.quick else 2000
     for name in RECIPES:
-        if report.wants(f"h.fwdbwd.{name}", "h.fwdbwd"):
-            measure = functools.partial(forward_backward, report, name, min(count, 200))
-            report.attempt("h.fwdbwd", measure, recipe=name)
+        for row_id in ("h.fwdbwd", "h.region"):
+            if report.wants(f"{row_id}.{name}", row_id):
+                measure = functools.partial(forward_backward, report, row_id, name, min(count, 200))
+                report.attempt(row_id, measure, recipe=name)
     if report.wants("h.fwd"):
         report.attempt("h.fwd", lambda: forward(report, count))
     for name in ("delayed", "current"):

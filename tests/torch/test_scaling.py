@@ -414,17 +414,25 @@ class _PlayedKernel:
 
     def __init__(self) -> None:
         self.lives: list[torch.Tensor | None] = []
+        self.counts: list[int] = []  # of the slots of each launch
+        self.tables = 0
 
     def slots_of(self, histories, scales, maxima):
-        self.histories = histories
-        return self
-
-    def gather_live(self) -> torch.Tensor:
-        return torch.stack([history[0] for history in self.histories])
+        self.tables += 1
+        return _PlayedSlots(histories)
 
     def update_delayed(self, slots, delayed, live) -> torch.Tensor:
         self.lives.append(live)
-        return torch.ones(len(self.histories))
+        self.counts.append(len(slots.histories))
+        return torch.ones(len(slots.histories))
+
+
+class _PlayedSlots:
+    def __init__(self, histories) -> None:
+        self.histories = histories
+
+    def gather_live(self) -> torch.Tensor:
+        return torch.stack([history[0] for history in self.histories])
 
 
 @pytest.fixture
@@ -457,3 +465,22 @@ def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, two_ranks
         assert (live is not None) is reduce_amax
     if reduce_amax:
         assert 6.0 in kernel.lives[0].tolist()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_region_updates_all_its_layers_in_one_launch_prepared_once(monkeypatch, layers) -> None:
+    kernel = _PlayedKernel()
+    monkeypatch.setattr(rolling, "_update_kernel", lambda device: kernel)
+    recipe = DelayedScaling(amax_history_len=4)
+    model = torch.nn.Sequential(*[mf.Linear(8, 8) for _ in range(layers)])
+    for _ in range(4):
+        with mf.autocast(recipe=recipe):
+            y = model(model(torch.ones(2, 8)))  # every layer twice
+        y.sum().backward()
+    # At an entry dy of the step before, at an exit x and w: each prepared once.
+    assert kernel.counts == [2 * layers, *[layers, 2 * layers] * 3]
+    assert kernel.tables == 2
+    model[0].scaling_x_scale = model[0].scaling_x_scale.clone()  # as a move to another device makes them
+    with mf.autocast(recipe=recipe):
+        model(torch.ones(2, 8))
+    assert kernel.tables == 3

@@ -71,7 +71,7 @@ class Update:
         self, histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
     ) -> None:
         self._delayed, self._maxima, self._table = delayed, maxima, None
-        self._kernel = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
+        self._kernel: Any = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
         if self._kernel is not None:
             self._table = self._kernel.slots_of(histories, scales, maxima)
 

@@ -91,7 +91,7 @@ class _LayerState:
         self.wrapper: Any = None
 
 
-# By the number of the layer, under which other ranks and the operators of compiled code, which take no objects, know it.
+# By the number of the layer, under which other ranks know it, and compiled code, whose operators take no objects.
 _STATES: dict[int, _LayerState] = {}
 _NUMBERS = itertools.count()
 _COPY = 1 << 32
@@ -472,8 +472,8 @@ def _roll(
             LATE.discard(layer.__dict__["_number"])
 
 
-# A prepared update, and which of the jobs it serves (None: all).
-_Part = tuple[Update, "list[int] | None"]
+# A prepared update, and which of the jobs it serves.
+_Part = tuple[Update, list[int]]
 
 
 class _Batch(NamedTuple):
@@ -508,11 +508,12 @@ def _batches(jobs: list[_Job]) -> list[_Batch]:
         if len(updates) >= _MOST_UPDATES:  # of a layer that is called together with ever other ones
             updates.clear()
         known = updates[slots] = asked, _parts(asked, histories, scales)
+    if len(known[1]) == 1:
+        return [_Batch(known[1][0][0], jobs, histories, scales)]
     return [
-        _Batch(update, jobs, histories, scales) if indices is None
-        else _Batch(update, *([values[index] for index in indices] for values in (jobs, histories, scales)))
+        _Batch(update, [jobs[i] for i in indices], [histories[i] for i in indices], [scales[i] for i in indices])
         for update, indices in known[1]
-    ]  # fmt: skip
+    ]
 
 
 def _parts(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:
@@ -523,7 +524,7 @@ def _parts(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch
     for (delayed, *_), indices in alike.items():
         of_part = [histories[index] for index in indices], [scales[index] for index in indices]
         update = Update(*of_part, delayed, [asked[index][1] for index in indices])
-        parts.append((update, indices if len(alike) > 1 else None))
+        parts.append((update, indices))
     return parts
 
 
@@ -537,8 +538,9 @@ def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
             shared.setdefault(entry.group, []).append(batch)
         else:
             rolled += batch.roll()
-    for group in sorted(shared, key=reduction.group_name):
-        rolled += _update_shared(group, shared[group], direction)
+    if shared:
+        for group in sorted(shared, key=reduction.group_name):
+            rolled += _update_shared(group, shared[group], direction)
     return rolled
 
 
