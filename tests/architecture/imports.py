@@ -16,6 +16,7 @@ LAYERS = (
     ("layout",),
     ("metrics", "reference"),
     ("kernels", "checkpoint"),
+    ("passes",),
     ("torch", "jax"),
     ("cli",),
 )

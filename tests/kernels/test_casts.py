@@ -59,12 +59,13 @@ def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:
 
 def test_a_shared_operand_has_a_layout_of_its_own() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from microfloat.torch.backends.triton._operand_programs import Want, cast_program
+    from microfloat.passes import OperandSpec
+    from microfloat.torch.program import cast_program
 
-    wants = [Want(Cast("nvfp4_2d"), "values", True, stream) for stream in (1, 3)]
-    program = cast_program(torch.zeros(48, 32, dtype=torch.bfloat16), *wants)
-    assert program is not None
-    row, row_scale, column, column_scale = program.layouts[:4]
-    assert row == ((32, 48), (1, 32), torch.bfloat16)
-    assert column == ((48, 32), (32, 1), torch.bfloat16)
-    assert row_scale == column_scale == ((), (), torch.float32)
+    specs = [OperandSpec(Cast("nvfp4_2d"), "values", True, stream) for stream in (1, 3)]
+    program = cast_program(torch.zeros(48, 32, dtype=torch.bfloat16), *specs)
+    row, row_scale, row_level, column, column_scale, column_level = program.layouts
+    assert row == ((32, 48), (1, 32), "bfloat16")
+    assert column == ((48, 32), (32, 1), "bfloat16")
+    assert row_scale is column_scale is None
+    assert row_level == column_level == ((), (), "float32")

@@ -142,7 +142,7 @@ def _kept_weight(
     kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
     if is_first_microbatch:
         kept.clear()
-    version = given.known._version if plan.is_delayed else None
+    version = given.scale_enc._version if plan.is_delayed else None
     # The recipe stands in the key, so that no other gets its id while the key is kept.
     key = ("planned", *plan.weight_key, version, weight.dtype, plan.recipe)
     operands = kept.find(weight, key)
@@ -183,10 +183,12 @@ def _delayed_linear(
         histories = (None, None)
         if records:
             histories = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
-    given = plan.given(_aligned(scales["x"]), histories[0]), plan.given(_aligned(scales["w"]), histories[1])
+    given = (
+        plan.given(_aligned(scales["x"]), None, histories[0]), plan.given(_aligned(scales["w"]), None, histories[1])
+    )  # fmt: skip
     if state is not None and state.record_tape is not None:
         # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-        state.record_tape.record({"x": given[0].known.clone(), "w": given[1].known.clone()})
+        state.record_tape.record({"x": given[0].scale_enc.clone(), "w": given[1].scale_enc.clone()})
     kept = None
     if is_first_microbatch is not None:
         kept, is_new = _kept_weight(plan, layer, weight, given[1], is_first_microbatch)
@@ -270,7 +272,7 @@ def _dy_state(plan: Any, call: _Delayed) -> Any:
         cast: Cast = recipe.dgrad.lhs if plan.wants_dx else recipe.wgrad.lhs
         scaling.note_recorded(layer, "dy", cast, group=group, region=region)
     history = scaling.amax_history(layer, "dy") if call.records else None
-    return plan.given(_aligned(scaling.encode_scale(layer, "dy")), history)
+    return plan.given(_aligned(scaling.encode_scale(layer, "dy")), None, history)
 
 
 def _general_backward(
@@ -283,7 +285,7 @@ def _general_backward(
         general.layer, general.group, general.region = call.layer, call.group, call.region
         general.records, general.late = call.records, call.late
     else:
-        general.seed = call.known
+        general.seed = call.seed
     x_column, w_column = plan.operands(saved)
     dx, dw = linear_backward(
         general, dy, x_column if wants_dw else None, w_column if wants_dx else None, plan.dtype, plan.dtype

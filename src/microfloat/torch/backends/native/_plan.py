@@ -9,21 +9,22 @@ for x and w together where a launch serves both, and three products.
 Legend: M = rows of x, K = in features, N = out features.
 """
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from microfloat.errors import NotSupportedError
+from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.backends.native._lossy import READERS, FoldCounts
 from microfloat.torch.backends.native._products import Product, product
-from microfloat.torch.backends.triton._launch import scratch
-from microfloat.torch.backends.triton._operand_programs import Want, cast_program, pair_program
-from microfloat.torch.backends.triton._programs import Program, fast_empty
 from microfloat.torch.backends.triton._seeds import split_words
+from microfloat.torch.program import CastInputs, Program, cast_program, fast_empty, pair_program, scratch
 from microfloat.torch.seeds import fold_rank_
 
-__all__ = ["Given", "LinearPlan", "linear_plan"]
+__all__ = ["LinearPlan", "linear_plan"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 16
@@ -36,17 +37,13 @@ _USES = {
     "dy": (("dgrad", 0, 2), ("wgrad", 0, 4)),
 }
 _Forms = dict[str, tuple[str, str]]
+_Given = tuple[CastInputs, CastInputs, CastInputs]
 _Saved = tuple[torch.Tensor | None, ...]
 
 
-class Given(NamedTuple):
-    """What one cast reads and writes besides its tensor: the encode scale of delayed scaling or the call seed; the
-    history to record into; places for what folding changed, to 1x128 and to 128x128."""
-
-    known: torch.Tensor | None = None
-    history: torch.Tensor | None = None
-    folded: torch.Tensor | None = None
-    tiles: torch.Tensor | None = None
+def _counting(counts: FoldCounts, slot: str) -> CastInputs:
+    folded, tiles = counts.places(slot)
+    return CastInputs(folded=folded, tiles=tiles)
 
 
 class _Weight(NamedTuple):
@@ -63,7 +60,7 @@ class _Weight(NamedTuple):
 class LinearPlan:
     """fprop, dgrad and wgrad of one Linear for one kind of input; holds no data and may serve many layers."""
 
-    given, nothing_given = Given, (Given(), Given(), Given())  # of x, w and dy
+    given, nothing_given = CastInputs, (CastInputs(), CastInputs(), CastInputs())  # of x, w and dy
 
     def __init__(
         self, recipe: Recipe, forms: _Forms, x: torch.Tensor, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
@@ -110,14 +107,15 @@ class LinearPlan:
         self._both = first, second if self.is_delayed else None
         return True
 
-    def _wants(self, slot: str, row: bool, column: bool) -> tuple[Want | None, Want | None]:
+    def _wants(self, slot: str, row: bool, column: bool) -> tuple[OperandSpec | None, OperandSpec | None]:
         """The operands of a tensor that its GEMMs read."""
         wants = []
         for wanted, (gemm, side, stream) in zip((row, column), _USES[slot], strict=True):
             cast: Cast | None = getattr(self.recipe, gemm).casts[side]
             if cast is not None and slot == "dy":
                 cast = cast.of_gradient
-            wants.append(None if not wanted or cast is None else Want(cast, self.forms[gemm][side], side == 1, stream))
+            form = self.forms[gemm][side]
+            wants.append(None if not wanted or cast is None else OperandSpec(cast, form, side == 1, stream))
         return wants[0], wants[1]
 
     def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
@@ -132,16 +130,16 @@ class LinearPlan:
                 found[gemm, side] = (slot, orientation, form, sizes[slot])
         return found
 
-    def given_by(self, counts: FoldCounts) -> tuple[Given, Given, Given]:
+    def given_by(self, counts: FoldCounts) -> _Given:
         """What the casts of a layer that folds are given: places for what folding changes."""
         if self.device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
-            own = [Given(None, None, *counts.places(slot)) for slot in _USES]
+            own = [_counting(counts, slot) for slot in _USES]
             return own[0], own[1], own[2]
         if counts.given is None:
-            counts.given = tuple(Given(None, None, *counts.places(slot)) for slot in _USES)
+            counts.given = tuple(_counting(counts, slot) for slot in _USES)
         return counts.given
 
-    def seeded(self, given: tuple[Given, Given, Given], keeps_weight: bool) -> tuple[Given, Given, Given]:
+    def seeded(self, given: _Given, keeps_weight: bool) -> _Given:
         """What the casts of a stochastic recipe are given: a call seed too, drawn as `microfloat.torch.seeds` draws it.
 
         Where one launch casts x and w it makes the words of the seed from the drawn bits, which w is given.
@@ -154,30 +152,30 @@ class LinearPlan:
         else:
             words = self._empty((2,), (1,), torch.int64)
         x, w, dy = given
-        return Given(words, *x[1:]), Given(draw, *w[1:]), Given(words, *dy[1:])
+        return x._replace(seed=words), w._replace(seed=draw), dy._replace(seed=words)
 
     def _place(self) -> tuple[int, torch.Tensor]:
         """The current stream, and scratch words."""
         stream = _NO_STREAM if self.device < 0 else torch._C._cuda_getCurrentRawStream(self.device)
         return stream, scratch(self.device)
 
-    def quantize_weight(self, weight: torch.Tensor, given: Given) -> _Weight:
+    def quantize_weight(self, weight: torch.Tensor, given: CastInputs) -> _Weight:
         """Both operands of the weight, to be kept for several calls."""
         stream, words = self._place()
         return _Weight(tuple(self._w(weight, stream, words, given)))  # type: ignore[misc]
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_given: Given, w_given: Given,
-        kept: _Weight | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_given: CastInputs,
+        w_given: CastInputs, kept: _Weight | None = None,
     ) -> tuple[torch.Tensor, _Saved]:  # fmt: skip
         """y, and what backward needs: x.T's codes or values and their scale, those of w.T."""
         stream, words = self._place()
-        both = self._both[x_given.history is not None] if kept is None else None
+        both = self._both[x_given.record is not None] if kept is None else None
         x_made: Any
         w_made: Any
         if both is not None:
-            made = both.run(stream, (None, x, words, *x_given, weight, w_given.known, w_given.history))
-            x_made, w_made = made[:4], made[4:8]
+            made = both.run(stream, (None, x, words, *x_given, weight, w_given.scale_enc, w_given.seed, w_given.record))
+            x_made, w_made = self._x.pick(made[:6]), self._w.pick(made[6:])  # type: ignore[union-attr]
         else:
             w_made = self._w(weight, stream, words, w_given) if kept is None else kept.made  # type: ignore[misc]
             x_made = self._x(x, stream, words, x_given)  # type: ignore[misc]
@@ -198,7 +196,7 @@ class LinearPlan:
         )  # fmt: skip
 
     def backward(
-        self, dy: torch.Tensor, saved: _Saved, given: Given
+        self, dy: torch.Tensor, saved: _Saved, given: CastInputs
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw, each where `forward` was told that it is wanted."""
         side = self._dy
@@ -245,25 +243,29 @@ class LinearPlan:
 class _Side:
     """How one tensor is cast: a program, and for delayed scaling another that records the amax as well."""
 
-    __slots__ = ("_layouts", "_program", "_recording", "_strides")
+    __slots__ = ("_layouts", "_program", "_recording", "_strides", "pick")
 
     def __init__(self, program: Program, recording: Program | None) -> None:
         self._program, self._recording = program, recording
-        self._layouts = program.layouts[2:4]  # of the column operand and its scale
-        self._strides = tuple(() if room is None else room[1] for room in self._layouts)
+        # Beside values stands the tensor scale, beside codes the scale.
+        places = [at + (at % 3 == 1 and program.layouts[at] is None) for at in (0, 1, 3, 4)]
+        self.pick = itemgetter(*places)
+        self._layouts = self.pick(program.layouts)[2:]  # of the column operand and its scale
+        self._strides = tuple(() if part is None else part.strides for part in self._layouts)
 
     @staticmethod
-    def make(x: torch.Tensor, wants: tuple[Want | None, Want | None], delayed: bool) -> "_Side | None":
+    def make(x: torch.Tensor, wants: tuple[OperandSpec | None, OperandSpec | None], delayed: bool) -> "_Side | None":
         """None where no program exists."""
-        program = cast_program(x, *wants)
-        if program is None:
+        try:
+            program = cast_program(x, *wants)
+        except NotSupportedError:
             return None
         return _Side(program, cast_program(x, *wants, records=True) if delayed else None)
 
-    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor, given: Given) -> list[Any]:
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor, given: CastInputs) -> tuple[Any, ...]:
         """Codes or values and scale of the row operand, those of the column operand."""
-        program: Any = self._program if given.history is None else self._recording
-        return program.run(stream, (None, x, words, *given, None, None, None))[:4]
+        program: Any = self._program if given.record is None else self._recording
+        return self.pick(program.run(stream, (None, x, words, *given, None, None, None, None)))
 
     def laid(self, saved: _Saved) -> _Saved:
         """What forward made for the column, should a saved-tensor hook have returned it in another layout."""
@@ -272,9 +274,9 @@ class _Side:
         if (column is None or column.stride() == first) and (scale is None or scale.stride() == second):
             return saved
         return tuple(
-            tensor if tensor is None or room is None
-            else torch.empty_strided(room[0], room[1], dtype=room[2], device=tensor.device).copy_(tensor)
-            for tensor, room in zip(saved, self._layouts, strict=True)
+            tensor if tensor is None or part is None
+            else torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            for tensor, part in zip(saved, self._layouts, strict=True)
         )  # fmt: skip
 
 

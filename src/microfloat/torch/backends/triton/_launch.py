@@ -248,8 +248,8 @@ def largest_cluster(device: int) -> int:
     """How many programs a cluster may have on a device: one in the interpreter, none before Hopper and, until it has
     run there, after it.
     """
-    if INTERPRETED:
-        return 1
+    if INTERPRETED or device < 0:
+        return int(INTERPRETED)
     return 16 if torch.cuda.get_device_capability(device) == (9, 0) else 0
 
 

@@ -1,0 +1,591 @@
+"""Casts of one matrix, or of two in one launch, as passes.
+
+The row operand of a matrix x [R, C] is x, quantized along C; its column operand is x.T, quantized along R. Both are
+made in one pass where their forms and casts allow it. Results stand in threes, codes (or values), scale, tensor scale,
+in the layout of `microfloat.layout.layout_of`: those of the row operand, those of the column operand, and so on for a
+second matrix.
+"""
+
+from dataclasses import dataclass, replace
+
+from microfloat.errors import NotSupportedError
+from microfloat.kernels import tables
+from microfloat.kernels.casts import amax as amax_kernels
+from microfloat.kernels.casts import blocks, fold, fp6, nvfp4, nvfp4_amax, nvfp4_pair, pair, scaled
+from microfloat.kernels.constants import Pass as MatrixConstants
+from microfloat.kernels.device.folded_squares import folds
+from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
+from microfloat.kernels.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
+from microfloat.layout import Layout, Part, layout_of
+from microfloat.passes import OperandSpec
+from microfloat.passes.matrix import (
+    AMAX,
+    FOLDED,
+    INT32_MAX,
+    NOTHING,
+    RECORD,
+    SCALAR,
+    SCALE_ENC,
+    SECOND,
+    SECOND_RECORD,
+    SECOND_SCALE_ENC,
+    SECOND_SEED,
+    SEED,
+    SOURCE,
+    TILES,
+    WORDS,
+    Buffer,
+    Matrix,
+    Pass,
+    Passes,
+)
+from microfloat.recipes import Cast
+
+__all__ = ["amax_passes", "cast_passes", "packed_passes", "pair_passes"]
+
+_GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
+_CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
+_TILES_TOGETHER = 4  # what a row of folded tile scales is filled up to a multiple of (`microfloat.layout`)
+# Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for other
+# GPUs, which a launch that needs the whole GPU would have to wait for in turn.
+_COOPERATING = 2
+# Larger matrices do not stay in the L2 cache between the two readings, and their launches cost nothing beside them.
+_MOST_TOGETHER = 1 << 24
+# Programs of `amax_transformed` on a multiprocessor, as many as run at once: each reads tiles until none is left, and
+# only then are maxima compared across lanes.
+_MEASURING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """An `OperandSpec` with what it means for one matrix. `at`: number of its first result."""
+
+    spec: OperandSpec
+    numbers: KernelCast
+    layout: Layout
+    rows: int
+    at: int
+    ordered: bool  # scales lie column-major
+
+    @property
+    def block_cast(self) -> tuple:
+        """The constant of `kernels.blocks`."""
+        order = SCALE_COLUMN_MAJOR if self.ordered else SCALE_ROW_MAJOR
+        return self.numbers.block_cast(_VALUES if self.spec.form == "values" else _CODES, order.value)
+
+
+_Both = tuple["_Operand | None", "_Operand | None"]
+
+
+def cast_passes(
+    matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None, *, records: bool = False,
+    given_amax: bool = False, batch: int = 0,
+) -> Passes:  # fmt: skip
+    """The passes that make the operands of a matrix, each if it is asked for.
+
+    `records`: the first element of RECORD takes the amax. `given_amax`: AMAX holds it. `batch`: a word of the random
+    counters. NotSupportedError where a cast has no kernel, or none for its form.
+    """
+    _refuse(matrix, row, column)
+    passes = Passes(6)
+    for number, specs in enumerate(_launches(row, column)):
+        _Casting(passes, matrix, batch, given_amax).cast(SOURCE, specs, records and number == 0)
+    return passes
+
+
+def pair_passes(
+    first: Matrix, first_specs: tuple[OperandSpec | None, OperandSpec | None], second: Matrix,
+    second_specs: tuple[OperandSpec | None, OperandSpec | None], *, records: bool = False, draws_seed: bool = False,
+) -> Passes | None:  # fmt: skip
+    """The pass that casts two matrices with scales of their own in one launch; None where they do not fit into one.
+
+    `draws_seed`: it also makes the words of a call seed (SEED) from the 64 bits that were drawn (SECOND_SEED), for
+    later casts; neither matrix is rounded stochastically.
+    """
+    passes = Passes(12)
+    for matrix, specs in ((first, first_specs), (second, second_specs)):
+        there = [spec for spec in specs if spec is not None]
+        if any(kernel_cast(spec.cast).refusal or spec.cast.is_stochastic for spec in there) or not there:
+            return None
+        if len(_launches(*specs)) != 1 or matrix.is_column_major:
+            return None
+    matrices = [(first, _operands(first, first_specs)), (second, _operands(second, second_specs, (6, 9)))]
+    operands = [one for _, both in matrices for one in both if one is not None]
+    if all(one.spec.form == "values" for one in operands):
+        if not _fit_values_together(matrices):
+            return None
+        matrices = [(matrix, _without_copies(passes, both)) for matrix, both in matrices]
+        _values_together(passes, matrices, draws_seed)
+        return passes
+    # FP8 with a scale per tensor, or per row; of both matrices the same, given or measured.
+    kinds = {(one.spec.form, one.numbers.family, one.numbers.block, one.spec.cast.is_delayed) for one in operands}
+    wide = [("codes", "scaled", block) for block in ((None, None), (1, None))]
+    if draws_seed or len(kinds) != 1 or next(iter(kinds))[:3] not in wide or not _fit_together([first, second]):
+        return None
+    if any(one.numbers.bare is not None for one in operands):
+        return None
+    _together(passes, matrices, records)
+    return passes
+
+
+def amax_passes(matrix: Matrix) -> Passes:
+    """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""
+    passes = Passes(1)
+    _measure(passes, matrix, SOURCE, passes.put(0, Part(*SCALAR[:3])))
+    return passes
+
+
+def packed_passes(matrix: Matrix, spec: OperandSpec, batch: int = 0) -> Passes:
+    """The pass that packs four codes of 6 bits into three bytes: uint8 [R, 3 * ceil(C / 4)], and their scales."""
+    passes = Passes(2)
+    (one, _) = _operands(matrix, (spec, None))
+    assert one is not None
+    width = 3 * ceil_div(matrix.columns, 4)
+    codes = passes.put(0, Part((matrix.rows, width), (width, 1), "uint8"))
+    scale = passes.put(1, _made(one.layout.scale))
+    rows, columns, warps = tables.TILES["block_rows"]
+    constants = (one.block_cast, matrix.columns % 16 == 0, matrix.how(rows, columns))
+    passes.launch(Pass(
+        fp6.quantize_packed, (matrix.key, constants, warps, spec.stream, batch), matrix.tiles(rows, columns),
+        (SOURCE, codes, scale, _seed(one)), (spec.stream, batch, *matrix.sizes), constants, warps,
+    ))  # fmt: skip
+    return passes
+
+
+def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None) -> None:
+    """NotSupportedError for what no kernel serves."""
+    for spec in (row, column):
+        if spec is None:
+            continue
+        numbers, name = kernel_cast(spec.cast), spec.cast.format.name
+        if numbers.refusal:
+            raise NotSupportedError(f"the triton backend has no kernel for {numbers.refusal}. Use backend='reference'.")
+        if spec.form == "values" and numbers.family == "scaled":
+            raise NotSupportedError(f"no kernel decodes {name} to bfloat16 values. Ask for the form 'codes'.")
+        is_mx = numbers.block == (1, 32) and not numbers.float_scale and numbers.bare is None
+        if spec.form in ("folded", "tiles") and not is_mx:
+            raise NotSupportedError(
+                f"folding: got {name} (hadamard {spec.cast.hadamard}), needed an MX format of 1x32 blocks without a "
+                "Hadamard transform."
+            )
+    if (row or column) is None or not matrix.rows * matrix.columns:
+        raise NotSupportedError(
+            f"casts by kernels: got a {matrix.rows} x {matrix.columns} matrix and the operands {row}, {column}, needed "
+            "elements and at least one operand. Use backend='reference'."
+        )
+
+
+_Specs = tuple[OperandSpec | None, OperandSpec | None]
+
+
+def _launches(row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
+    """Both operands in one pass where their forms and casts allow it, else in two."""
+    if row is None or column is None:
+        return [(row, column)]
+    if row.form == column.form and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
+        return [(row, column)]
+    return [(row, None), (None, column)]
+
+
+def _operands(matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> _Both:
+    """Both operands of a matrix that lies as it is read; `results`: the numbers of their first results."""
+    paired = None not in specs
+    first, second = (
+        None if spec is None else _operand(matrix, spec, kernel_cast(spec.cast), at, of_transpose, paired)
+        for spec, at, of_transpose in zip(specs, results, (False, True), strict=True)
+    )
+    return first, second
+
+
+def _operand(
+    matrix: Matrix, spec: OperandSpec, numbers: KernelCast, at: int, of_transpose: bool, paired: bool
+) -> _Operand:
+    rows, length = (matrix.columns, matrix.rows) if of_transpose else (matrix.rows, matrix.columns)
+    layout = layout_of(spec.cast, rows, length, spec.form, of_transpose=of_transpose, paired=paired, turned=spec.turned)
+    ordered = numbers.usual_scale_layout == SCALE_COLUMN_MAJOR.value or (paired and numbers.block == (1, 32))
+    if not matrix.device.orders_scales and layout.scale is not None:
+        shape, ordered = layout.scale.shape, False
+        layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
+    return _Operand(spec, numbers, layout, rows, at, ordered)
+
+
+def _made(part: Part | None) -> Part:
+    assert part is not None
+    return part
+
+
+def _seed(*operands: _Operand | None) -> int:
+    return SEED if any(one is not None and one.spec.cast.is_stochastic for one in operands) else NOTHING
+
+
+def _codes(passes: Passes, one: _Operand | None) -> int:
+    return NOTHING if one is None else passes.put(one.at, one.layout.codes)
+
+
+def _scale(passes: Passes, one: _Operand | None) -> int:
+    return NOTHING if one is None or one.layout.scale is None else passes.put(one.at + 1, one.layout.scale)
+
+
+def _shared_scale(passes: Passes, both: _Both) -> int:
+    """Both operands of a matrix have one scale."""
+    row, column = both
+    if row is not None and column is not None:
+        passes.share(column.at + 1, row.at + 1, _made(column.layout.scale))
+    return _scale(passes, row or column)
+
+
+def _tensor_scale(passes: Passes, one: _Operand | None) -> int:
+    """The first level of a two-level scale: a result, or a buffer that nobody reads."""
+    if one is None:
+        return NOTHING
+    if one.layout.tensor_scale is not None:
+        return passes.put(one.at + 2, one.layout.tensor_scale)
+    return passes.add(Buffer((one.rows, 1), (1, 1), "float32") if one.numbers.is_scaled_per_row else SCALAR)
+
+
+def _streams(both: _Both) -> tuple[int, int]:
+    row, column = (0 if one is None else one.spec.stream for one in both)
+    return row, column
+
+
+def _scaled_casts(both: _Both) -> tuple:
+    return tuple(None if one is None else one.numbers.scaled_cast for one in both)
+
+
+def _measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
+    """The launch that measures a matrix."""
+    tensors = (source, result, WORDS)
+    if not matrix.is_contiguous:
+        passes.launch(Pass(
+            amax_kernels.amax_strided, (matrix.key,), matrix.tiles(32, 128), tensors, matrix.sizes,
+            (matrix.index64, 32, 128),
+        ))  # fmt: skip
+        return
+    count, device = matrix.rows * matrix.columns, matrix.device
+    block, unroll, at_once, warps = tables.AMAX_PIECES
+    kind = matrix.kind if count & 1 == 0 else 0
+    constants = (kind, count % (block * unroll) == 0, device.conversions, block, unroll)
+    programs = min(ceil_div(count, block * unroll), at_once * device.multiprocessors)
+    key = (matrix.key, count & 15 == 0, count > INT32_MAX, count == 1, constants)
+    passes.launch(Pass(amax_kernels.amax_contiguous, key, programs, tensors, (count,), constants, warps))
+
+
+def _measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
+    """The launch that measures rows and columns, and where their amaxes stand, float32 [R] and [C]."""
+    rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
+    amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
+    tile_rows, tile_columns, warps = tables.TILES["axes"]
+    constants = (row, column, matrix.how(tile_rows, tile_columns))
+    bits = (
+        passes.slice(amaxes, 0, "int32") if row else NOTHING, passes.slice(amaxes, rows, "int32") if column else NOTHING
+    )  # fmt: skip
+    passes.launch(Pass(
+        amax_kernels.amax_rows_columns, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns),
+        (source, *bits), matrix.sizes, constants, warps,
+    ))  # fmt: skip
+    of_column = passes.slice(amaxes, rows) if row and column else amaxes
+    return amaxes if row else NOTHING, of_column if column else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class _Casting:
+    """One pass over a matrix that makes one operand of it, or both."""
+
+    passes: Passes
+    matrix: Matrix
+    batch: int
+    given_amax: bool
+
+    def cast(self, source: int, specs: _Specs, records: bool) -> None:
+        """Add the launches of these operands."""
+        matrix = self.matrix
+        one = specs[0] or specs[1]
+        assert one is not None
+        numbers = kernel_cast(one.cast)
+        if numbers.bare is not None:
+            self._transformed(source, specs, numbers.bare, records)
+            return
+        # The transpose of a column-major matrix lies in memory row by row. Counts of folding come in this order.
+        exchanged = matrix.is_column_major and one.form not in ("folded", "tiles")
+        if exchanged:
+            both = _operands(matrix.transposed, specs[::-1], (3, 0))
+            replace(self, matrix=matrix.transposed)._pass(source, both, records)
+        else:
+            self._pass(source, _operands(matrix, specs), records)
+
+    def _transformed(self, source: int, specs: _Specs, bare: Cast, records: bool) -> None:
+        """The Hadamard transform as a pass of its own, then the cast of its rows, which are the operand."""
+        is_column = specs[0] is None
+        spec = specs[0] or specs[1]
+        assert spec is not None
+        matrix = self.matrix.transposed if is_column else self.matrix
+        wanted = _operand(self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
+        columns = ceil_div(matrix.columns, 16) * 16
+        made = self.passes.add(Buffer((matrix.rows, columns), (columns, 1), "bfloat16"))
+        rows, width, warps = tables.TILES["nvfp4"]
+        # Its output has columns to fill.
+        constants = (spec.cast.hadamard.sign_mask, matrix.how(rows, width)._replace(EVEN=False))
+        self.passes.launch(Pass(
+            nvfp4.transform, (matrix.key, constants, warps), matrix.tiles(rows, width), (source, made), matrix.sizes,
+            constants, warps,
+        ))  # fmt: skip
+        transformed = Matrix(matrix.rows, columns, columns, 1, "bfloat16", 16, matrix.device)
+        as_column = is_column and spec.form == "values"  # which lie in the memory of the matrix
+        both = (None, wanted) if as_column else (wanted, None)
+        if as_column:
+            transformed = transformed.transposed
+        replace(self, matrix=transformed)._pass(made, both, records)
+
+    def _pass(self, source: int, both: _Both, records: bool) -> None:
+        one = both[0] or both[1]
+        assert one is not None
+        form, family, block = one.spec.form, one.numbers.family, one.numbers.block
+        if family == "nvfp4":
+            self._nvfp4(source, both)
+        elif form in ("folded", "tiles"):
+            self._folded(source, both)
+        elif family == "blocks":
+            self._blocks(source, both)
+        elif block == (None, None):
+            self._tensor(source, both, records)
+        elif block == (1, None):
+            self._rows(source, both)
+        else:
+            scales = _scale(self.passes, both[0]), _scale(self.passes, both[1])
+            self._scaled(source, both, scales, _TILE)
+
+    def _scaled(
+        self, source: int, both: _Both, scales: tuple[int, int], mode: int,
+        sources: tuple[int, int] = (NOTHING, NOTHING), record: int = NOTHING,
+    ) -> None:  # fmt: skip
+        """The launch of `kernels.scaled`, whose scales come by one of GIVEN, AMAX, AXES, TILE."""
+        matrix, casts, streams = self.matrix, _scaled_casts(both), _streams(both)
+        rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
+        constants = (*casts, mode, record != NOTHING, matrix.how(rows, columns, units=True))
+        codes = _codes(self.passes, both[0]), _codes(self.passes, both[1])
+        words = NOTHING if record == NOTHING else WORDS
+        epsilon = (both[0] or both[1]).numbers.epsilon  # type: ignore[union-attr]
+        self.passes.launch(Pass(
+            scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),
+            (source, *codes, *scales, *sources, record, words, _seed(*both)), (*streams, epsilon, *matrix.sizes),
+            constants, warps,
+        ))  # fmt: skip
+
+    def _tensor(self, source: int, both: _Both, records: bool) -> None:
+        """FP8 per tensor: by a scale that is given, or by an amax that is given or measured."""
+        passes, matrix = self.passes, self.matrix
+        cast = (both[0] or both[1]).spec.cast  # type: ignore[union-attr]
+        record = RECORD if records else NOTHING
+        if cast.is_delayed:
+            if cast.is_gradient and not records:  # the scale depends on what is recorded
+                record = passes.add(Buffer((1,), (1,), "float32", cleared=True))
+            mode, amax = _GIVEN, SCALE_ENC
+        elif self.given_amax or not matrix.device.measures:
+            mode, amax = _AMAX, AMAX
+        elif source == SOURCE and _seed(*both) == NOTHING and _fit_together([matrix]):
+            _together(passes, [(matrix, both)], records)
+            return
+        else:
+            mode, amax = _AMAX, passes.add(SCALAR)
+            _measure(passes, matrix, source, amax)
+        scale = _shared_scale(passes, both)
+        self._scaled(source, both, (scale, scale), mode, (amax, NOTHING), record)
+
+    def _rows(self, source: int, both: _Both) -> None:
+        """FP8 per row of each operand."""
+        passes, matrix = self.passes, self.matrix
+        if source == SOURCE and _seed(*both) == NOTHING and _fit_together([matrix]):
+            _together(passes, [(matrix, both)], False)
+            return
+        amaxes = _measure_axes(passes, matrix, source, both[0] is not None, both[1] is not None)
+        self._scaled(source, both, (_scale(passes, both[0]), _scale(passes, both[1])), _AXES, amaxes)
+
+    def _blocks(self, source: int, both: _Both) -> None:
+        """MX and FP8 in blocks: codes and scales, or bfloat16 values."""
+        matrix, streams = self.matrix, _streams(both)
+        casts = tuple(None if one is None else one.block_cast for one in both)
+        rows, columns, warps = tables.tile_of_blocks(*casts, matrix.kind, matrix.fills)
+        constants = (*casts, matrix.how(rows, columns, units=True))
+        outputs = [at for one in both for at in (_codes(self.passes, one), _scale(self.passes, one))]
+        epsilons = (0.0 if one is None else one.numbers.epsilon for one in both)
+        self.passes.launch(Pass(
+            blocks.quantize_blocks, (matrix.key, constants, warps, *streams, self.batch), matrix.tiles(rows, columns),
+            (source, *outputs, _seed(*both)), (*streams, self.batch, *epsilons, *matrix.sizes), constants, warps,
+        ))  # fmt: skip
+
+    def _folded(self, source: int, both: _Both) -> None:
+        """MX folded to one scale for 1x128 or 128x128, and counts of what that changed."""
+        matrix, streams = self.matrix, _streams(both)
+        is_tile = (both[0] or both[1]).spec.form == "tiles"  # type: ignore[union-attr]
+        multiple = _TILES_TOGETHER if is_tile else 0
+        casts, how = _scaled_casts(both), matrix.how(128, 128, units=True)
+        constants = (*casts, multiple, how)
+        warps = tables.TILES["fold_squares" if folds(*casts, multiple, how.KIND, how.EVEN) else "fold"][2]
+        outputs = [at for one in both for at in (_codes(self.passes, one), _scale(self.passes, one))]
+        self.passes.launch(Pass(
+            fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
+            (source, *outputs, TILES if is_tile else FOLDED, WORDS, _seed(*both)), (*streams, *matrix.sizes), constants,
+            warps,
+        ))  # fmt: skip
+
+    def _nvfp4(self, source: int, both: _Both) -> None:
+        """NVFP4: codes and scales, or bfloat16 values."""
+        passes, matrix = self.passes, self.matrix
+        is_values = (both[0] or both[1]).spec.form == "values"  # type: ignore[union-attr]
+        if is_values:
+            both = _without_copies(passes, both)
+            measured = not self.given_amax and matrix.device.measures
+            if source == SOURCE and measured and not self.batch and _fit_values_together([(matrix, both)]):
+                _values_together(passes, [(matrix, both)])
+                return
+        amaxes = (AMAX, AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
+        casts = tuple(None if one is None else _nvfp4_constant(matrix, one, one is both[1]) for one in both)
+        rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
+        constants, streams = (*casts, steps, matrix.how(rows, columns)), _streams(both)
+        outputs = [
+            at for one in both for at in (_codes(passes, one), _scale(passes, one), _tensor_scale(passes, one))
+        ]  # fmt: skip
+        passes.launch(Pass(
+            nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, _seed(*both)),
+            (*streams, self.batch, *matrix.sizes), constants, warps,
+        ))  # fmt: skip
+
+    def _nvfp4_amaxes(self, source: int, both: _Both) -> tuple[int, int]:
+        """Where the amax stands that the first level of each operand needs: of the matrix, of its Hadamard transform,
+        or of every operand row.
+        """
+        passes, matrix = self.passes, self.matrix
+        found: list[int | None] = [None, None]
+        plain = None
+        for at, one in enumerate(both):
+            if one is not None and one.numbers.is_scaled_per_row:
+                found[at] = _measure_axes(passes, matrix, source, at == 0, at == 1)[at]
+        for at in (1, 0):
+            one = both[at]
+            if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:
+                continue
+            plain = passes.add(Buffer((2,), (1,), "float32", spans_mesh=True))
+            found[at] = passes.slice(plain, 1)
+            rows, columns, warps = tables.TILES["nvfp4_amax"]
+            constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
+            programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
+            passes.launch(Pass(
+                nvfp4_amax.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, WORDS),
+                matrix.sizes, constants, warps,
+            ))  # fmt: skip
+        if plain is None and any(one is not None and amax is None for one, amax in zip(both, found, strict=True)):
+            plain = AMAX
+            if matrix.device.measures:
+                plain = passes.add(SCALAR)
+                _measure(passes, matrix, source, plain)
+        row, column = (plain or NOTHING if amax is None else amax for amax in found)
+        return row, column
+
+
+def _nvfp4_constant(matrix: Matrix, one: _Operand, is_column: bool) -> tuple:
+    """The constant of `kernels.nvfp4`: stored units are aligned where they are whole in every row that is written."""
+    length = matrix.rows if is_column else matrix.columns
+    stored = ceil_div(length, 16) * 16 if one.numbers.signs != NO_SIGNS else length
+    if one.spec.form != "values":
+        return one.numbers.nvfp4_constant(_CODES, stored % 8 == 0)
+    return one.numbers.nvfp4_constant(_VALUES, (matrix.columns if is_column else stored) % 2 == 0)
+
+
+def _without_copies(passes: Passes, both: _Both) -> _Both:
+    """The operands to write: where both have the same values, those of the column are a view of the row's."""
+    row, column = both
+    if row is None or column is None or not tables.same_values(row.numbers, column.numbers):
+        return both
+    passes.share(column.at, row.at, column.layout.codes)
+    if column.layout.tensor_scale is not None:
+        passes.share(column.at + 2, row.at + 2, column.layout.tensor_scale)
+    return row, None
+
+
+_Matrices = list[tuple[Matrix, _Both]]
+
+
+def _most_programs(matrix: Matrix) -> int:
+    """How many programs surely run at once. One in the interpreter, where they run one after another."""
+    device = matrix.device
+    return 1 if device.number < 0 else device.multiprocessors * _COOPERATING
+
+
+def _fit_together(matrices: list[Matrix]) -> bool:
+    """Whether one launch is to measure and cast these matrices."""
+    elements = sum(matrix.rows * matrix.columns for matrix in matrices)
+    fit = elements <= _MOST_TOGETHER and not any(matrix.index64 for matrix in matrices)
+    return fit and all(matrix.device.cooperates for matrix in matrices)
+
+
+def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
+    """One launch for one or two matrices with scales per tensor or per row, measured first where they are not given."""
+    numbers = (matrices[0][1][0] or matrices[0][1][1]).numbers  # type: ignore[union-attr]
+    mode = _AXES if numbers.block == (1, None) else _GIVEN if numbers.cast.is_delayed else _AMAX
+    rows, columns, warps = tables.TILES["together"]
+    tensors: list[int] = []
+    scalars: list[float] = []
+    tiles, of_each, keys = 0, [], []
+    inputs = ((SOURCE, SCALE_ENC, RECORD), (SECOND, SECOND_SCALE_ENC, SECOND_RECORD))
+    for (source, scale_enc, record), (matrix, both) in zip(inputs, matrices, strict=False):
+        codes = [_codes(passes, one) for one in both]
+        if mode == _AXES:
+            scales = [_scale(passes, one) for one in both]
+            amaxes = passes.add(Buffer((matrix.rows + matrix.columns,), (1,), "int32"))
+        else:
+            scales, amaxes = [_shared_scale(passes, both)] * 2, scale_enc if mode == _GIVEN else NOTHING
+        tensors += [source, *codes, *scales, amaxes, record if records else NOTHING]
+        tiles += matrix.tiles(rows, columns)
+        scalars += [(both[0] or both[1]).numbers.epsilon, *matrix.sizes]  # type: ignore[union-attr]
+        of_each.append(MatrixConstants(*_scaled_casts(both), matrix.how(rows, columns, units=True)))
+        keys.append(matrix.key)
+    if len(matrices) == 1:
+        tensors, scalars, of_each = tensors + [NOTHING] * 7, [*scalars, 0.0, 0, 0, 0, 0], [*of_each, None]
+    constants = (mode, records, *of_each)
+    passes.launch(Pass(
+        pair.cast_pair, (*keys, constants, warps), min(tiles, _most_programs(matrices[0][0])),
+        (*tensors, WORDS if records or mode != _GIVEN else NOTHING), tuple(scalars), constants, warps,
+        cooperative=mode != _GIVEN,
+    ))  # fmt: skip
+
+
+def _fit_values_together(matrices: _Matrices) -> bool:
+    """Whether one launch is to measure and cast these matrices to NVFP4 values: no row operand is transformed, nor the
+    column operand of a second matrix, and no amax is one of rows.
+    """
+    for number, (matrix, both) in enumerate(matrices):
+        numbers = [None if one is None else one.numbers for one in both]
+        if matrix.index64 or not matrix.device.cooperates:
+            return False
+        if any(one is not None and (one.family != "nvfp4" or one.is_scaled_per_row) for one in numbers):
+            return False
+        row, column = numbers
+        if (row and row.signs != NO_SIGNS) or (number and column and column.signs != NO_SIGNS):
+            return False
+    return sum(matrix.rows * matrix.columns for matrix, _ in matrices) <= _MOST_TOGETHER
+
+
+def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = False) -> None:
+    """One launch that measures one or two matrices and casts them to NVFP4 values; it may make a call seed as well."""
+    rows, columns, warps = tables.TILES["nvfp4_together"]
+    tensors: list[int] = []
+    scalars: list[int] = []
+    tiles, of_each, keys, streams = 0, [], [], []
+    for source, (matrix, both) in zip((SOURCE, SECOND), matrices, strict=False):
+        tensors += [source, *(at for one in both for at in (_codes(passes, one), _tensor_scale(passes, one)))]
+        tiles += matrix.tiles(rows, columns)
+        scalars += [*_streams(both), *matrix.sizes]
+        aligned = matrix.columns % 2 == 0
+        casts = (None if one is None else one.numbers.nvfp4_constant(_VALUES, aligned) for one in both)
+        of_each.append(MatrixConstants(*casts, matrix.how(rows, columns)))
+        keys.append(matrix.key)
+        streams.append(_streams(both))
+    if len(matrices) == 1:
+        tensors, scalars, of_each = tensors + [NOTHING] * 5, [*scalars, 0, 0, 0, 0, 0, 0], [*of_each, None]
+    seeds = (SEED, SECOND_SEED) if draws_seed else (_seed(*matrices[0][1]), NOTHING)
+    constants = (draws_seed, *of_each)
+    passes.launch(Pass(
+        nvfp4_pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
+        (*tensors, *seeds, WORDS), tuple(scalars), constants, warps, cooperative=True,
+    ))  # fmt: skip

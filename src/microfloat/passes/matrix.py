@@ -1,0 +1,231 @@
+"""What passes are made of: a device and a matrix as numbers, launches as data, and the buffers that launches fill."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from microfloat.kernels.constants import How
+from microfloat.kernels.device import convert
+from microfloat.kernels.tables import Warps
+from microfloat.layout import Part
+
+__all__ = [
+    "ALIGNMENT", "AMAX", "FOLDED", "MADE", "NOTHING", "RECORD", "SCALE_ENC", "SECOND", "SECOND_RECORD",
+    "SECOND_SCALE_ENC", "SECOND_SEED", "SEED", "SOURCE", "TILES", "WORDS", "Buffer", "CastInputs", "Device", "Matrix",
+    "Pass", "Passes", "Slice", "specialization",
+]  # fmt: skip
+
+# Where launches find their tensors, by position in a table: nothing; the matrix; scratch words; its `CastInputs`; a
+# second matrix and its own; and from MADE on the buffers of the passes.
+NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX = range(9)
+SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(9, 14)
+ALIGNMENT = 16  # bytes: what kernels are told that addresses are multiples of, and what allocated buffers begin at
+INT32_MAX = 2**31 - 1
+
+_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
+_ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
+
+
+class CastInputs(NamedTuple):
+    """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
+    seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
+    128x128 changed (row and column operand); the amax where it need not be measured.
+    """
+
+    scale_enc: Any = None
+    seed: Any = None
+    record: Any = None
+    folded: Any = None
+    tiles: Any = None
+    amax: Any = None
+
+
+class Device(NamedTuple):
+    """What passes depend on of a device.
+
+    `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
+    none. `cooperates`: launches may wait for all of their programs. `measures`: the amax of a matrix is a pass;
+    elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows.
+    """
+
+    number: int
+    multiprocessors: int
+    conversions: bool
+    largest_cluster: int = 0
+    cooperates: bool = True
+    measures: bool = True
+    orders_scales: bool = True
+
+
+def specialization(value: int) -> int:
+    """What Triton makes of an integer argument: 1, a multiple of 16, other; and whether it fits in 32 bits."""
+    kind = 2 if value == 1 else (value & 15 == 0)
+    return kind if value <= INT32_MAX else kind + 4
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address."""
+
+    rows: int
+    columns: int
+    stride_r: int
+    stride_c: int
+    dtype: str
+    alignment: int
+    device: Device
+
+    @property
+    def transposed(self) -> "Matrix":
+        """The same memory, seen as the transpose."""
+        return replace(
+            self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r
+        )  # fmt: skip
+
+    @property
+    def is_column_major(self) -> bool:
+        """True where the transpose lies in memory row by row."""
+        return self.stride_r == 1 and self.stride_c != 1 and self.rows > 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True where it lies in memory row by row, without gaps."""
+        return (self.stride_c == 1 or self.columns == 1) and (self.stride_r == self.columns or self.rows == 1)
+
+    @property
+    def kind(self) -> int:
+        """How its elements may be read (`kernels.device.convert`): column operands read two words at once, so rows must
+        begin at multiples of 8 bytes; else element by element.
+        """
+        in_words = self.stride_c == 1 and not self.columns & 1 and not self._row_stride & 3 and self.alignment >= 8
+        return _KINDS.get(self.dtype, 0) if in_words else 0
+
+    @property
+    def index64(self) -> bool:
+        """True where 32 bits do not hold the offsets inside a tile of 128 rows or columns, of the input and of outputs
+        in either layout, or the number of block scales, of which there is one for 16 elements at most.
+        """
+        largest = max(self._row_stride, self.stride_c, self.rows, self.columns)
+        return 128 * largest > INT32_MAX or self.rows * self.columns >> 4 > INT32_MAX
+
+    @property
+    def key(self) -> tuple:
+        """All that Triton specializes on."""
+        return (
+            self.dtype, self.device.number, self.kind, self.index64, self.columns & 1, self.rows & 3,
+            *map(specialization, self.sizes),
+        )  # fmt: skip
+
+    @property
+    def _row_stride(self) -> int:
+        return self.columns if self.rows == 1 else self.stride_r
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """R, C and both strides, as kernels take them."""
+        return self.rows, self.columns, self._row_stride, self.stride_c
+
+    def fills(self, tile_rows: int, tile_columns: int) -> bool:
+        """True where whole tiles cover the matrix, so that no load or store needs a mask."""
+        return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
+
+    def tiles(self, tile_rows: int, tile_columns: int) -> int:
+        """How many tiles of this size cover it."""
+        return -(-self.rows // tile_rows) * -(-self.columns // tile_columns)
+
+    def how(self, tile_rows: int, tile_columns: int, *, units: bool = False) -> How:
+        """The constants of a pass over tiles of this size; `units`: codes are stored two and four at a time."""
+        even, kind = self.fills(tile_rows, tile_columns), self.kind
+        pairs, quads = units and self.columns & 1 == 0, units and self.rows & 3 == 0
+        return How(
+            kind, kind, even, self.index64, self.device.conversions, tile_rows, tile_columns, pairs, quads
+        )  # fmt: skip
+
+
+class Buffer(NamedTuple):
+    """What to allocate; cleared where a launch adds to what it finds. `spans_mesh`: holds amaxes of one device's part
+    of a matrix, of which later passes read the maximum over all devices that hold parts.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    cleared: bool = False
+    spans_mesh: bool = False
+
+
+SCALAR = Buffer((), (), "float32")
+
+
+class Slice(NamedTuple):
+    """What begins `offset` elements into a buffer, seen as another dtype of the same size (None: its own)."""
+
+    buffer: int
+    offset: int
+    dtype: str | None
+    aligned: bool
+
+
+class Pass(NamedTuple):
+    """One launch of a kernel, whose parameters are tensors, then scalars, then constants.
+
+    `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
+    of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
+    many programs run as a cluster, and `programs` counts clusters.
+    """
+
+    kernel: Any
+    key: tuple
+    programs: int
+    tensors: tuple[int, ...]
+    scalars: tuple
+    constants: tuple
+    warps: Warps = Warps(4)
+    cooperative: bool = False
+    cluster: int = 1
+
+
+class Passes:
+    """Launches over a matrix, or over two, and the buffers they fill: results first, then what is in between."""
+
+    def __init__(self, results: int) -> None:
+        self.results = results
+        self.buffers: list[Buffer | None] = [None] * results
+        self.slices: list[Slice] = []
+        self.launches: list[Pass] = []
+        self.shared: list[tuple[int, int, Part]] = []  # a result that is another one, or its transpose; its layout
+
+    @property
+    def layouts(self) -> tuple[Part | None, ...]:
+        """The layout of each result."""
+        layouts: list[Part | None] = [
+            None if made is None else Part(*made[:3]) for made in self.buffers[: self.results]
+        ]
+        for index, _, part in self.shared:
+            layouts[index] = part
+        return tuple(layouts)
+
+    def put(self, index: int, part: Part) -> int:
+        """Make a part the result number `index`."""
+        self.buffers[index] = Buffer(*part)
+        return MADE + index
+
+    def share(self, index: int, original: int, part: Part) -> None:
+        """Let the result number `index` be the number `original`, seen as `part`: the same, or transposed."""
+        self.shared.append((index, original, part))
+
+    def add(self, buffer: Buffer) -> int:
+        """Allocate a buffer besides the results."""
+        self.buffers.append(buffer)
+        return MADE + len(self.buffers) - 1
+
+    def slice(self, position: int, offset: int = 0, dtype: str | None = None) -> int:
+        """What begins `offset` elements into the buffer at a position."""
+        buffer = self.buffers[position - MADE]
+        assert buffer is not None
+        aligned = offset * _ITEM_BYTES[buffer.dtype] % ALIGNMENT == 0
+        self.slices.append(Slice(position - MADE, offset, dtype, aligned))
+        return ~(len(self.slices) - 1)
+
+    def launch(self, one: Pass) -> None:
+        """Start `one` after those before it."""
+        self.launches.append(one)
