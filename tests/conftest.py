@@ -62,7 +62,9 @@ def _why_no_gpu():
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    left_out.mark(items)
     # A path with "::" collects a part of a file, of which nothing can be said.
     problems = left_out.problems(items, whole_files=not any("::" in argument for argument in config.args))
     if problems:

@@ -45,3 +45,20 @@ def test_every_file_keeps_a_test():
     (problem,) = left_out.problems([SLOW])
     assert problem.startswith("tests/torch/test_x.py: make test runs nothing of it")
     assert left_out.problems([SLOW], whole_files=False) == []
+
+
+def test_all_but_what_is_kept_becomes_slow():
+    def case(name):
+        one = SimpleNamespace(
+            nodeid=f"tests/torch/test_x.py::test_y[{name}]", callspec=SimpleNamespace(id=name), marks={}
+        )
+        one.get_closest_marker = one.marks.get
+        one.add_marker = lambda added: one.marks.update({added.mark.name: added.mark})
+        one.add_marker(pytest.mark.mostly_slow("further recipes", keep=("mxfp8-*", "nvfp5")))
+        return one
+
+    items = [case(name) for name in ("mxfp8-True", "mxfp4-True", "mxfp4-False")]
+    left_out.mark(items)
+    assert left_out.reasons(items) == {"further recipes": 2}
+    assert left_out.problems(items) == ["tests/torch/test_x.py::test_y: no case has an id like 'nvfp5'"]
+    assert left_out.problems(items, whole_files=False) == []

@@ -34,6 +34,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
     return json.loads(path.read_text()), done.stdout
 
 
+@pytest.mark.mostly_slow("most benchmark commands", keep=("quantize-*", "matmul-*"))
 @pytest.mark.parametrize(
     ("command", "ids", "measured"),
     [
@@ -68,6 +69,7 @@ def test_a_quick_run(repository, tmp_path, command, ids, measured):
     assert str(tmp_path) not in json.dumps(document)
 
 
+@pytest.mark.slow("most benchmark commands")
 def test_the_cpu_command(repository, tmp_path):
     document, _ = run(repository, tmp_path, "cpu")
     assert document["command"].startswith("python -m benchmarks cpu --quick --json benchmarks/results/rows.json")

@@ -52,6 +52,7 @@ def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
     return run(x, w, dy)
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("fp8_current", "mxfp8", "nvfp4", "fp8_block"))
 @pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
 def test_three_gemms_equal_the_oracle(name):
     recipe = SPECIAL.get(name) or RECIPES[name]()
@@ -154,6 +155,7 @@ def test_paired_contraction_order():
     assert relative_error(y, expected) < 0.05  # the format's own error is 3.8e-2; wrong pairing gives 1.5
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_batched_matrices_are_quantized_alone():
     """Every entry of the batch has its own tensor amax, and its index as the `batch` word of the random stream."""
     scale = np.float32([1, 100])[:, None, None]

@@ -28,6 +28,7 @@ def with_one(value):
     return dy
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("delayed", "mxfp8", "nvfp4"))
 @pytest.mark.parametrize("name", [*RECIPES, *CUSTOM])
 def test_overflow_of_dy_shows_in_both_gradients(name):
     """Inf or NaN in dy leaves its row of dx and its row of dw non-finite, eager and under jit; finite dy does not."""
@@ -68,6 +69,7 @@ def test_overflow_leaves_delayed_scaling_as_defined():
     assert float(after.x.amax_history[0]) == np.abs(X).max()
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_second_derivatives_are_refused_by_name():
     """Every order of differentiation of a gradient is an error at trace time; zeros would be returned otherwise."""
     for recipe in (MXFP8BlockScaling(), DelayedScaling(), NVFP4BlockScaling()):

@@ -114,6 +114,7 @@ OPS = {
 }
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("direct",))
 @pytest.mark.parametrize("op", OPS)
 def test_a_layer_used_twice_leaves_the_maximum(op):
     """Flax 0.12 sums here: scale 2.0 for 1.0."""
@@ -141,6 +142,7 @@ def one_layer(op, **options):
     return nn.Dense(32, dot_general_cls=op, **options)
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("delayed",))
 @pytest.mark.parametrize("op", OPS)
 def test_scan_remat_and_vmap_of_layers(op):
     """Broadcast state gives the maximum over the steps; stacked state one entry per layer."""
@@ -177,6 +179,7 @@ def test_scan_remat_and_vmap_of_layers(op):
     assert leaves["input_amax_history"][0] == np.abs(5 * X).max()
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_microbatches_equal_one_batch():
     model = one_layer(OPS["qdq"])
     variables = model.init(jax.random.key(0), X)
@@ -240,6 +243,7 @@ class WithNorm(nn.Module):
         return nn.Dense(32, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("True",))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_train_state_keeps_other_collections(frozen):
     """In Flax 0.12 batch_stats vanish after one step."""
@@ -299,6 +303,7 @@ def test_optax_transformation():
         tx.update(variables, opt_state)
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("mxfp8", "delayed"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):
     """Dense with the recipe's op: parameters unchanged, results those of the oracle."""
@@ -337,6 +342,7 @@ def test_stochastic_recipes_need_the_stream_only_for_gradients():
         ml.dot_general_cls(DelayedScaling)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.usefixtures("x64")
 def test_state_is_float32_with_x64():
     model = one_layer(OPS["direct"], dtype=jnp.float32, param_dtype=jnp.float32)
@@ -368,6 +374,7 @@ def test_attention_einsum_and_dense_general():
     assert relative_error(mj.einsum(recipe)("mk,kn->nm", X, kernel), reference) < 0.1
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_einsum_op_keeps_operands_by_position():
     """Flax swaps the operands of this equation: the input's amax lands in the kernel's slot."""
     kernel = 9 * RNG.standard_normal((32, 16)).astype(np.float32)

@@ -175,6 +175,7 @@ def test_guided_scan_over_steps():
 RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()]
 
 
+@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("MXFP8BlockScaling",))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_data_gradients_under_transformations(recipe):
     """vmap, scan and remat of a matrix product give what a loop gives, noise included."""
@@ -240,6 +241,7 @@ def test_donation():
     assert float(state.x.scale_enc) == np.float32(448) / np.abs(X).max()
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.usefixtures("x64")
 def test_x64_changes_nothing():
     op = mj.dot_general(NVFP4BlockScaling())
@@ -252,6 +254,7 @@ def test_x64_changes_nothing():
             np.testing.assert_array_equal(np.asarray(wide), np.asarray(narrow))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_tracer_leaks_and_strict_promotion():
     op = mj.dot_general(NVFP4BlockScaling())
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.checking_leaks():

@@ -83,6 +83,7 @@ def test_no_register_is_read_that_was_never_written(instructions, workload):
     assert instructions[workload][1] == []
 
 
+@pytest.mark.slow("machine code for GPUs before Hopper")
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("capability", [80, 75])
 def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, capability):
@@ -93,6 +94,7 @@ def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, cap
         assert (wrong, conversions) == ([], []), workload
 
 
+@pytest.mark.slow("what Triton reads of every launch of one element")
 @pytest.mark.xdist_group("triton-interpreter")
 def test_kernels_read_sizes_of_one_and_wide_streams():
     pytest.importorskip("triton", reason="triton is not installed")

@@ -14,6 +14,14 @@ from tests.ptx import interpreting as hardware
 
 ONE_FORM = ("traced", "swizzled", "empty", "refusals")  # launch nothing that has two forms, or nothing of its own
 HARDWARE = [what for what in CASES + WORDS if what.values[0][0] not in ONE_FORM]
+# Of each family of kernels one case runs in every run.
+KEPT = (
+    "operands-fp8_128x128-(37,75)-float32-special", "operands-mxfp8-(256,192)-bfloat16-special",
+    "operands-nvfp4-(48,72)-*", "operands-nvfp4_2d-(128,128)-bfloat16-special", "gradients-fp8_tensor", "scale_orders",
+    "folded-mxfp8-True", "dequantized-nvfp4", "values_in_bf16-mxfp4", "packed_codes-mxfp6_e2m3-()", "amaxes-*special",
+    "activations-silu-bfloat16", "fused_casts-mxfp8", "norms_alone-rms-mxfp8", "fused_linears-triton-mxfp8",
+    "special_words-mxfp8", "beside_nan-fp8_1x128",
+)  # fmt: skip
 
 
 def _run(case):
@@ -37,6 +45,7 @@ def interpreted_hardware():
         yield call
 
 
+@pytest.mark.mostly_slow("hardware forms of every case of the kernels, interpreted", keep=KEPT)
 @pytest.mark.xdist_group("triton-interpreter-hardware")
 @pytest.mark.parametrize("what", HARDWARE)
 def test_hardware_forms(interpreted_hardware, what):
@@ -58,6 +67,7 @@ def test_both_forms_agree(interpreted_hardware, what):
     interpreted_hardware(what)
 
 
+@pytest.mark.mostly_slow("hardware forms of every case of the kernels, interpreted", keep=("fp8_1x128-*",))
 @pytest.mark.xdist_group("triton-interpreter-hardware")
 @pytest.mark.parametrize(
     ("name", "tile"), [("fp8_128x128", (128, 128)), ("fp8_1x128", (128, 128)), ("mxfp8", (256, 64))]
