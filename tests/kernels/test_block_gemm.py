@@ -58,7 +58,11 @@ def _compile(tiles, dtype):
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["1x128", "128x128"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow("machine code of further kernels for Hopper"))],
+    ids=["1x128", "128x128"],
+)
 def program(request):
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return request.param, pool.submit(_compile, request.param, torch.bfloat16).result()

@@ -150,8 +150,22 @@ WORDS = [
 ]  # fmt: skip
 
 
+# Cases of seconds, whose kernels other cases run too.
+LONG = (
+    "folded-mxfp8-False", "operands-mxfp8_e5m2-(256,192)-bfloat16-special", "scale_orders",
+    "operands-mxfp6_e2m3-(256,192)-bfloat16-special", "wide_offsets", "guard_zones", "fused_squares",
+    "delayed_gradients", "sides-()-((rht,True),(rounding,stochastic))",
+    "sides-((rounding,stochastic),)-((rht,True),(rounding,stochastic))", "norms_alone-layer-fp8_tensor",
+    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,even),)-special",
+    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,oas),)-special",
+    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,ceil),)-special",
+)  # fmt: skip
+_LEFT = pytest.mark.slow("long cases of the kernels, interpreted")
+INTERPRETED = [pytest.param(*what.values, id=what.id, marks=_LEFT if what.id in LONG else ()) for what in CASES]
+
+
 @pytest.mark.xdist_group("triton-interpreter")
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", INTERPRETED)
 def test_interpreted(interpreted, what, record_property):
     record_property("conversions", interpreted(what))
 
