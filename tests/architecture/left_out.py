@@ -13,12 +13,29 @@ CONTRACT = (
 )
 
 
+def slow_cases(item):
+    """``(why, patterns, kept)`` of the marker `slow_cases`, or None; `kept` says that the patterns name what stays."""
+    marker = item.get_closest_marker("slow_cases")
+    if marker is None:
+        return None
+    (kind, patterns), *more = marker.kwargs.items()
+    if len(marker.args) != 1 or more or kind not in ("cases", "all_but"):
+        raise ValueError(f"{item.nodeid}: write pytest.mark.slow_cases(why, cases=...) or (why, all_but=...)")
+    return marker.args[0], patterns, kind == "all_but"
+
+
+def is_like(item, patterns):
+    """Whether the id of a parametrized test's case matches a pattern."""
+    return any(fnmatchcase(item.callspec.id, pattern) for pattern in patterns)
+
+
 def mark(items):
-    """Mark slow what `mostly_slow` says: the cases of a parametrized test whose ids match none of `keep`."""
+    """Mark slow what `slow_cases` names."""
     for item in items:
-        mostly = item.get_closest_marker("mostly_slow")
-        if mostly and not any(fnmatchcase(item.callspec.id, pattern) for pattern in mostly.kwargs["keep"]):
-            item.add_marker(pytest.mark.slow(*mostly.args))
+        if named := slow_cases(item):
+            why, patterns, kept = named
+            if is_like(item, patterns) != kept:
+                item.add_marker(pytest.mark.slow(why))
 
 
 def reasons(items):
@@ -41,11 +58,11 @@ def problems(items, whole_files=True):
         files = {item.nodeid.split("::")[0] for item in items}
         quick = {item.nodeid.split("::")[0] for item in items if item not in slow}
         found += [f"{file}: make test runs nothing of it; leave one test of it unmarked" for file in files - quick]
-        kept = {}
+        matched = {}
         for item in items:
-            mostly = item.get_closest_marker("mostly_slow")
-            for pattern in mostly.kwargs["keep"] if mostly else ():
+            _, patterns, _ = slow_cases(item) or (None, (), None)
+            for pattern in patterns:
                 test = (item.nodeid.split("[")[0], pattern)
-                kept[test] = kept.get(test, False) or fnmatchcase(item.callspec.id, pattern)
-        found += [f"{test}: no case has an id like {pattern!r}" for (test, pattern), there in kept.items() if not there]
+                matched[test] = matched.get(test, False) or is_like(item, [pattern])
+        found += [f"{test}: no case has an id like {pattern!r}" for (test, pattern), met in matched.items() if not met]
     return sorted(found)

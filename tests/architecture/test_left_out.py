@@ -9,7 +9,7 @@ from tests.architecture import left_out
 
 def item(nodeid, *arguments, slow=True):
     mark = pytest.mark.slow(*arguments).mark if slow else None
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: mark)
+    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: mark if name == "slow" else None)
 
 
 QUICK = item("tests/torch/test_x.py::test_quick", slow=False)
@@ -47,18 +47,19 @@ def test_every_file_keeps_a_test():
     assert left_out.problems([SLOW], whole_files=False) == []
 
 
-def test_all_but_what_is_kept_becomes_slow():
+@pytest.mark.parametrize(
+    ("patterns", "count"), [({"all_but": ("mxfp8-*", "nvfp5")}, 2), ({"cases": ("mxfp8-*", "nvfp5")}, 1)]
+)
+def test_cases_are_named_by_patterns(patterns, count):
     def case(name):
-        one = SimpleNamespace(
-            nodeid=f"tests/torch/test_x.py::test_y[{name}]", callspec=SimpleNamespace(id=name), marks={}
-        )
+        one = SimpleNamespace(nodeid=f"tests/x.py::test_y[{name}]", callspec=SimpleNamespace(id=name), marks={})
         one.get_closest_marker = one.marks.get
         one.add_marker = lambda added: one.marks.update({added.mark.name: added.mark})
-        one.add_marker(pytest.mark.mostly_slow("further recipes", keep=("mxfp8-*", "nvfp5")))
+        one.add_marker(pytest.mark.slow_cases("further recipes", **patterns))
         return one
 
     items = [case(name) for name in ("mxfp8-True", "mxfp4-True", "mxfp4-False")]
     left_out.mark(items)
-    assert left_out.reasons(items) == {"further recipes": 2}
-    assert left_out.problems(items) == ["tests/torch/test_x.py::test_y: no case has an id like 'nvfp5'"]
+    assert left_out.reasons(items) == {"further recipes": count}
+    assert left_out.problems(items) == ["tests/x.py::test_y: no case has an id like 'nvfp5'"]
     assert left_out.problems(items, whole_files=False) == []

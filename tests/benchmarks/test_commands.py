@@ -34,7 +34,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
     return json.loads(path.read_text()), done.stdout
 
 
-@pytest.mark.mostly_slow("most benchmark commands", keep=("quantize-*", "matmul-*"))
+@pytest.mark.slow_cases("most benchmark commands", all_but=("quantize-*", "matmul-*"))
 @pytest.mark.parametrize(
     ("command", "ids", "measured"),
     [

@@ -46,7 +46,7 @@ def interrupt(monkeypatch):
 # --------------------------------------------------------------------------------- training and report
 
 
-@pytest.mark.mostly_slow("examples: runs with further settings", keep=("nvfp4",))
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("nvfp4",))
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_the_loss_falls(tmp_path, recipe):
     assert train(tmp_path, f"--recipe {recipe} --steps 6 --lr 0.02") == 0
@@ -165,8 +165,8 @@ def test_lm_head_and_embedding_stay_in_high_precision(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------- interrupt and resume
 
 
-@pytest.mark.mostly_slow(
-    "examples: runs with further settings", keep=("nvfp4-", "delayed-", "delayed---last-fraction-bf16 0.7")
+@pytest.mark.slow_cases(
+    "examples: runs with further settings", all_but=("nvfp4-", "delayed-", "delayed---last-fraction-bf16 0.7")
 )
 @pytest.mark.parametrize(
     ("recipe", "more"),

@@ -97,7 +97,7 @@ def assert_same_bytes(operand, cast, **options):
     return q, p
 
 
-@pytest.mark.mostly_slow("examples: runs with further settings", keep=("nvfp4", "mxfp8"))
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("nvfp4", "mxfp8"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_weight_quantizes_to_the_same_bytes(twins, name):
     recipe = from_name(name)
@@ -112,7 +112,7 @@ def test_every_weight_quantizes_to_the_same_bytes(twins, name):
                 assert_same_bytes(operand, recipe.cast(*use))
 
 
-@pytest.mark.mostly_slow("examples: runs with further settings", keep=("nvfp4-*", "mxfp8-jax"))
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("nvfp4-*", "mxfp8-jax"))
 @pytest.mark.parametrize("source", SCRIPTS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_six_casts_of_recorded_operands_give_the_same_bytes(records, source, name):

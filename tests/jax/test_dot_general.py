@@ -52,7 +52,9 @@ def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
     return run(x, w, dy)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("fp8_current", "mxfp8", "nvfp4", "fp8_block"))
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4", "fp8_block")
+)
 @pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
 def test_three_gemms_equal_the_oracle(name):
     recipe = SPECIAL.get(name) or RECIPES[name]()
@@ -137,6 +139,7 @@ def test_dimension_numbers_equal_lax(problem, seed, recipe):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("shapes0", "shapes2"))
 @pytest.mark.parametrize("shapes", [((0, 5), (3, 5)), ((4, 0), (3, 0)), ((2, 0, 3), (2, 4, 3)), ((0, 2, 3), (0, 4, 3))])
 def test_empty_operands(shapes):
     lhs, rhs = (jnp.ones(shape) for shape in shapes)

@@ -52,6 +52,7 @@ def test_the_evaluation_leaves_conversions_out():
         unchanged(lambda x: (x * x).astype(jnp.float32), HALF)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float32-*", "*-float8_e4m3fn"))
 @pytest.mark.parametrize("q_dtype", FP8)
 @pytest.mark.parametrize(
     ("dtype", "compute"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float32")]

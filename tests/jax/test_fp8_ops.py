@@ -214,7 +214,7 @@ def test_gradients_by_every_route():
     assert np.array_equal(jax.jit(lambda a, b: dots(a, b, "foreign"))(lhs, rhs), dots(lhs, rhs, "one call"))
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("Fp8DotGeneralOp",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("Fp8DotGeneralOp",))
 @pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
 def test_second_derivatives(name):
     """Straight through the rounding, with respect to both operands, and also where Flax's tangents overflow FP8."""
@@ -238,7 +238,7 @@ def test_second_derivatives(name):
             assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("3e-25-*",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("3e-25-*",))
 @pytest.mark.parametrize(("size", "gradient"), [(1e-17, 1.0), (3e-25, 1e12)])
 def test_small_operands_keep_their_products_and_gradients(size, gradient):
     """The product of both scales lies below float32's normal range; y, its gradients and the amax of dy do not."""
@@ -354,7 +354,7 @@ def test_missing_state_is_named():
         fp8_ops.max_accumulate(3)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("microfloat",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("microfloat",))
 @pytest.mark.parametrize("module", [flax_ops, fp8_ops], ids=["flax", "microfloat"])
 def test_classes_derived_from_the_base(module):
     """A subclass finds the six variables under the names that Flax gives them."""

@@ -139,6 +139,7 @@ def test_delayed_scaling_records_in_the_cast(repository):
     assert all("xf8" in kind for kinds, _ in found["cuda"]["dots"] for kind in kinds)
 
 
+@pytest.mark.slow("Triton kernels of a JAX program, compiled")
 def test_parameters_are_declared_as_jaxlib_passes_them(repository):
     """Arrays first, inputs before outputs; the words that programs meet in are cleared, and nothing else."""
     started = program(repository, "nvfp4")["started"]
@@ -155,6 +156,7 @@ def test_parameters_are_declared_as_jaxlib_passes_them(repository):
         assert one["capability"] == 90
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
 def test_kernels_inside_shard_map(repository, name):
     """Scales of whole tensors, maxima over the mesh, have one type by either way."""

@@ -114,7 +114,7 @@ OPS = {
 }
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("direct",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("direct",))
 @pytest.mark.parametrize("op", OPS)
 def test_a_layer_used_twice_leaves_the_maximum(op):
     """Flax 0.12 sums here: scale 2.0 for 1.0."""
@@ -142,7 +142,7 @@ def one_layer(op, **options):
     return nn.Dense(32, dot_general_cls=op, **options)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("delayed",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("op", OPS)
 def test_scan_remat_and_vmap_of_layers(op):
     """Broadcast state gives the maximum over the steps; stacked state one entry per layer."""
@@ -243,7 +243,7 @@ class WithNorm(nn.Module):
         return nn.Dense(32, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("True",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("True",))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_train_state_keeps_other_collections(frozen):
     """In Flax 0.12 batch_stats vanish after one step."""
@@ -303,7 +303,7 @@ def test_optax_transformation():
         tx.update(variables, opt_state)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("mxfp8", "delayed"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "delayed"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):
     """Dense with the recipe's op: parameters unchanged, results those of the oracle."""

@@ -83,6 +83,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("outside-*",))
 @pytest.mark.parametrize(("order", "kind"), [*((order, "recipe") for order in ORDERS), ("outside", "flax op")])
 def test_a_step_of_three_microbatches(order, kind):
     model = MODELS[kind]

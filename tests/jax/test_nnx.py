@@ -163,7 +163,7 @@ def test_a_layer_with_a_product_of_its_own_keeps_it():
     assert mnnx.revert(layer).dot_general is doubled
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("eager",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("eager",))
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_gradients_without_the_state_are_noticed(jitted):
     """Flax's own grad and optimizer leave the scales where they are: a warning says so, and what to use."""
@@ -303,7 +303,7 @@ class Scanned(nnx.Module):
         return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("DelayedScaling",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("DelayedScaling",))
 @pytest.mark.parametrize("recipe", [DELAYED, NVFP4BlockScaling()], ids=lambda recipe: type(recipe).__name__)
 def test_convert_layers_that_are_stacked(recipe):
     """Layers made by nnx.vmap get a state, and a random stream, each."""

@@ -107,6 +107,7 @@ CASES += [
 ]
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed-*-True", "nvfp4-*-False"))
 @pytest.mark.parametrize(("name", "devices", "layout", "check_vma"), CASES)
 def test_parallelism(name, devices, layout, check_vma):
     local, x_spec, w_spec, y_spec, repeated = LAYOUTS[layout]

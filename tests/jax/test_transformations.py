@@ -74,6 +74,7 @@ def in_remat(state):
     return sum(jax.checkpoint(call)(x, state) for x in STACKED)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*scan*", "*vmap*-jit", "*cond*"))
 @eager_and_jit
 @pytest.mark.parametrize(
     "loss",
@@ -129,6 +130,7 @@ def in_qdq(x, scale, history):
     return fp8_ops.in_qdq(F32, E4M3, x, scale, history)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*scan*", "*vmap*-jit", "*cond*"))
 @eager_and_jit
 @pytest.mark.parametrize("kind", ["scan", "remat", "vmap", "nested_vmap", "cond", "straight"])
 def test_fp8_ops_state_is_the_maximum(kind, transform):
@@ -175,7 +177,7 @@ def test_guided_scan_over_steps():
 RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()]
 
 
-@pytest.mark.mostly_slow("further JAX programs of a checked kind", keep=("MXFP8BlockScaling",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("MXFP8BlockScaling",))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_data_gradients_under_transformations(recipe):
     """vmap, scan and remat of a matrix product give what a loop gives, noise included."""

@@ -45,7 +45,7 @@ def interpreted_hardware():
         yield call
 
 
-@pytest.mark.mostly_slow("hardware forms of every case of the kernels, interpreted", keep=KEPT)
+@pytest.mark.slow_cases("hardware forms of every case of the kernels, interpreted", all_but=KEPT)
 @pytest.mark.xdist_group("triton-interpreter-hardware")
 @pytest.mark.parametrize("what", HARDWARE)
 def test_hardware_forms(interpreted_hardware, what):
@@ -67,7 +67,7 @@ def test_both_forms_agree(interpreted_hardware, what):
     interpreted_hardware(what)
 
 
-@pytest.mark.mostly_slow("hardware forms of every case of the kernels, interpreted", keep=("fp8_1x128-*",))
+@pytest.mark.slow_cases("hardware forms of every case of the kernels, interpreted", all_but=("fp8_1x128-*",))
 @pytest.mark.xdist_group("triton-interpreter-hardware")
 @pytest.mark.parametrize(
     ("name", "tile"), [("fp8_128x128", (128, 128)), ("fp8_1x128", (128, 128)), ("mxfp8", (256, 64))]
