@@ -9,7 +9,7 @@ import pytest
 from microfloat import formats, reference
 from microfloat.jax.numerics import bits as _bits
 from microfloat.jax.numerics import random as _random
-from microfloat.jax.numerics.hadamard import hadamard_inverse, hadamard_transform
+from microfloat.jax.numerics.bits import hadamard_inverse, hadamard_transform
 from microfloat.jax.numerics.random import random_bytes, seed_words
 from microfloat.recipes import Hadamard
 from microfloat.reference import _operand as oracle

@@ -240,7 +240,7 @@ def test_reordered_parameters():
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 def test_both_operands_have_the_bytes_of_the_oracle(small, cast, shape, dtype):
     x = spread_values(shape, dtype, zlib.crc32(cast_id(cast).encode()))
-    given = casts.Given(words() if cast.is_stochastic else None)
+    given = casts.CastInputs(words() if cast.is_stochastic else None)
 
     @jax.jit
     def both(x, given):
@@ -261,7 +261,7 @@ def test_both_operands_have_the_bytes_of_the_oracle(small, cast, shape, dtype):
 def test_any_bits_have_the_bytes_of_the_oracle(small, cast):
     """NaN, infinities and subnormal numbers everywhere, ties, every exponent: one compiled kernel for all."""
     rng = np.random.default_rng(zlib.crc32(cast_id(cast).encode()))
-    given = casts.Given(words() if cast.is_stochastic else None)
+    given = casts.CastInputs(words() if cast.is_stochastic else None)
     both = jax.jit(lambda x, given: casts.cast_both(x, casts.CastOf(cast, 2), casts.CastOf(cast, 3), given))
     for name, x in random_inputs(rng, 90 if "mse" in str(cast.scale_rule) else 0).items():
         made, x = both(x, given), jnp.asarray(x)
@@ -281,7 +281,7 @@ DECODED = [
 @pytest.mark.parametrize("shape", [(256, 512), (200, 332)])
 def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
     x = spread_values(shape, "bfloat16", 7)
-    given = casts.Given(words() if cast.is_stochastic else None)
+    given = casts.CastInputs(words() if cast.is_stochastic else None)
     for decoded in ((True, True), (True, False), (False, True)):
         row, column = (casts.CastOf(cast, 2 + use, flag) for use, flag in enumerate(decoded))
         made = jax.jit(lambda x, given, row=row, column=column: casts.cast_both(x, row, column, given))(x, given)
@@ -304,7 +304,7 @@ def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
 def test_a_delayed_cast_records_its_amax(small):
     cast = Cast("fp8_tensor", scaling=Delayed())
     x = spread_values((256, 384), "bfloat16", 3)
-    given = casts.Given(scale_enc=jnp.float32(3.5))
+    given = casts.CastInputs(scale_enc=jnp.float32(3.5))
     made = jax.jit(
         lambda x, given: casts.cast_both(x, casts.CastOf(cast), casts.CastOf(cast), given, records=True)
     )(x, given)  # fmt: skip

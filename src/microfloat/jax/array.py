@@ -1,5 +1,7 @@
-"""`QuantizedArray`: codes and scales as one pytree leaf group, the JAX face of the oracle's `Quantized`."""
+"""`QuantizedArray`, the JAX face of the oracle's `Quantized`, and the checks of arguments that are arrays."""
 
+import numbers
+import typing
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,13 +11,17 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.errors import invalid_type
+from microfloat.arguments import as_float, normalize_axis
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.jax.numerics.bits import code_bytes
-from microfloat.jax.numerics.hadamard import stored_length
+from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, widened
+from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
+from microfloat.recipes.core import as_scaled_format
 
-__all__ = ["QuantizedArray"]
+__all__ = [
+    "QuantizedArray", "as_dtype", "check_array", "check_dtype", "check_quantized", "contraction_axis", "real_array",
+]  # fmt: skip
 
 
 @partial(
@@ -60,9 +66,31 @@ class QuantizedArray:
         `format`: a ScaledFormat or its name. `shape` None is that of the codes (unpacked), which have their contraction
         axis last. Raises InvalidValueError for shapes that do not fit each other, InvalidTypeError for dtypes.
         """
-        from microfloat.jax._parts import checked_parts
-
-        return checked_parts(codes, scale, tensor_scale, format, axis, shape, dtype, hadamard)
+        fmt = as_scaled_format(format)
+        wide = check_dtype("dtype", dtype)
+        stored = _stored_codes(codes, fmt)
+        if hadamard is not None and not isinstance(hadamard, Hadamard):
+            raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
+        if shape is None:
+            shape = (*stored.shape[:-1], stored.shape[-1] * fmt.element.codes_per_byte)
+            shape = shape[::-1] if contraction_axis(axis, len(shape)) == -2 else shape
+        if not isinstance(shape, tuple | list) or any(
+            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0 for size in shape
+        ):
+            got = type(shape) if not isinstance(shape, tuple | list) else repr(shape)
+            raise invalid_type("shape", got, "a tuple of sizes, such as (4, 32)")
+        shape = tuple(int(size) for size in shape)
+        axis = contraction_axis(axis, len(shape))
+        storage = Storage.of(fmt, hadamard, None if tensor_scale is None else fmt.tensor_scale)
+        layout = array_layout(storage, shape, axis % max(len(shape), 1))
+        _check_shape("codes", stored, layout.codes, fmt)
+        scales = _part("scale", scale, jnp.dtype(storage.scale_dtype))
+        _check_shape("scale", scales, layout.scale, fmt)
+        outer = None if tensor_scale is None else _part("tensor_scale", tensor_scale, jnp.float32)
+        if outer is not None:
+            _check_shape("tensor_scale", outer, layout.tensor_scale, fmt)
+        size = shape[axis] if shape else 1
+        return cls(stored, scales, outer, fmt, axis, size, hadamard, wide, max(2 - len(shape), 0))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +133,7 @@ class QuantizedArray:
         raise invalid_type("array", "QuantizedArray", "a plain array", remedy)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
-        """The same for NumPy."""
+        """Always InvalidTypeError, for NumPy."""
         return np.asarray(self.__jax_array__())
 
     def __repr__(self) -> str:
@@ -123,3 +151,92 @@ def check_quantized(argument: str, value: object) -> QuantizedArray:
     if not isinstance(value, QuantizedArray):
         raise invalid_type(argument, type(value), "a QuantizedArray", "Call microfloat.jax.quantize(x, cast) first.")
     return value
+
+
+def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
+    """The codes in the dtype of the attribute; FP8 also from its bytes."""
+    own = FLOAT8.get(fmt.element.name)
+    if own is not None and getattr(codes, "dtype", None) == own:
+        array = jnp.asarray(codes)
+    else:
+        array = _part("codes", codes, jnp.uint8)
+        array = array if own is None else as_code_dtype(array, fmt.element)
+    if array.ndim < 2:
+        raise invalid_value("codes", f"shape {array.shape}", "at least two axes, the contraction axis last")
+    return array
+
+
+def _part(argument: str, value: ArrayLike, dtype: DTypeLike) -> Array:
+    got = getattr(value, "dtype", None) if isinstance(value, jax.Array | np.ndarray | np.generic) else None
+    if got is None or got != jnp.dtype(dtype):
+        raise invalid_type(argument, got or type(value), f"an array of {jnp.dtype(dtype)}", "View its bytes so.")
+    return jnp.asarray(value)
+
+
+def _check_shape(argument: str, array: Array, part: Part | None, fmt: ScaledFormat) -> None:
+    if part is None:
+        raise invalid_value(argument, "an array", f"None: {fmt.name} has none")
+    if array.shape != part.shape:
+        raise invalid_value(argument, f"shape {array.shape}", f"{part.shape} for {fmt.name} of this shape")
+
+
+# Arguments
+
+_WIDE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def check_array(argument: str, x: object) -> Array:
+    """A float32, bfloat16 or float16 array (Python numbers become float32); InvalidTypeError for anything else."""
+    if isinstance(x, float) and not isinstance(x, np.generic):
+        return jnp.asarray(x, jnp.float32)
+    if isinstance(x, QuantizedArray):
+        raise invalid_type(
+            argument, "a QuantizedArray", "a plain array", "Dequantize it first, or multiply with scaled_matmul."
+        )
+    if not isinstance(x, jax.Array | np.ndarray) and callable(getattr(x, "__jax_array__", None)):
+        x = typing.cast(typing.Any, x).__jax_array__()
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise invalid_type(
+            argument, type(x), "an array of float32, bfloat16 or float16", "Use jax.numpy.asarray first."
+        )
+    if dtype not in _WIDE_DTYPES:
+        raise invalid_type(
+            argument, dtype, "float32, bfloat16 or float16",
+            "Dequantize it first." if str(dtype).startswith(("float8", "float6_", "float4"))
+            else f"Convert {argument} with .astype first.",
+        )  # fmt: skip
+    return jnp.asarray(x)
+
+
+def as_dtype(argument: str, dtype: object, needed: str) -> np.dtype:
+    """A dtype, its name or its scalar type as a dtype; InvalidTypeError for anything else."""
+    is_dtype = isinstance(dtype, str | type | np.dtype) or (callable(dtype) and hasattr(dtype, "dtype"))
+    try:
+        return jnp.dtype(dtype if is_dtype else "none")  # type: ignore[arg-type]
+    except TypeError:
+        raise invalid_type(argument, repr(dtype) if isinstance(dtype, str) else type(dtype), needed) from None
+
+
+def check_dtype(argument: str, dtype: object) -> np.dtype:
+    """float32, bfloat16 or float16 as a dtype; InvalidTypeError for anything else."""
+    found = as_dtype(argument, dtype, "float32, bfloat16 or float16")
+    if found not in _WIDE_DTYPES:
+        raise invalid_type(argument, found, "float32, bfloat16 or float16")
+    return found
+
+
+def contraction_axis(axis: int, ndim: int) -> int:
+    """The contraction axis as QuantizedArray has it: -1, or -2 for the first of exactly two; else InvalidValueError."""
+    return normalize_axis(axis, ndim) - max(ndim, 1)
+
+
+def real_array(argument: str, value: ArrayLike) -> Array:
+    """A real number, or a floating-point array, as float32."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
+        return jnp.asarray(as_float(argument, value), jnp.float32)
+    if not isinstance(value, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(value.dtype, jnp.floating):
+        got = getattr(value, "dtype", None) or type(value)
+        raise invalid_type(argument, got, "a float32 number or array")
+    array = jnp.asarray(value)
+    return widened(array) if array.dtype.itemsize <= 4 else array.astype(jnp.float32)

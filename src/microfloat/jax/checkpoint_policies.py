@@ -2,7 +2,7 @@
 
 import jax
 
-from microfloat.jax._linear import CODES_NAME, OUTPUT_NAME, SCALES_NAME
+from microfloat.jax.dot_general import CODES_NAME, OUTPUT_NAME, SCALES_NAME
 
 __all__ = ["save_codes", "save_gemm_outputs"]
 

@@ -1,37 +1,60 @@
-"""`dot_general(recipe)`: lax.dot_general with the recipe's three GEMMs.
+"""`dot_general(recipe)`: lax.dot_general with the recipe's three GEMMs, as one custom differentiation rule.
 
     fprop: y_MN  = cast(x, K) . cast(w, K)
     dgrad: dx_MK = cast(dy, N) . cast(w, N)
     wgrad: dw_NK = cast(dy, M) . cast(x, M)
 
 lhs is x, rhs is w. Shapes: M free axes of lhs, N free axes of rhs, K contracted axes, each merged into one in the
-order given; every entry of the batch dimensions is a matrix of its own. Source: docs/numerics.md 6, docs/jax.md.
+order given; every entry of the batch dimensions is a matrix of its own. A matrix that a GEMM reads has its contraction
+axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source: docs/numerics.md 6, docs/jax.md.
 """
 
+import typing
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax import _explicit, scaling
-from microfloat.jax._dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, parse_einsum
-from microfloat.jax._linear import Config, Seed, amax_carrier, linear, live_amax
+from microfloat.jax import scaling
+from microfloat.jax.array import check_array, check_dtype, real_array
+from microfloat.jax.backends import casts, cuda, gemms, reference
+from microfloat.jax.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.numerics.random import call_seed
-from microfloat.jax.ops import check_array, check_backend, check_dtype, real_array
+from microfloat.jax.numerics.scales import tensor_amax
+from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.jax.transformations import (
+    from_max_grad,
+    is_explicit,
+    like_in_variance,
+    max_over,
+    no_derivative,
+    on_first_device,
+    once,
+    run_automatically,
+    sharding_axes,
+    sum_to_type_of,
+    told_axes,
+    varying_axes,
+)
+from microfloat.operands import GEMMS, Operand, operands_of
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 
-__all__ = ["DotGeneral", "Einsum", "dot_general", "einsum"]
+__all__ = ["CODES_NAME", "OUTPUT_NAME", "SCALES_NAME", "DotGeneral", "Einsum", "dot_general", "einsum"]
+
+# Names of the low-precision residuals and of a GEMM's result, for rematerialisation policies.
+CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
 
 
 def dot_general(
@@ -54,7 +77,7 @@ def dot_general(
 
 @dataclass(frozen=True)
 class DotGeneral:
-    """What `dot_general` returns: frozen, hashable, callable."""
+    """The op that `dot_general` returns: frozen, hashable, callable."""
 
     recipe: Recipe
     backend: str = "auto"
@@ -83,9 +106,10 @@ class DotGeneral:
         NotSupportedError for a derivative of a gradient.
         """
         del precision
-        words = self._words(seed, key)
-        y, _ = self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
-        return y
+        words = None
+        if self.recipe.is_stochastic and not (seed is None and key is None):
+            words = call_seed(seed, key, repr(self.recipe))
+        return self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)[0]
 
     def threaded(
         self,
@@ -103,17 +127,22 @@ class DotGeneral:
         """
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
-        wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
-        dtype = check_dtype("preferred_element_type", wanted)
+        dtype = check_dtype(
+            "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
+        )
         state = self._check_state(state)
-        config = Config(self.recipe, dtype, self.backend, self.axis_names, self.residuals)
+        config = _Config(
+            self.recipe, dtype, self.backend, self.axis_names, self.residuals, dimensions.rhs_is_transposed
+        )
         run = partial(_apply, config=config, dimensions=dimensions)
-        if _explicit.is_explicit(lhs, rhs):
+        if is_explicit(lhs, rhs):
             plain = partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
             spec = jax.eval_shape(plain, lhs, rhs.astype(lhs.dtype)).sharding.spec
-            return _explicit.run_automatically(
-                run, lambda shapes: (spec, _explicit.replicated(shapes[1])), lhs, rhs, words, state
-            )
+
+            def specs(shapes: tuple) -> tuple:
+                return spec, jax.tree.map(lambda _: PartitionSpec(), shapes[1])
+
+            return run_automatically(run, specs, lhs, rhs, words, state)
         y, state = run(lhs, rhs, words, state)
         return place(y, out_sharding), state
 
@@ -139,14 +168,15 @@ class DotGeneral:
         if slot.shape != ():
             raise invalid_value("gradient_slot", f"shape {slot.shape}", "a float32 zero of shape ()")
         frozen = lax.stop_gradient(state)
-        dy = frozen.dy and Slot(frozen.dy.scale_enc, amax_carrier(frozen.dy.amax_history, slot))
+        dy = frozen.dy and Slot(frozen.dy.scale_enc, _amax_carrier(frozen.dy.amax_history, slot))
         y = self(
             lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type,
             state=DelayedState(frozen.x, frozen.w, dy, state.rules),
         )  # fmt: skip
-        operands = {"x": lax.stop_gradient(lhs), "w": lax.stop_gradient(rhs)}
         amaxes = {
-            name: live_amax(value, self.axis_names) for name, value in operands.items() if state.slot(name) is not None
+            name: _live_amax(lax.stop_gradient(value), self.axis_names)
+            for name, value in (("x", lhs), ("w", rhs))
+            if state.slot(name) is not None
         }
         return y, amaxes
 
@@ -158,17 +188,11 @@ class DotGeneral:
             )  # fmt: skip
         if not self.recipe.is_delayed and state is not None:
             raise invalid_value("state", type(state).__name__, f"None for {self.recipe!r}, which keeps no state")
-        if state is not None and state.rules != scaling.slot_rules(self.recipe):
-            raise invalid_value("state", "a state made for another recipe", f"scaling.init({self.recipe!r})")
         if state is not None:
+            if state.rules != scaling.slot_rules(self.recipe):
+                raise invalid_value("state", "a state made for another recipe", f"scaling.init({self.recipe!r})")
             scaling.check_slots("state", state)
         return state
-
-    def _words(self, seed: Array | int | None, key: Array | None) -> Array | np.ndarray | None:
-        """The call seed's words; None where nothing is stochastic, or nothing was given: casts that need it ask."""
-        if not self.recipe.is_stochastic or (seed is None and key is None):
-            return None
-        return call_seed(seed, key, repr(self.recipe))
 
 
 def place(y: Array, out_sharding: object) -> Array:
@@ -177,7 +201,7 @@ def place(y: Array, out_sharding: object) -> Array:
         return y
     if not isinstance(out_sharding, Sharding | PartitionSpec | Format):
         raise invalid_type("out_sharding", type(out_sharding), "a jax.sharding.NamedSharding, a PartitionSpec or None")
-    constrain = jax.sharding.reshard if _explicit.is_explicit(y) else lax.with_sharding_constraint
+    constrain = jax.sharding.reshard if is_explicit(y) else lax.with_sharding_constraint
     return constrain(y, out_sharding)
 
 
@@ -191,7 +215,7 @@ def einsum(recipe: Recipe | str, **options: object) -> "Einsum":
 
 @dataclass(frozen=True)
 class Einsum:
-    """What `einsum` returns: frozen, hashable, callable."""
+    """The op that `einsum` returns: frozen, hashable, callable."""
 
     op: DotGeneral
 
@@ -209,14 +233,30 @@ class Einsum:
         seed: Array | int | None = None,
     ) -> Array:
         """The einsum of two operands under the recipe; see `DotGeneral.__call__`."""
-        del precision
-        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
-        plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
-        y = self.op(
-            *plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type=preferred_element_type,
-            state=state, key=key, seed=seed,
-        )  # fmt: skip
-        return place(plan.result(y), out_sharding)
+        options = {"preferred_element_type": preferred_element_type, "state": state, "key": key, "seed": seed}
+        dot = partial(self.op, precision=precision, **options)
+        return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
+
+
+# The differentiation rule over matrices
+
+
+class _Config(NamedTuple):
+    """Everything static about one call; `w_is_transposed`: w_NK is the transpose of an array stored as [K, N]."""
+
+    recipe: Recipe
+    dtype: np.dtype
+    backend: str
+    axis_names: tuple[str, ...]
+    residuals: str
+    w_is_transposed: bool
+
+
+class _Seed(NamedTuple):
+    """The call seed's two words (None: nothing is stochastic), and the index of the matrix within a batch."""
+
+    words: Array | np.ndarray | None
+    batch: Array | int | None
 
 
 @partial(jax.jit, static_argnames=("config", "dimensions"))
@@ -226,18 +266,276 @@ def _apply(
     words: Array | None,
     state: DelayedState | None,
     *,
-    config: Config,
+    config: _Config,
     dimensions: DotDimensions,
 ) -> tuple[Array, DelayedState | None]:
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
-        config = config._replace(w_is_transposed=dimensions.rhs_is_transposed)
-        y, state = cast(tuple[Array, DelayedState | None], linear(config, x, w, Seed(words, None), state))
-        return dimensions.result(y), state
-    # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
-    index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
-    if x.shape[0] == 0:
-        return dimensions.result(jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype)), state
-    each = jax.vmap(partial(linear, config), in_axes=(0, 0, Seed(None, 0), None), out_axes=(0, None))
-    y, state = each(x, w, Seed(words, index), state)
+        y, state = typing.cast(tuple, _linear(config, x, w, _Seed(words, None), state))
+    elif x.shape[0] == 0:
+        y = jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype)
+    else:
+        # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
+        index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
+        each = jax.vmap(partial(_linear, config), in_axes=(0, 0, _Seed(None, 0), None), out_axes=(0, None))
+        y, state = each(x, w, _Seed(words, index), state)
     return dimensions.result(y), state
+
+
+class _Cast(NamedTuple):
+    """Both operands of a tensor, the first as it lies, the second turned, and its live amax if a cast recorded it."""
+
+    first: reference.Operand
+    second: reference.Operand
+    amax: Array | None
+
+
+class _Call:
+    """One call's context: everything that the casts and the GEMMs of its six operands read."""
+
+    def __init__(self, config: _Config, seed: _Seed, state: DelayedState | None) -> None:
+        self.config, self.seed, self.state = config, seed, state
+        # The encode scales of this step: the update that the previous step left open.
+        scales = {} if state is None else scaling.encode_scales(state)
+        self.scales = {tensor: scale.reshape(()) for tensor, scale in scales.items()}
+
+    def cast(
+        self, x_RC: Array, tensor: str, uses: tuple[bool, bool] = (True, True), *, keeps: bool = False,
+        records: bool = False,
+    ) -> _Cast:  # fmt: skip
+        """The operands of the first and the second use; one that `uses` leaves out, or without a Cast, is the tensor.
+
+        `keeps`: the second is kept for the backward, as codes, and without a Cast it stays as it is, so that `kept`
+        sees it; else it is turned.
+        """
+        is_turned = tensor == "w" and self.config.w_is_transposed
+        first, second = (
+            self._cast_of(operand, x_RC.shape, decodes=decodes) if used else None
+            for operand, used, decodes in zip(operands_of(tensor), uses, (True, not keeps), strict=True)
+        )
+        axes = sharding_axes(x_RC, self.config.axis_names)
+        made = casts.cast_both(
+            x_RC.T if is_turned else x_RC, *((second, first) if is_turned else (first, second)),
+            casts.CastInputs(*self.seed, None, self.scales.get(tensor)),
+            axes=axes, records=records and tensor in self.scales and not axes, backend=self.config.backend,
+        )  # fmt: skip
+        row, column = (made.column, made.row) if is_turned else (made.row, made.column)
+        if column is None:
+            column = x_RC if keeps or not uses[1] else cuda.turned(x_RC)
+        return _Cast(x_RC if row is None else row, column, made.amax)
+
+    def _cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool) -> casts.CastOf | None:
+        """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
+        cast = self.config.recipe.cast(*operand.key)
+        if cast is None:
+            return None
+        if operand.tensor == "dy":
+            cast = cast.of_gradient
+        if cast.is_stochastic:
+            self.check_seed()
+        gemm = getattr(self.config.recipe, operand.gemm)
+        decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
+        return casts.CastOf(cast, operand.stream, decoded)
+
+    def keep(self, x_RC: Array, tensor: str) -> _Cast:
+        """The operand of the first use, and as second what the backward keeps: codes, or the original if asked for."""
+        if self.config.residuals == "high":
+            return self.cast(x_RC, tensor, (True, False), records=True)
+        made = self.cast(x_RC, tensor, keeps=True, records=True)
+        if not isinstance(made.second, reference.Matrix):
+            return made
+        codes, scale, tensor_scale = made.second
+        if tensor_scale is not None:
+            tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
+        codes, scale = checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME)
+        return made._replace(second=reference.Matrix(codes, scale, tensor_scale))
+
+    def kept(self, kept: reference.Operand, tensor: str) -> reference.Operand:
+        """The operand of the second use, from what `keep` saved."""
+        if isinstance(kept, reference.Matrix):
+            return kept
+        return self.cast(typing.cast(Array, kept), tensor, (False, True)).second
+
+    def gemm(
+        self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype, out: np.dtype
+    ) -> Array:
+        """One GEMM of the recipe, summed in float32, rounded once to `out`; `dtype` is the compute dtype."""
+        gemm = getattr(self.config.recipe, name)
+        kind_a, kind_b = (reference.kind_of(cast, cols) for cast in gemm.casts)
+        plan = gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
+        return gemms.run_gemm(a, b, plan)
+
+    def live_amax(self, x: Array, tensor: str) -> Array:
+        """The amax of a tensor under delayed scaling in this step."""
+        rules = {name: rule for name, _, rule in scaling.slots_of(typing.cast(DelayedState, self.state))}
+        return _live_amax(x, self.config.axis_names, self.state, reduces=rules[tensor].delayed.reduce_amax)
+
+    def check_seed(self) -> None:
+        """InvalidValueError where a stochastic recipe has neither key nor seed."""
+        if self.seed.words is None:
+            recipe = f"{self.config.recipe!r}, which rounds stochastically"
+            raise invalid_value(
+                "key", "None, and no seed", f"key= (a jax.random key) or seed= for {recipe}",
+                "linen takes rngs={'sr_rng': key}, nnx.convert and nnx.Linear rngs=nnx.Rngs(sr_rng=0). "
+                "To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
+            )  # fmt: skip
+
+
+class _Kept(NamedTuple):
+    """Residuals: the rhs of dgrad and of wgrad (quantized, or the originals), seed, state, live amaxes.
+
+    `no_x` [0, K] and `no_w` [0, K] are empty slices that carry the dtypes and the device variance of the primals.
+    """
+
+    w: reference.Operand
+    x: reference.Operand
+    seed: _Seed
+    state: DelayedState | None
+    amaxes: dict[str, Array]
+    no_x: Array
+    no_w: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(
+    config: _Config, x_MK: Array, w_NK: Array, seed: _Seed, state: DelayedState | None
+) -> tuple[Array, DelayedState | None]:
+    """(y_MN = x @ w.T under ``config.recipe``, the state handed through).
+
+    The cotangent of `state` is the new state, or the cotangent of the state handed through where that is larger: a
+    second use that takes the latter contributes by maximum, never by sum.
+    """
+    call = _Call(config, seed, state)
+    _check_shards(config.recipe, x_MK, w_NK, ("fprop",))
+    x, w = (call.cast(value, tensor, (True, False)).first for value, tensor in ((x_MK, "x"), (w_NK, "w")))
+    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype), state
+
+
+def _forward(config: _Config, x_MK: Array, w_NK: Array, seed: _Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
+    call = _Call(config, seed, state)
+    if config.recipe.is_stochastic:
+        call.check_seed()
+    _check_shards(config.recipe, x_MK, w_NK, GEMMS)
+    x, w = call.keep(x_MK, "x"), call.keep(w_NK, "w")
+    y_MN = call.gemm("fprop", x.first, w.first, x_MK.shape[1], x_MK.dtype, config.dtype)
+    amaxes = {
+        tensor: call.live_amax(value, tensor) if made.amax is None else made.amax
+        for tensor, value, made in (("x", x_MK, x), ("w", w_NK, w))
+        if tensor in call.scales
+    }
+    kept = _Kept(w.second, x.second, seed, state, amaxes, x_MK[:0], w_NK[:0])
+    return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
+
+
+# Codes have no derivative, so that of a gradient would be zeros.
+_differentiated_once = no_derivative(
+    "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes have "
+    "none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner gradient."
+)
+
+
+def _backward(config: _Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
+    dy_MN, later = cotangents
+    dy_MN, no_x, no_w = _differentiated_once((dy_MN, kept.no_x, kept.no_w))
+    call = _Call(config, kept.seed, kept.state)
+    (rows, outputs), dtype = dy_MN.shape, no_x.dtype
+
+    def gradient(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
+        # A product that is summed over mesh axes is rounded after that.
+        summed = varying_axes(*jax.tree.leaves((a, b))) - varying_axes(primal)
+        product = call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
+        return sum_to_type_of(product, primal).astype(primal.dtype)
+
+    dy = call.cast(dy_MN, "dy", records=True)
+    dx_MK = gradient("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
+    dw_NK = gradient("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
+    return dx_MK, dw_NK, None, _state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def _live_amax(
+    x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None, *, reduces: bool = True
+) -> Array:
+    """The amax of one tensor in this step, over all devices that share its state.
+
+    Without `reduces` (``DelayedScaling(reduce_amax=False)``) it is the device's own, and so must the state be: else
+    InvalidValueError.
+    """
+    apart = varying_axes(*jax.tree.leaves(state))
+    if reduces:
+        return max_over(tensor_amax(x), sharding_axes(x, axis_names) - apart)
+    if shared := varying_axes(x) - apart:
+        raise invalid_value(
+            "state", f"one for all devices of mesh axes {sorted(shared)}",
+            "a state per device with reduce_amax=False: every device keeps its own amaxes",
+            "Stack the states, pass them with in_specs=P(axis) and index [0] inside; or use reduce_amax=True.",
+        )  # fmt: skip
+    return tensor_amax(x)
+
+
+def _state_cotangent(
+    call: _Call, amaxes: dict[str, Array], dy_MN: Array, amax: Array | None, later: DelayedState | None
+) -> DelayedState | None:
+    """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
+    state = call.state
+    if state is None or later is None:
+        return None
+    told = frozenset() if varying_axes(dy_MN) else told_axes(call.config.axis_names)
+    slots: dict[str, Slot] = {}
+    for tensor, slot, rule in scaling.slots_of(state):
+        if tensor == "dy":
+            amaxes = {**amaxes, "dy": call.live_amax(dy_MN, "dy") if amax is None else amax}
+        recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
+        leaves = []
+        # `later` has the structure of `state`.
+        for value, leaf, incoming in zip(recorded, slot, typing.cast(Slot, later.slot(tensor)), strict=True):
+            value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
+            value = jnp.maximum(value, from_max_grad(incoming))
+            # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes. A state of each
+            # device is not summed.
+            value = on_first_device(value, told) if told and rule.delayed.reduce_amax else value
+            leaves.append(lax.convert_element_type(value, leaf.dtype))
+        slots[tensor] = Slot(*leaves)
+    return scaling.state_of(slots, state.rules)
+
+
+def _check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: tuple[str, ...]) -> None:
+    """Blocks must not cross the boundaries of shards: else InvalidValueError with the axis, the size and the block.
+
+    Inside shard_map K is taken as sharded over the mesh axes that both operands vary over, M over those of x alone,
+    N over those of w alone. What JAX cannot see (check_vma=False) is not checked.
+    """
+    of_x, of_w = varying_axes(x_MK), varying_axes(w_NK)
+    contracted = {
+        "fprop": ("K", of_x & of_w, x_MK.shape[1]),
+        "dgrad": ("N", of_w - of_x, w_NK.shape[0]),
+        "wgrad": ("M", of_x - of_w, x_MK.shape[0]),
+    }
+    for name in names:
+        letter, axes, size = contracted[name]
+        for cast in getattr(recipe, name).casts:
+            if cast is None or not axes:
+                continue
+            block = max(cast.format.block[1] or 1, cast.hadamard.size if cast.hadamard is not None else 1)
+            if size % block:
+                raise invalid_value(
+                    f"the contraction {letter} of {name}", f"shards of {size} over mesh axes {sorted(axes)}",
+                    f"a multiple of the block, {block}, so that no block of {cast.format.name} is cut",
+                    "Shard another axis, or choose sizes that divide. An operand that was gathered is known as whole "
+                    "after lax.all_gather(..., to='invarying').",
+                )  # fmt: skip
+
+
+@jax.custom_vjp
+def _amax_carrier(history: Array, gradient_slot: Array) -> Array:
+    """`history`, whose newest amax becomes the gradient of `gradient_slot` instead of the history's own."""
+    del gradient_slot
+    return history
+
+
+_amax_carrier.defvjp(
+    lambda history, gradient_slot: (history, None),
+    lambda _, cotangent: (jnp.zeros_like(cotangent), cotangent[0]),
+)

@@ -10,10 +10,10 @@ import numpy as np
 
 from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax._dimensions import canonical_dimensions
 from microfloat.jax.backends import gemms, reference
+from microfloat.jax.backends.gemms import GemmPlan, choice_of
 from microfloat.jax.backends.kernels import why_no_kernel
-from microfloat.jax.backends.select import GemmPlan, choice_of
+from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
 from microfloat.kernels.families import family_of
 from microfloat.operands import GEMMS, OPERANDS
@@ -67,7 +67,7 @@ class ProgramDots:
 
     @property
     def calls_fp8(self) -> bool:
-        """Whether the program calls a GEMM with two FP8 operands."""
+        """True if the program calls a GEMM with two FP8 operands."""
         return any(row[2] for row in self.rows)
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int]
 
 
 def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, int, int] | None) -> str:
-    """How the contraction is padded inside."""
+    """The padding of the contraction inside, for people."""
     multiples = [kind.hadamard.size for kind in kinds if kind is not None and kind.hadamard is not None]
     multiples += [kind.format.block[1] for kind in kinds if kind is not None and kind.format.block[1] is not None]
     if shape is None or not multiples:
@@ -260,7 +260,7 @@ def _availability(recipe: Recipe, device: object) -> Support:
 
 
 def is_fp8_available(device: object = None) -> Support:
-    """Whether per-tensor FP8 runs on `device` (it does everywhere), and whether tensor cores take it.
+    """Support of per-tensor FP8 on `device`: it runs everywhere, on tensor cores of FP8 where `accelerated` says so.
 
     The answer unpacks into ``(available, reason)``; its truth value is `available`.
     """
@@ -268,15 +268,15 @@ def is_fp8_available(device: object = None) -> Support:
 
 
 def is_mxfp8_available(device: object = None) -> Support:
-    """The same for MXFP8."""
+    """Support of MXFP8, as `is_fp8_available` gives that of FP8."""
     return _availability(MXFP8BlockScaling(), device)
 
 
 def is_fp8_block_scaling_available(device: object = None) -> Support:
-    """The same for FP8 with 1x128 and 128x128 blocks."""
+    """Support of FP8 with 1x128 and 128x128 blocks, as `is_fp8_available` gives that of FP8."""
     return _availability(Float8BlockScaling(), device)
 
 
 def is_nvfp4_available(device: object = None) -> Support:
-    """The same for NVFP4."""
+    """Support of NVFP4, as `is_fp8_available` gives that of FP8."""
     return _availability(NVFP4BlockScaling(), device)

@@ -7,18 +7,5 @@ from microfloat.errors import missing_package
 if find_spec("flax") is None:
     raise missing_package("flax", "microfloat.jax.linen", "jax")
 
-from microfloat.jax.flax.linen import (
-    Dense,
-    DenseGeneral,
-    MultiHeadDotProductAttention,
-    TrainState,
-    dot_general_cls,
-    einsum_cls,
-    max_accumulate,
-    overwrite_with_gradient,
-)
-
-__all__ = [
-    "Dense", "DenseGeneral", "MultiHeadDotProductAttention", "TrainState", "dot_general_cls", "einsum_cls",
-    "max_accumulate", "overwrite_with_gradient",
-]  # fmt: skip
+from microfloat.jax.flax.linen import *  # noqa: F403
+from microfloat.jax.flax.linen import __all__ as __all__

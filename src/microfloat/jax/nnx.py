@@ -7,24 +7,5 @@ from microfloat.errors import missing_package
 if find_spec("flax") is None:
     raise missing_package("flax", "microfloat.jax.nnx", "jax")
 
-from microfloat.jax.flax.nnx import (
-    DEFAULT_EXCLUDE,
-    ConversionReport,
-    ConversionRow,
-    DotGeneral,
-    Einsum,
-    EinsumOp,
-    Linear,
-    LinearGeneral,
-    Optimizer,
-    ScaleState,
-    convert,
-    grad,
-    revert,
-    value_and_grad,
-)
-
-__all__ = [
-    "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
-    "LinearGeneral", "Optimizer", "ScaleState", "convert", "grad", "revert", "value_and_grad",
-]  # fmt: skip
+from microfloat.jax.flax.nnx import *  # noqa: F403
+from microfloat.jax.flax.nnx import __all__ as __all__

@@ -1,10 +1,11 @@
 """`quantize`, `dequantize` and `scaled_matmul`: the names and laws of `microfloat.reference` and `microfloat.torch`."""
 
-import numbers
+import math
 import operator
 import typing
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,33 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.arguments import as_float, check_choice
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.arguments import check_choice
+from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.jax import _explicit
-from microfloat.jax._derivatives import no_derivative, straight_through
-from microfloat.jax.array import QuantizedArray, check_quantized
-from microfloat.jax.backends import casts, reference, select
-from microfloat.jax.numerics.bits import rounded, widened
+from microfloat.jax.array import (
+    QuantizedArray,
+    check_array,
+    check_dtype,
+    check_quantized,
+    contraction_axis,
+    real_array,
+)
+from microfloat.jax.backends import casts, gemms, reference
+from microfloat.jax.numerics.bits import rounded
 from microfloat.jax.numerics.random import call_seed
-from microfloat.jax.numerics.tiles import leading_axes, scale_shape
-from microfloat.recipes import Cast, Delayed, as_cast
+from microfloat.jax.transformations import (
+    divided,
+    is_explicit,
+    no_derivative,
+    run_automatically,
+    spec_of,
+    straight_through,
+)
+from microfloat.layout import Part, Storage, array_layout, leading_axes
+from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.core import check_scale_enc, check_takes_amax
 
-__all__ = ["WIDE_DTYPES", "check_array", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
-
-WIDE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+__all__ = ["check_backend", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
 
 def quantize(
@@ -58,9 +71,9 @@ def quantize(
     """
     cast = as_cast(cast)
     x = check_array("x", x)
-    axis = normalize_axis(axis, x.ndim)
+    axis = contraction_axis(axis, x.ndim)
     check_backend(backend)
-    rows = int(np.prod(leading_axes(x.shape, axis), dtype=np.int64))
+    rows = math.prod(leading_axes(x.shape, axis % max(x.ndim, 1)))
     amax = _check_amax(amax, cast, rows)
     scale_enc = _check_scale_enc(scale_enc, cast)
     words = None
@@ -68,11 +81,11 @@ def quantize(
         words = call_seed(seed, key, f"the stochastic Cast on {cast.format.name} (or rounding='nearest')")
     word = _check_word("stream", stream)
     # A stream that is a number is part of the program: kernels read it as one.
-    known = None if isinstance(word, jax.Array) else int(word)
-    arguments = (x, words, None if known is not None else word, amax, scale_enc)
-    run = partial(_quantize, cast=cast, axis=axis, stream=known, backend=backend)
-    if _explicit.is_explicit(x):
-        return _explicit.run_automatically(run, partial(_quantized_specs, x, axis), *arguments)
+    static = None if isinstance(word, jax.Array) else int(word)
+    arguments = (x, words, word if static is None else None, amax, scale_enc)
+    run = partial(_quantize, cast=cast, axis=axis, stream=static, backend=backend)
+    if is_explicit(x):
+        return run_automatically(run, partial(_quantized_specs, x, axis), *arguments)
     return run(*arguments)
 
 
@@ -105,18 +118,13 @@ def fake_quantize(
 
 def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedArray:
     """Codes as x is sharded; the scales of one-row blocks likewise, other scales on every device."""
-    spec = _explicit.spec_of(x)
+    spec = spec_of(x)
     spec = (spec[1], spec[0]) if axis == -2 else ((None,) * (2 - len(spec)) + spec)
 
-    def like(shape: tuple[int, ...]) -> PartitionSpec:
-        return PartitionSpec(
-            *(_explicit.sharded_if_divisible(axis, size, x) for axis, size in zip(spec, shape, strict=True))
-        )
-
     one_row = not (shapes.format.is_per_tensor or shapes.format.is_tile)
-    scale = like(shapes.scale.shape) if one_row else PartitionSpec()
+    scale = divided(spec, shapes.scale.shape, x) if one_row else PartitionSpec()
     tensor_scale = None if shapes.tensor_scale is None else PartitionSpec()
-    return replace(shapes, codes=like(shapes.codes.shape), scale=scale, tensor_scale=tensor_scale)
+    return replace(shapes, codes=divided(spec, shapes.codes.shape, x), scale=scale, tensor_scale=tensor_scale)
 
 
 @partial(jax.jit, static_argnames=("cast", "axis", "stream", "backend"))
@@ -125,21 +133,21 @@ def _quantize(
     cast: Cast, axis: int, stream: int | None, backend: str,
 ) -> QuantizedArray:  # fmt: skip
     x = _without_derivative(x)
-    fmt, shape = cast.format, x.shape
-    cols = shape[axis] if shape else 1
-    rows = int(np.prod(leading_axes(shape, axis), dtype=np.int64))
-    wanted = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
-    given = casts.Given(words, None, amax, scale_enc)
+    shape = x.shape
+    operand = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
+    inputs = casts.CastInputs(words, None, amax, scale_enc)
     if axis == -2:
-        matrix = casts.cast_both(x, None, wanted, given, backend=backend).column
+        made = casts.cast_both(x, None, operand, inputs, backend=backend).column
     else:
-        matrix = casts.cast_both(x.reshape(rows, cols), wanted, None, given, backend=backend).row
-    matrix = typing.cast(reference.Matrix, matrix)
-    codes = matrix.codes.reshape(*leading_axes(shape, axis), matrix.codes.shape[1])
-    scale = matrix.scale.reshape(scale_shape(fmt, shape, axis, matrix.scale.shape))
+        matrix = x.reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
+        made = casts.cast_both(matrix, operand, None, inputs, backend=backend).row
+    codes, scale, tensor_scale = typing.cast(reference.Matrix, made)
+    storage = Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
+    layout = array_layout(storage, shape, axis % max(x.ndim, 1))
     return QuantizedArray(
-        codes, scale, matrix.tensor_scale, fmt, axis, cols, cast.hadamard, x.dtype, max(2 - len(shape), 0)
-    )
+        codes.reshape(layout.codes.shape), scale.reshape(typing.cast(Part, layout.scale).shape), tensor_scale,
+        cast.format, axis, shape[axis] if shape else 1, cast.hadamard, x.dtype, max(2 - len(shape), 0),
+    )  # fmt: skip
 
 
 def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
@@ -150,17 +158,15 @@ def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
     """
     check_quantized("q", q)
     target = check_dtype("dtype", q.dtype if dtype is None else dtype)
-    if _explicit.is_explicit(q.codes):
-        return _explicit.run_automatically(partial(_dequantize, dtype=target), partial(_dequantized_spec, q), q)
+    if is_explicit(q.codes):
+        return run_automatically(partial(_dequantize, dtype=target), partial(_dequantized_spec, q), q)
     return _dequantize(q, dtype=target)
 
 
 def _dequantized_spec(q: QuantizedArray, shape: jax.ShapeDtypeStruct) -> PartitionSpec:
-    spec = _explicit.spec_of(q.codes)
+    spec = spec_of(q.codes)
     spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
-    return PartitionSpec(
-        *(_explicit.sharded_if_divisible(axis, size, q.codes) for axis, size in zip(spec, shape.shape, strict=True))
-    )
+    return divided(spec, shape.shape, q.codes)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -188,58 +194,61 @@ def scaled_matmul(
     8.2.
     """
     check_choice("accumulate", accumulate, ("fast", "split", "exact"))
-    operands = [_operand(name, value) for name, value in (("a_MK", a_MK), ("b_NK", b_NK))]
-    (a, kind_a, dtype_a, leading), (b, kind_b, dtype_b, _) = operands
-    _check_pair(a, b, kind_a, kind_b)
-    dtype = check_dtype("out_dtype", dtype_a if out_dtype is None else out_dtype)
-    rows_b = reference.rows_of(b)
+    a, b = _factor("a_MK", a_MK), _factor("b_NK", b_NK)
+    _check_pair(a, b)
+    dtype = check_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype)
+    rows_b = reference.rows_of(b.operand)
     if bias is not None:
         bias = check_array("bias", bias)
         if bias.shape != (rows_b,):
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
-    compute = dtype_b if kind_a is not None and kind_b is None else dtype_a
-    plan = select.GemmPlan(kind_a, kind_b, accumulate, "auto", check_backend(backend), compute, dtype)
-    multiply = partial(_scaled_matmul, plan=plan)
-    if _explicit.is_explicit(*jax.tree.leaves((a, b, bias))):
-        rows = [_explicit.spec_of(jax.tree.leaves(operand)[0])[0] for operand in (a, b)]
-        y = _explicit.run_automatically(multiply, lambda _: PartitionSpec(*rows), a, b, bias)
+    compute = b.dtype if a.kind is not None and b.kind is None else a.dtype
+    plan = gemms.GemmPlan(a.kind, b.kind, accumulate, "auto", check_backend(backend), compute, dtype)
+    multiply, arguments = partial(_scaled_matmul, plan=plan), (a.operand, b.operand, bias)
+    if is_explicit(*jax.tree.leaves(arguments)):
+        rows = [spec_of(jax.tree.leaves(operand)[0])[0] for operand in arguments[:2]]
+        y = run_automatically(multiply, lambda _: PartitionSpec(*rows), *arguments)
     else:
-        y = multiply(a, b, bias)
-    return y.reshape(*leading, rows_b) if len(leading) > 1 else y
+        y = multiply(*arguments)
+    return y.reshape(*a.leading, rows_b) if len(a.leading) > 1 else y
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _scaled_matmul(a: reference.Operand, b: reference.Operand, bias: Array | None, *, plan: "select.GemmPlan") -> Array:
-    return select.run_gemm(a, b, plan, bias)
+def _scaled_matmul(a: reference.Operand, b: reference.Operand, bias: Array | None, *, plan: gemms.GemmPlan) -> Array:
+    return gemms.run_gemm(a, b, plan, bias)
 
 
-def _operand(
-    argument: str, value: object
-) -> tuple[reference.Operand, reference.Kind | None, np.dtype, tuple[int, ...]]:
-    """(operand form, its kind, its wide dtype, the axes that stand for its rows)."""
+class _Factor(NamedTuple):
+    """One side of a product: its operand form, its kind, its wide dtype, the axes that stand for its rows."""
+
+    operand: reference.Operand
+    kind: reference.Kind | None
+    dtype: np.dtype
+    leading: tuple[int, ...]
+
+
+def _factor(argument: str, value: object) -> _Factor:
     if isinstance(value, QuantizedArray):
         kind = reference.Kind(value.format, value.hadamard, value.axis_size)
-        return as_matrix(value), kind, jnp.dtype(value.dtype), value.codes.shape[:-1]
+        return _Factor(as_matrix(value), kind, jnp.dtype(value.dtype), value.codes.shape[:-1])
     array = check_array(argument, value)
     if array.ndim == 0:
         raise invalid_value(argument, "a 0-d array", "a matrix [R, C] in operand form", "Reshape it first.")
-    rows = int(np.prod(array.shape[:-1], dtype=np.int64))
-    return array.reshape(rows, array.shape[-1]), None, array.dtype, array.shape[:-1] or (1,)
+    matrix = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+    return _Factor(matrix, None, array.dtype, array.shape[:-1] or (1,))
 
 
-def _check_pair(
-    a: reference.Operand, b: reference.Operand, kind_a: reference.Kind | None, kind_b: reference.Kind | None
-) -> None:
+def _check_pair(a: _Factor, b: _Factor) -> None:
     """Equal contraction lengths, and equal Hadamard transforms where both operands are quantized."""
-    both = kind_a is not None and kind_b is not None
-    if kind_a is not None and kind_b is not None and kind_a.hadamard != kind_b.hadamard:
+    both = a.kind is not None and b.kind is not None
+    if a.kind is not None and b.kind is not None and a.kind.hadamard != b.kind.hadamard:
         raise invalid_value(
-            "b_NK", f"hadamard {kind_b.hadamard} against {kind_a.hadamard} of a_MK",
+            "b_NK", f"hadamard {b.kind.hadamard} against {a.kind.hadamard} of a_MK",
             "the same Hadamard on both operands, or on neither", "Quantize both with one Cast.hadamard.",
         )  # fmt: skip
     lengths = [
-        typing.cast(Array, operand).shape[1] if kind is None else (kind.length if both else kind.cols)
-        for operand, kind in ((a, kind_a), (b, kind_b))
+        typing.cast(Array, one.operand).shape[1] if one.kind is None else (one.kind.length if both else one.kind.cols)
+        for one in (a, b)
     ]
     if lengths[0] != lengths[1]:
         raise invalid_value(
@@ -255,63 +264,6 @@ def as_matrix(q: QuantizedArray) -> reference.Matrix:
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.reshape(rows, scale.shape[-1])
     return reference.Matrix(q.codes.reshape(rows, q.codes.shape[-1]), scale, q.tensor_scale)
-
-
-def check_array(argument: str, x: object) -> Array:
-    """A float32, bfloat16 or float16 array (Python numbers become float32); InvalidTypeError for anything else."""
-    if isinstance(x, float) and not isinstance(x, np.generic):
-        return jnp.asarray(x, jnp.float32)
-    if isinstance(x, QuantizedArray):
-        raise invalid_type(
-            argument, "a QuantizedArray", "a plain array", "Dequantize it first, or multiply with scaled_matmul."
-        )
-    if not isinstance(x, jax.Array | np.ndarray) and callable(getattr(x, "__jax_array__", None)):
-        x = typing.cast(typing.Any, x).__jax_array__()
-    dtype = getattr(x, "dtype", None)
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        raise invalid_type(
-            argument, type(x), "an array of float32, bfloat16 or float16", "Use jax.numpy.asarray first."
-        )
-    if dtype not in WIDE_DTYPES:
-        raise invalid_type(
-            argument, dtype, "float32, bfloat16 or float16",
-            "Dequantize it first." if str(dtype).startswith(("float8", "float6_", "float4"))
-            else f"Convert {argument} with .astype first.",
-        )  # fmt: skip
-    return jnp.asarray(x)
-
-
-def check_dtype(argument: str, dtype: object) -> np.dtype:
-    """float32, bfloat16 or float16 as a dtype; InvalidTypeError for anything else."""
-    is_dtype = isinstance(dtype, str | type | np.dtype) or (callable(dtype) and hasattr(dtype, "dtype"))
-    try:
-        found = jnp.dtype(dtype if is_dtype else "none")  # type: ignore[arg-type]
-    except TypeError:
-        got = repr(dtype) if isinstance(dtype, str) else type(dtype)
-        raise invalid_type(argument, got, "float32, bfloat16 or float16") from None
-    if found not in WIDE_DTYPES:
-        raise invalid_type(argument, found, "float32, bfloat16 or float16")
-    return found
-
-
-def normalize_axis(axis: object, ndim: int) -> int:
-    """The contraction axis as -1, or -2 for the first of exactly two; else InvalidValueError."""
-    try:
-        number = operator.index(axis)  # type: ignore[arg-type]
-    except TypeError:
-        raise invalid_type("axis", type(axis), "an int: -1, or -2 for a matrix") from None
-    if isinstance(axis, bool):
-        raise invalid_type("axis", "bool", "an int: -1, or -2 for a matrix")
-    if ndim == 0 and number in (-1, 0):
-        return -1
-    if -ndim <= number < ndim:
-        negative = number - ndim if number >= 0 else number
-        if negative == -1 or (negative == -2 and ndim == 2):
-            return negative
-    raise invalid_value(
-        "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes",
-        "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
-    )  # fmt: skip
 
 
 def check_backend(backend: object) -> str:
@@ -340,19 +292,11 @@ def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
     """The amax that replaces the measured one, float32 of shape () or [R, 1]; see `quantize`."""
     if amax is None:
         return None
-    fmt = cast.format
-    measured = fmt.is_per_tensor and fmt.scale.name == "FP32" and not isinstance(cast.scaling, Delayed)
-    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-    if not (measured or two_level):
-        raise invalid_value(
-            "amax", f"a value with {fmt.name}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
-            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
-            "Delayed scaling takes scale_enc= instead." if isinstance(cast.scaling, Delayed) else "",
-        )  # fmt: skip
+    check_takes_amax(cast)
     array = real_array("amax", amax)
-    needed = (rows, 1) if fmt.tensor_scale == "row" else ()
+    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
     if array.shape != needed:
-        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {fmt.name}")
+        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
     if not isinstance(array, Tracer) and not bool((np.asarray(array) >= 0).all()):
         raise invalid_value(
             "amax", np.asarray(array).tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes."
@@ -362,11 +306,7 @@ def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
 
 def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
     """The encode scale of delayed scaling: given if and only if the cast is delayed, positive and finite."""
-    if (scale_enc is not None) != isinstance(cast.scaling, Delayed):
-        raise invalid_value(
-            "scale_enc", "None" if scale_enc is None else "a value", "a float32 for a Delayed cast, None otherwise",
-            "The first step uses 1.0; dot_general takes it from state=." if scale_enc is None else "Leave it out here.",
-        )  # fmt: skip
+    check_scale_enc(scale_enc, cast.is_delayed)
     if scale_enc is None:
         return None
     array = real_array("scale_enc", scale_enc)
@@ -377,14 +317,3 @@ def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
         if not (np.isfinite(value) and value > 0):
             raise invalid_value("scale_enc", value, "one positive finite float32")
     return array.reshape(())
-
-
-def real_array(argument: str, value: ArrayLike) -> Array:
-    """A real number, or a floating-point array, as float32."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
-        return jnp.asarray(as_float(argument, value), jnp.float32)
-    if not isinstance(value, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(value.dtype, jnp.floating):
-        got = getattr(value, "dtype", None) or type(value)
-        raise invalid_type(argument, got, "a float32 number or array")
-    array = jnp.asarray(value)
-    return widened(array) if array.dtype.itemsize <= 4 else array.astype(jnp.float32)

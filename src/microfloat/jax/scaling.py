@@ -21,15 +21,14 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
-from microfloat.jax._max_grad import fp32_max_grad, from_max_grad
+from microfloat.jax.array import real_array
 from microfloat.jax.numerics.bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
-from microfloat.operands import OPERANDS
+from microfloat.jax.transformations import fp32_max_grad, from_max_grad
+from microfloat.operands import OPERANDS, TENSORS
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
 
 __all__ = ["DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "update"]
-
-TENSORS = ("x", "w", "dy")
 
 
 class Slot(NamedTuple):
@@ -40,7 +39,7 @@ class Slot(NamedTuple):
 
 
 class SlotRule(NamedTuple):
-    """What is static about a slot."""
+    """The static part of a slot."""
 
     element: ElementFormat
     delayed: Delayed
@@ -148,7 +147,7 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
         used = (scale > 0) & jnp.isfinite(scale)
         stepped = record(advance(slot, rule), amax)
         slots[tensor] = Slot(*(where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
-    return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=old.rules)
+    return state_of(slots, old.rules)
 
 
 def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
@@ -166,12 +165,10 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
         tensor: record(advance(slot, rule), _one_amax(tensor, amaxes[tensor])) if tensor in amaxes else slot
         for tensor, slot, rule in slots_of(state)
     }
-    return DelayedState(**{tensor: slots.get(tensor) for tensor in TENSORS}, rules=state.rules)
+    return state_of(slots, state.rules)
 
 
 def _one_amax(tensor: str, amax: object) -> Array:
-    from microfloat.jax.ops import real_array
-
     array = real_array(f"amaxes[{tensor!r}]", amax)  # type: ignore[arg-type]
     if array.size != 1:
         raise invalid_value(f"amaxes[{tensor!r}]", f"shape {array.shape}", "one float32")
@@ -221,6 +218,11 @@ def check_slots(argument: str, state: DelayedState) -> None:
                 f"{argument}.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
                 "float32 of shapes () and [L]", "Stacked states are for vmap and scan.",
             )  # fmt: skip
+
+
+def state_of(slots: Mapping[str, Slot], rules: tuple[SlotRule | None, ...]) -> DelayedState:
+    """The state with these slots; None for the tensors that `slots` does not name."""
+    return DelayedState(*(slots.get(tensor) for tensor in TENSORS), rules=rules)
 
 
 def slots_of(state: DelayedState) -> list[tuple[str, Slot, SlotRule]]:

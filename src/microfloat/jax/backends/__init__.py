@@ -1,1 +1,1 @@
-"""Where a cast or a GEMM runs: `reference` (everywhere) and `native` (FP8 and MX units of a GPU)."""
+"""Casts and GEMMs of a matrix: by plain XLA operations everywhere, by Triton kernels and XLA's FP8 dots on a GPU."""

@@ -1,4 +1,4 @@
-"""What XLA does faster on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
+"""Faster ways of XLA on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
 
 Chosen where a program is lowered for CUDA and `capability` names a chip; everywhere else the integers of
 `microfloat.jax.numerics.bits` and float32 epilogues stand. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger("microfloat")
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 # Releases of jaxlib with which scales inside the GEMM were seen to stay float32, in the steps of both recipes that have
 # them: another one may move the barrier that keeps XLA from rounding them to bfloat16.
-_KNOWN_JAXLIB = ("0.11.",)
+_MEASURED_JAXLIB = ("0.11.",)
 # XLA merges dots that share an operand if one of them moves less than 64 MiB.
 _NEVER_MERGED = 1 << 27
 
@@ -46,7 +46,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def converts(element: ElementFormat) -> bool:
-    """Whether the chip converts float32 to this element: FP8 from sm_89 on."""
+    """True if the chip converts float32 to this element: FP8 from sm_89 on."""
     chip = capability()
     return element.name in FLOAT8 and chip is not None and chip >= (8, 9)
 
@@ -106,7 +106,7 @@ def _is_alone() -> bool:
 
 
 def rounds_in_gemm() -> bool:
-    """Whether a GEMM may give a result in less than float32: XLA adds the partial products of several devices in it."""
+    """True if a GEMM may give a result in less than float32: XLA adds the partial products of several devices in it."""
     return _is_alone()
 
 
@@ -148,16 +148,16 @@ def _scaled_product(precision: lax.Precision) -> Callable[[Array, Array, Array, 
 
 
 def folds_scales(rows: int, cols: int, length: int) -> bool:
-    """Whether XLA compiles `scaled_product` of [rows, length] and [cols, length] as it reads.
+    """True if XLA compiles `scaled_product` of [rows, length] and [cols, length] as it reads.
 
     Elsewhere the same expression would be a bfloat16 GEMM on scales rounded to bfloat16: with XLA's Triton GEMMs, its
     default, and for small dots that share an operand, which XLA merges. So: FP8 tensor cores, one device, an XLA on
     which this was measured, a large product, and a probe in this process.
     """
     chip = capability()
-    known = version("jaxlib").startswith(_KNOWN_JAXLIB)
+    measured = version("jaxlib").startswith(_MEASURED_JAXLIB)
     large = 2 * (rows * length + cols * length + rows * cols) >= _NEVER_MERGED
-    return large and known and _is_alone() and chip is not None and chip >= (8, 9) and _probed()
+    return large and measured and _is_alone() and chip is not None and chip >= (8, 9) and _probed()
 
 
 @lru_cache(maxsize=1)
@@ -188,7 +188,7 @@ _PROBED = (
 
 
 def _folds_exactly(name_a: str, name_b: str, precision: lax.Precision) -> bool:
-    """Whether a product of small integers under a scale between two bfloat16 numbers is rounded once."""
+    """True if a product of small integers under a scale between two bfloat16 numbers is rounded once."""
     rng = np.random.default_rng(0)
     # Sums of 64 such integers are exact in bfloat16; a scale rounded to bfloat16 would become 1.
     a, b, scale = rng.integers(0, 3, (256, 64)), rng.integers(0, 2, (128, 64)), np.float32(1 + 3 * 2.0**-10)

@@ -1,21 +1,19 @@
-"""The native backend: GEMMs on the FP8 and MX units of a GPU, through XLA's own dots.
+"""The GEMMs of two operands, through XLA's own dots: the choice among them, and each.
 
-Four ways, chosen by `choose` from the formats and the chip alone:
+Four ways, chosen by `choose` from the formats and the chip alone, never by trying:
 
 * `fp8`: the FP8 codes go into one dot, tensor and row scales multiply its float32 result (sm_89 and newer); scales of
   whole tensors may go into the GEMM (`cuda.folds_scales`).
 * `bf16`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
   GPU).
 * `mx`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
-* None of these fits: the reference GEMM.
-
-Casts have the bytes of the reference backend on every platform; `cuda` has faster ways to them.
+* `reference`: everything else, and ``backend="reference"``.
 
 Source: docs/numerics.md 8.2, docs/jax.md.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 import jax
@@ -24,15 +22,16 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.jax.backends import cuda, kernels, reference
 from microfloat.jax.backends.cuda import capability
 from microfloat.jax.numerics.bits import FLOAT8, where
-from microfloat.jax.numerics.tiles import from_tiles, spread, to_tiles
+from microfloat.jax.numerics.scales import from_tiles, spread, to_tiles
 from microfloat.kernels.families import is_stock
 from microfloat.support import Support
 
-__all__ = ["Choice", "bf16_values", "capability", "choose", "gemm"]
+__all__ = ["Choice", "GemmPlan", "bf16_values", "capability", "choice_of", "choose", "gemm", "run_gemm"]
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
 _MULTIPLE = 16
@@ -40,7 +39,7 @@ _NO_GPU = Support(True, False, "no CUDA device: the reference backend decodes an
 
 
 class Choice(NamedTuple):
-    """How one GEMM runs: `way` is "fp8", "bf16", "mx" or "reference"; `kernel` says the same in words."""
+    """The way of one GEMM: `way` is "fp8", "bf16", "mx" or "reference"; `kernel` says the same in words."""
 
     way: str
     kernel: str
@@ -90,6 +89,58 @@ def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:
     if a.scale.name == "E8M0":
         return a.block[1] == 32 and a.element.bits == 8 and b.element.bits == 8
     return a.block[1] == 16 and a.element.name == b.element.name == "E2M1"
+
+
+class GemmPlan(NamedTuple):
+    """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
+
+    `dtype` is the compute dtype: what a quantized operand beside one in high precision is dequantized to. `out` is that
+    of the result, rounded once after scales and bias.
+    """
+
+    kind_a: reference.Kind | None
+    kind_b: reference.Kind | None
+    accumulate: str
+    path: str
+    backend: str
+    dtype: np.dtype
+    out: np.dtype = np.dtype(np.float32)
+
+
+def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> Choice:
+    """The way of `plan` on a chip; NotSupportedError for ``backend="native"`` where no unit of the format does.
+
+    Two operands in high precision are no matter of a backend.
+    """
+    choice = choose(plan.kind_a, plan.kind_b, chip, plan.path)
+    if plan.backend == "reference":
+        return choice._replace(way="reference", kernel="decode to float32, float32 dot, scales in the epilogue")
+    in_high_precision = plan.kind_a is None and plan.kind_b is None
+    if plan.backend == "native" and not choice.support.accelerated and not in_high_precision:
+        raise NotSupportedError(
+            f"backend: got 'native', needed a GEMM that runs on units of its format. {choice.support.reason}. "
+            "Use backend='auto' to emulate it."
+        )
+    return choice
+
+
+def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: Array | None = None) -> Array:
+    """``a @ b.T + bias`` [M, N], summed in float32, in the plan's `out`."""
+    if plan.accumulate == "exact":
+        return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
+    choice = choice_of(plan, capability())
+    emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
+    if choice.way == "reference":
+        product = emulate(a, b)
+    else:
+        # `choose` names another way than the reference only for two quantized operands.
+        kind_a, kind_b = cast(reference.Kind, plan.kind_a), cast(reference.Kind, plan.kind_b)
+        out = plan.out if bias is None else jnp.dtype(jnp.float32)
+        on_gpu = partial(gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate, out=out)
+        # A program may still be lowered for another platform than the default one.
+        product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
+    product = product if bias is None else product + bias.astype(jnp.float32)[None, :]
+    return product.astype(plan.out)
 
 
 def gemm(

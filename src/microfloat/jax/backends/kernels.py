@@ -17,8 +17,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
-from microfloat.jax._collectives import in_common_variance, like_in_variance
 from microfloat.jax.backends import cuda
+from microfloat.jax.transformations import in_common_variance, like_in_variance
 from microfloat.kernels.families import family_of
 from microfloat.recipes import Cast
 

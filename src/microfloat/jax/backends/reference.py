@@ -14,7 +14,6 @@ from jax import Array, lax
 
 from microfloat import reference as oracle
 from microfloat.formats import E4M3, ElementFormat, ScaledFormat
-from microfloat.jax._collectives import max_over
 from microfloat.jax.backends import cuda
 from microfloat.jax.numerics.bits import (
     as_code_dtype,
@@ -23,27 +22,28 @@ from microfloat.jax.numerics.bits import (
     code_bytes,
     decode,
     encode,
+    hadamard_inverse,
+    hadamard_transform,
     multiply,
     multiply_code,
     rounded,
     where,
     widened,
 )
-from microfloat.jax.numerics.hadamard import hadamard_inverse, hadamard_transform, stored_length
 from microfloat.jax.numerics.random import random_bytes
-from microfloat.jax.numerics.scales import block_scales, tensor_amax
-from microfloat.jax.numerics.tiles import from_tiles, spread, to_tiles
+from microfloat.jax.numerics.scales import block_scales, from_tiles, spread, tensor_amax, to_tiles
+from microfloat.jax.transformations import max_over
+from microfloat.layout import stored_length
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
     "Decoded", "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
-    "factored_values", "gemm", "kind_of", "matmul", "measures_tensor",
-    "rows_of", "scale_is_outer", "transposed",
+    "factored_values", "gemm", "kind_of", "matmul", "rows_of", "scale_is_outer", "transposed",
 ]  # fmt: skip
 
 
 class Noise(NamedTuple):
-    """What stochastic rounding reads: the call seed's words uint32[2], and two words of the counter."""
+    """The inputs of stochastic rounding: the call seed's words uint32[2], and two words of the counter."""
 
     words: Array | np.ndarray
     stream: Array | int
@@ -89,12 +89,16 @@ def cast_matrix(
         x_RC = hadamard_transform(x_RC, cast.hadamard)
     element, shape_RC = cast.format.element, (x_RC.shape[0], x_RC.shape[1])
     tiles = to_tiles(x_RC, cast.format.block)
-    if axes and amax is None and scale_enc is None and measures_tensor(cast):
+    measures_tensor = cast.format.is_per_tensor or cast.tensor_scale == "tensor"
+    if axes and amax is None and scale_enc is None and measures_tensor:
         amax = max_over(tensor_amax(x_RC), axes)
     scales = block_scales(tiles, cast, amax, scale_enc)
     if cast.is_gradient:
         scales = scales.for_product()
-    codes = _codes(tiles, spread(scales.encode), element, _noise_tiles(shape_RC, cast, noise))
+    noise_tiles = None
+    if cast.is_stochastic and noise is not None:
+        noise_tiles = to_tiles(random_bytes(*shape_RC, noise.words, noise.stream, noise.batch), cast.format.block)
+    codes = _codes(tiles, spread(scales.encode), element, noise_tiles)
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
     stored = as_code_dtype(from_tiles(codes, shape_RC), element)
@@ -112,12 +116,6 @@ def _codes(tiles: Array, factor: Array, element: ElementFormat, noise: Array | N
     return lax.platform_dependent(tiles, factor, cuda=partial(cuda.converted, element=element), default=by_integers)
 
 
-def measures_tensor(cast: Cast) -> bool:
-    """Whether the cast measures an amax over the whole tensor."""
-    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-    return cast.format.is_per_tensor or (two_level and cast.format.tensor_scale == "tensor")
-
-
 def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
     """The quantization of the transposed operand, for a format whose blocks allow it; `cols` are those of `matrix`."""
     codes = as_code_dtype(code_bytes(matrix.codes, fmt.element, cols).T, fmt.element)
@@ -125,19 +123,10 @@ def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
     return Matrix(codes, scale, matrix.tensor_scale)
 
 
-def _noise_tiles(shape_RC: tuple[int, int], cast: Cast, noise: Noise | None) -> Array | None:
-    if not cast.is_stochastic or noise is None:
-        return None
-    return to_tiles(random_bytes(*shape_RC, noise.words, noise.stream, noise.batch), cast.format.block)
-
-
-def _tiled_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> Array:
-    """Decoded codes [grid rows, block rows, grid columns, block columns]."""
-    return to_tiles(decode(code_bytes(matrix.codes, fmt.element, length), fmt.element), fmt.block)
-
-
-def _block_grid(matrix: Matrix, fmt: ScaledFormat) -> Array:
-    return matrix.scale.reshape(1, 1) if fmt.is_per_tensor else matrix.scale
+def _tiled(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array]:
+    """(decoded codes [grid rows, block rows, grid columns, block columns], the grid of scales)."""
+    tiles = to_tiles(decode(code_bytes(matrix.codes, fmt.element, length), fmt.element), fmt.block)
+    return tiles, matrix.scale.reshape(1, 1) if fmt.is_per_tensor else matrix.scale
 
 
 def _power_of_two(tiles: Array, grid: Array) -> Array:
@@ -152,7 +141,7 @@ def _power_of_two(tiles: Array, grid: Array) -> Array:
 def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | None, cols: int) -> Array:
     """float32 [R, cols] in the order of operations of docs/numerics.md 8.1; a Hadamard transform is undone."""
     length = stored_length(cols, hadamard)
-    tiles, grid = _tiled_values(matrix, fmt, length), _block_grid(matrix, fmt)
+    tiles, grid = _tiled(matrix, fmt, length)
     if fmt.scale.name == "E8M0":
         product, exponent = _power_of_two(tiles, grid), grid.astype(jnp.int32)
         significand = jnp.full(grid.shape, 1 << 23, jnp.uint32)
@@ -178,7 +167,7 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
     Block scales of MX and NVFP4 multiply the codes exactly; tensor and row scales stay outside, shape () or [R, 1]
     (docs/numerics.md 8.2). 1x128 and 128x128 scales are float32 and are multiplied in.
     """
-    tiles, grid = _tiled_values(matrix, fmt, length), _block_grid(matrix, fmt)
+    tiles, grid = _tiled(matrix, fmt, length)
     outer = matrix.tensor_scale
     if fmt.scale.name == "E8M0":
         tiles = _power_of_two(tiles, grid)
@@ -215,7 +204,7 @@ def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) ->
 
 
 class Kind(NamedTuple):
-    """What is static about a quantized operand form: its format, its Hadamard transform, its contraction length.
+    """The static part of a quantized operand form: its format, its Hadamard transform, its contraction length.
 
     `power_of_two`: the float32 scales are known to be powers of two, by the rule that made them.
     """

@@ -1,26 +1,38 @@
-"""Casts of the Flax-compatible FP8 operators: quantize, dequantize, and both in one step (fake quantization).
+"""Casts and state of the Flax-compatible FP8 operators: quantize, dequantize, scales, amax histories.
 
-Here `scale` is what dequantization multiplies with and quantization divides by. Every rounding that the definition
-names is made, on every device: quotients are those of a true division, and no conversion stands where XLA would take
-it back (docs/numerics.md 1.2). Source: docs/jax.md, "Flax's fp8_ops".
+Here `scale` is what dequantization multiplies with, ``amax / max``, and quantization divides by it; the recipes of
+microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Every rounding that the definition names is
+made, on every device: quotients are those of a true division, and no conversion stands where XLA would take it back
+(docs/numerics.md 1.2). Source: docs/jax.md, "Flax's fp8_ops".
 """
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.errors import invalid_value
+from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E4M3, E5M2
-from microfloat.jax._derivatives import straight_through
-from microfloat.jax._max_grad import from_max_grad, is_max_grad
+from microfloat.jax.array import as_dtype
 from microfloat.jax.backends import cuda
-from microfloat.jax.flax.fp8_arguments import FP8_DTYPES, as_float_dtype, as_fp8_dtype, as_numbers
-from microfloat.jax.numerics.bits import bits_of, encode, quotient, rounded, where, widened
+from microfloat.jax.numerics.bits import bits_of, divide, encode, quotient, rounded, where, widened
+from microfloat.jax.transformations import (
+    from_max_grad,
+    is_max_grad,
+    max_over,
+    sharding_axes,
+    straight_through,
+    varying_axes,
+)
 
-__all__ = ["dequantize", "factors", "get_fp8_max", "qdq", "quantize", "scaled_by"]
+__all__ = [
+    "as_float_dtype", "as_fp8_dtype", "as_numbers", "as_state", "compute_amax_history", "compute_scale", "dequantize",
+    "factors", "get_fp8_max", "qdq", "quantize", "quantize_dequantize_update", "scaled_by", "update_fp8_meta",
+    "updated_state",
+]  # fmt: skip
 
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 # The dtypes whose arithmetic is that of float32, rounded.
@@ -39,7 +51,7 @@ def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: 
     Infinities saturate, NaN stays. Tangents are of the FP8 dtype, so gradients through the codes are of little use.
     """
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
-    q_dtype = _checked(q_dtype)
+    q_dtype = as_fp8_dtype("q_dtype", q_dtype)
     return straight_through(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
 
 
@@ -58,7 +70,7 @@ def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DType
     Gradients go straight through the rounding, and are zero where x is clipped.
     """
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
-    q_dtype = _checked(q_dtype)
+    q_dtype = as_fp8_dtype("q_dtype", q_dtype)
     codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
     straight = straight_through(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
     if not _is_narrow(x.dtype, scale.dtype, ratio.dtype):
@@ -80,10 +92,6 @@ def scaled_by(values: Array, scale: Array, other: Array) -> Array:
     """``values * (scale * other)`` in float32 or wider."""
     first, second = factors(scale, other)
     return values.astype(jnp.promote_types(values.dtype, jnp.float32)) * first * second
-
-
-def _checked(q_dtype: DTypeLike) -> np.dtype:
-    return as_fp8_dtype("q_dtype", q_dtype)
 
 
 def _operands(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> tuple[Array, Array, np.dtype]:
@@ -144,3 +152,128 @@ def _code_bytes(q_dtype: np.dtype, clipped: Array) -> Array:
         return by_conversion(clipped)
     # XLA's conversion for chips without one goes by way of float16.
     return lax.platform_dependent(clipped, cuda=partial(encode, element=element), default=by_conversion)
+
+
+# The state
+
+# Smallest scale that is handed out: the reciprocal of a normal float32 stays one.
+_SMALLEST = np.float32(2.0**-126)
+
+
+def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin: float = 0) -> Array:
+    """The next scale: ``1 / ((fp8_max / amax) / 2^margin)``, or the old `scale` for an amax of zero, Inf or NaN.
+
+    Two reciprocals, as existing checkpoints have them. Never below 2^-126; a subnormal amax counts as zero; a
+    stored scale that is not positive and finite counts as 1.
+    """
+    amax, scale, fp8_max = as_numbers("amax", amax), as_numbers("scale", scale), as_numbers("fp8_max", fp8_max)
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
+    usable = (amax >= _SMALLEST) & jnp.isfinite(amax)
+    encode = _quotient(_quotient(fp8_max, jnp.where(usable, amax, jnp.ones_like(amax))), 2.0**margin)
+    encode = jnp.where(usable, encode, _quotient(1.0, scale))
+    return jnp.maximum(_quotient(1.0, encode), _SMALLEST.astype(encode.dtype))
+
+
+def _quotient(x: ArrayLike, divisor: ArrayLike) -> Array:
+    """``x / divisor``, correctly rounded in float32 on every device; float64 operands divide in float64."""
+    dtype = jnp.result_type(x, divisor)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (divide(x, divisor) if wide == jnp.float32 else jnp.divide(x, divisor)).astype(dtype)
+
+
+def compute_amax_history(x: ArrayLike, amax_history: Array) -> Array:
+    """The ring after this step: rolled by one, with ``max |x|`` at index 0 (0 if that is not finite, or subnormal)."""
+    return _rolled(_measured(x, amax_history.dtype), amax_history)
+
+
+def _measured(x: ArrayLike, dtype: np.dtype) -> Array:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4:
+        x = widened(x)
+    amax = jnp.max(jnp.abs(x), initial=0).astype(dtype)
+    return jnp.where((amax >= _SMALLEST) & jnp.isfinite(amax), amax, jnp.zeros_like(amax))
+
+
+def _rolled(amax: Array, amax_history: Array) -> Array:
+    return jnp.roll(amax_history, -1).at[0].set(amax)
+
+
+def updated_state(
+    x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array, axis_names: tuple[str, ...] = ()
+) -> tuple[Array, Array]:
+    """(scale, history) for this step in float32: the scale follows from the *old* history, then x enters the ring.
+
+    Inside shard_map the amax is the maximum over the mesh axes that shard x but not the state.
+    """
+    old_scale, history = from_max_grad(jnp.asarray(scale)), from_max_grad(amax_history)
+    new_scale = compute_scale(jnp.max(history), old_scale, get_fp8_max(q_dtype, jnp.float32))
+    x = jnp.asarray(x)
+    axes = sharding_axes(x, axis_names) - varying_axes(history)
+    return new_scale, _rolled(max_over(_measured(x, jnp.dtype(jnp.float32)), axes), history)
+
+
+def update_fp8_meta(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array) -> tuple[Array, Array]:
+    """(new scale, new history), in the dtypes of the old ones (float32 or `fp32_max_grad`)."""
+    scale = jnp.asarray(scale)
+    new_scale, new_history = updated_state(x, q_dtype, scale, amax_history)
+    return lax.convert_element_type(new_scale, scale.dtype), lax.convert_element_type(new_history, amax_history.dtype)
+
+
+def quantize_dequantize_update(
+    x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array, compute_dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    """(qdq of x under the new scale, new scale, new history)."""
+    new_scale, new_history = update_fp8_meta(x, q_dtype, scale, amax_history)
+    return qdq(x, q_dtype, from_max_grad(new_scale), compute_dtype), new_scale, new_history
+
+
+# Arguments
+
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def as_fp8_dtype(argument: str, dtype: Any) -> np.dtype:
+    """One of the four FP8 dtypes; else an error with their names."""
+    found = as_dtype(argument, dtype, "one of " + ", ".join(FP8_DTYPES))
+    if found.name not in FP8_DTYPES:
+        raise unknown_name(argument, found.name, FP8_DTYPES)
+    return found
+
+
+def as_float_dtype(argument: str, dtype: Any) -> np.dtype:
+    """A float dtype; else InvalidTypeError."""
+    found = as_dtype(argument, dtype, "a float dtype such as jnp.float32")
+    if not jnp.issubdtype(found, jnp.floating):
+        raise invalid_type(argument, found, "a float dtype such as jnp.float32")
+    return found
+
+
+def as_numbers(argument: str, x: Any, *, narrow: bool = False) -> Array:
+    """`x` as an array of real numbers, of an FP8 dtype only if that may be (`narrow`); else InvalidTypeError."""
+    if is_max_grad(x):
+        return x
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid_type(argument, type(x), "an array of real numbers") from None
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise invalid_type(argument, array.dtype, "an array of real numbers")
+    if not narrow and str(array.dtype).startswith(("float8", "float6_", "float4")):
+        remedy = f"The op quantizes; convert {argument} with .astype."
+        raise invalid_type(argument, array.dtype, "float32, bfloat16, float16 or float64", remedy)
+    return array
+
+
+def as_state(name: str, scale: Any, history: Any) -> tuple[Array, Array]:
+    """A scale of one element and a history [L]; else an error that begins with `name`."""
+    remedy = "The first scale is ones(1), the first history zeros(L)."
+    for kind, leaf in (("scale", scale), ("amax_history", history)):
+        if leaf is None:
+            raise invalid_value(f"{name}{kind}", "None", "float32 state", remedy)
+    scale, history = as_numbers(f"{name}scale", scale), as_numbers(f"{name}amax_history", history)
+    if scale.size != 1:
+        raise invalid_value(f"{name}scale", f"shape {scale.shape}", "shape () or (1,)", remedy)
+    if history.ndim != 1 or not history.size:
+        raise invalid_value(f"{name}amax_history", f"shape {history.shape}", "shape (L,)", remedy)
+    return scale, history

@@ -13,29 +13,32 @@ from typing import Any, NamedTuple, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import core as flax_core
 from flax.training import train_state
 from jax import Array
 from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_type
-from microfloat.jax._derivatives import notice_fixed_state
-from microfloat.jax._dimensions import DimensionNumbers, parse_einsum
+from microfloat.jax.array import check_array
+from microfloat.jax.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.dot_general import DotGeneral, dot_general
-from microfloat.jax.flax.fp8_state import OVERWRITE_WITH_GRADIENT, max_accumulate, next_state
-from microfloat.jax.flax.microbatches import (
+from microfloat.jax.flax.state import (
+    OVERWRITE_WITH_GRADIENT,
+    STATE_NAMES,
+    StateModule,
     check_transformation,
     chosen,
     has_stepped,
     larger,
+    max_accumulate,
+    next_state,
     refuse_multi_steps_outside,
     step_counts,
 )
-from microfloat.jax.flax.state import STATE_NAMES, StateModule
 from microfloat.jax.numerics.random import call_seed
-from microfloat.jax.ops import check_array
-from microfloat.jax.scaling import TENSORS, DelayedState, Slot, slot_rules
+from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
+from microfloat.jax.transformations import notice_fixed_state
+from microfloat.operands import TENSORS
 from microfloat.recipes import Recipe
 
 __all__ = [
@@ -44,41 +47,30 @@ __all__ = [
 ]  # fmt: skip
 
 SR_STREAM = "sr_rng"
+_NAMES: dict[str, str] = dict(zip(TENSORS, STATE_NAMES, strict=True))
 
 
-class _StatelessOp(nn.Module):
-    """Base of the ops whose recipe keeps no state: no variables at all."""
+def _run(
+    module: nn.Module, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers,
+    dtype: DTypeLike | None,
+) -> Array:  # fmt: skip
+    """``op(lhs, rhs, dimension_numbers)`` with the module's random stream and, if it is delayed, its state variables.
 
-    def run(
-        self, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: DTypeLike | None
-    ) -> Array:
-        return op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), None)[0]
-
-
-class _DelayedOp(StateModule):
-    """Base of the ops whose recipe is delayed: six state variables."""
-
-    def run(
-        self, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: DTypeLike | None
-    ) -> Array:
+    Without the stream only a recipe that needs none runs.
+    """
+    words = state = None
+    if op.recipe.is_stochastic and module.has_rng(SR_STREAM):
+        words = call_seed(None, module.make_rng(SR_STREAM), repr(op.recipe))
+    if isinstance(module, StateModule):
         rules = slot_rules(op.recipe)
-        pairs = {tensor: self.current_state(name) for tensor, name in zip(TENSORS, STATE_NAMES, strict=True)}
-        slots = [None if rule is None else Slot(*pairs[tensor]) for tensor, rule in zip(TENSORS, rules, strict=True)]
-        state = DelayedState(*slots, rules=rules)
+        slots = {tensor: Slot(*module.current_state(name)) for tensor, name in _NAMES.items()}
+        state = state_of({tensor: slots[tensor] for tensor, rule in zip(TENSORS, rules, strict=True) if rule}, rules)
         rhs = notice_fixed_state(check_array("rhs", rhs), state)
-        y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, _words(self, op.recipe), state)
-        for tensor, name in zip(TENSORS, STATE_NAMES, strict=True):
-            slot = cast(DelayedState, handed).slot(tensor)  # a state went in
-            if slot is not None:
-                self.hand_on(name, (slot.scale_enc, slot.amax_history))
-        return y
-
-
-def _words(module: nn.Module, recipe: Recipe) -> Array | np.ndarray | None:
-    """The call seed from the module's stream; without the stream only what needs none runs."""
-    if not recipe.is_stochastic or not module.has_rng(SR_STREAM):
-        return None
-    return call_seed(None, module.make_rng(SR_STREAM), repr(recipe))
+    y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, words, state)
+    if isinstance(module, StateModule) and handed is not None:
+        for tensor, slot, _ in slots_of(handed):
+            module.hand_on(_NAMES[tensor], slot)
+    return y
 
 
 def dot_general_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
@@ -91,16 +83,14 @@ def dot_general_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
 
 
 def einsum_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
-    """The same for einsums of two operands: ``cls()(equation, input, kernel)``."""
+    """A linen module class for einsums of two operands: ``cls()(equation, input, kernel)``."""
     return _op_class(dot_general(recipe, **options), "einsum")
 
 
 @functools.cache
 def _op_class(op: DotGeneral, kind: str) -> type[nn.Module]:
     recipe = op.recipe
-    base: type[nn.Module] = _StatelessOp
-    if recipe.is_delayed:
-        base = _DelayedOp
+    base: type[nn.Module] = StateModule if recipe.is_delayed else nn.Module
 
     def dot_general_call(
         self: Any, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
@@ -108,7 +98,7 @@ def _op_class(op: DotGeneral, kind: str) -> type[nn.Module]:
     ) -> Array:  # fmt: skip
         """``lax.dot_general`` under the recipe; `precision` and further keywords are accepted and ignored."""
         del precision
-        return self.run(op, lhs, rhs, dimension_numbers, preferred_element_type)
+        return _run(self, op, lhs, rhs, dimension_numbers, preferred_element_type)
 
     def einsum_call(
         self: Any, equation: str, lhs: Array, rhs: Array, precision: object = None,
@@ -116,10 +106,8 @@ def _op_class(op: DotGeneral, kind: str) -> type[nn.Module]:
     ) -> Array:  # fmt: skip
         """The einsum under the recipe; the first operand is the input, the second the kernel."""
         del precision
-        lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
-        plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
-        y = self.run(op, *plan.operands(lhs, rhs), plan.dimension_numbers, preferred_element_type)
-        return plan.result(y)
+        dot = functools.partial(_run, self, op, dtype=preferred_element_type)
+        return einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs))
 
     call = dot_general_call if kind == "dot_general" else einsum_call
     name = f"{type(recipe).__name__}{'Op' if kind == 'dot_general' else 'Einsum'}"
@@ -211,7 +199,7 @@ class Collected(NamedTuple):
 
 
 def _collecting(opt_state: Any, collection: Any) -> Any:
-    """`opt_state`, with room for state gradients if the optimizer does not step every time."""
+    """`opt_state`, with a buffer for state gradients if the optimizer does not step every time."""
     if not step_counts(opt_state):
         return opt_state
     return Collected(opt_state, jax.tree.map(jnp.zeros_like, collection))
@@ -232,7 +220,7 @@ def _has_state(variables: Any) -> bool:
 
 
 def _replaced(variables: Mapping[str, Any], new: dict[str, Any]) -> Any:
-    """The same kind of mapping with some collections replaced; the others, and their order, stay."""
+    """A mapping of the same kind with some collections replaced; the others, and their order, stay."""
     merged = {name: new.get(name, value) for name, value in variables.items()}
     return flax_core.freeze(merged) if isinstance(variables, flax_core.FrozenDict) else merged
 

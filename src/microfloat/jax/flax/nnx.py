@@ -11,18 +11,37 @@ its gradient is its new value.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
-from microfloat.errors import invalid_type
-from microfloat.jax.flax.nnx_modules import DotGeneral, Einsum, EinsumOp, Linear, LinearGeneral, ScaleState
-from microfloat.jax.flax.nnx_training import Optimizer, grad, value_and_grad
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax import scaling
+from microfloat.jax.array import check_array
+from microfloat.jax.dimensions import DimensionNumbers, einsum_by
+from microfloat.jax.dot_general import dot_general, place
+from microfloat.jax.flax.state import (
+    STATE_NAMES,
+    Threaded,
+    check_transformation,
+    chosen,
+    has_stepped,
+    larger,
+    step_counts,
+    trace_state,
+)
+from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
+from microfloat.operands import TENSORS
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -40,11 +59,196 @@ __all__ = [
     "LinearGeneral", "Optimizer", "ScaleState", "convert", "grad", "revert", "value_and_grad",
 ]  # fmt: skip
 
-# Layer class -> (attribute to set, module to put there, what Flax runs itself)
-_TARGETS: tuple[tuple[type, str, type, Callable], ...] = (
-    (nnx.Linear, "dot_general", DotGeneral, lax.dot_general),
-    (nnx.LinearGeneral, "dot_general", DotGeneral, lax.dot_general),
-    (nnx.Einsum, "einsum_op", EinsumOp, jnp.einsum),
+_LOG = logging.getLogger("microfloat")
+_NAMES: dict[str, str] = dict(zip(TENSORS, STATE_NAMES, strict=True))
+
+
+class ScaleState(nnx.Variable):
+    """Delayed-scaling state: never a parameter; its gradient is its new value."""
+
+
+# Per module, the slots that earlier uses handed through. nnx transforms make modules anew; an entry lives no longer
+# than its module.
+_THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class DotGeneral(nnx.Module):
+    """A module that is called like `lax.dot_general` and runs `recipe`; for ``dot_general=`` of nnx layers.
+
+    Delayed recipes hold six `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream
+    ``sr_rng`` of `rngs` (or its default stream); a ``key=`` of the call takes precedence. `stacked`: the leading axes
+    of a layer whose variables are stacked for nnx.scan or nnx.vmap. Further arguments are those of
+    `microfloat.jax.dot_general`.
+    """
+
+    def __init__(
+        self, recipe: Recipe | str, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
+    ) -> None:
+        self.op = dot_general(recipe, **options)
+        recipe = self.op.recipe
+        if not isinstance(stacked, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in stacked):
+            raise invalid_type("stacked", repr(stacked), "a tuple of sizes: the leading axes of stacked variables")
+        stacked = tuple(stacked)
+        self.sr_rng: Any = nnx.data(None)
+        if rngs is not None and not isinstance(rngs, nnx.Rngs):
+            raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
+        if recipe.is_stochastic and rngs is not None:
+            if "sr_rng" not in rngs and "default" not in rngs:
+                streams = ", ".join(name for name, value in vars(rngs).items() if isinstance(value, nnx.RngStream))
+                raise invalid_value(
+                    "rngs", f"an nnx.Rngs with the streams {streams or 'none'}",
+                    f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically",
+                    "For instance nnx.Rngs(0, sr_rng=1).",
+                )  # fmt: skip
+            stream = rngs["sr_rng"]
+            self.sr_rng = stream.split(stacked) if stacked else stream.fork()
+        if recipe.is_delayed:
+            fresh = scaling.init(recipe)
+            for tensor, slot, _ in scaling.slots_of(fresh):
+                for kind, leaf in (("scale", slot.scale_enc.reshape(1)), ("amax_history", slot.amax_history)):
+                    each = ScaleState(jnp.broadcast_to(leaf, (*stacked, *leaf.shape)))
+                    setattr(self, f"{_NAMES[tensor]}_{kind}", each)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of this op."""
+        return self.op.recipe
+
+    def variables(self) -> dict[str, tuple[ScaleState, ScaleState]]:
+        """(scale, history) variables per tensor; empty for stateless recipes."""
+        if not self.recipe.is_delayed:
+            return {}
+        return {
+            tensor: (getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
+            for (tensor, name), rule in zip(_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
+            if rule is not None
+        }
+
+    def state(self) -> DelayedState | None:
+        """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
+        if not self.recipe.is_delayed:
+            return None
+        slots = {tensor: Slot(*(value_of(variable) for variable in pair)) for tensor, pair in self.variables().items()}
+        return scaling.state_of(slots, scaling.slot_rules(self.recipe))
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        key: Array | None = None,
+    ) -> Array:
+        """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is ignored."""
+        del precision
+        words = None
+        if self.recipe.is_stochastic and (key is not None or self.sr_rng is not None):
+            words = call_seed(None, self.sr_rng() if key is None else key, repr(self.recipe))
+        state = self._current_state()
+        if state is not None:
+            rhs = notice_fixed_state(check_array("rhs", rhs), state)
+        y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
+        if handed is not None:
+            _THREADED[self] = {
+                tensor: Threaded(value_of(self.variables()[tensor][1]), trace_state(), slot)
+                for tensor, slot, _ in scaling.slots_of(handed)
+            }
+        return y
+
+    def _current_state(self) -> DelayedState | None:
+        state = self.state()
+        if state is None:
+            return None
+        threaded, slots = _THREADED.get(self, {}), {}
+        for tensor, slot, _ in scaling.slots_of(state):
+            earlier = threaded.get(tensor)
+            slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
+        return scaling.state_of(slots, state.rules)
+
+
+class EinsumOp(DotGeneral):
+    """A module called as ``einsum(equation, input, kernel)``; for ``einsum_op=`` of nnx.Einsum."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        key: Array | None = None,
+    ) -> Array:
+        """The einsum of two operands under the recipe; the first is always the input, the second the kernel."""
+        dot = partial(super().__call__, precision=precision, preferred_element_type=preferred_element_type, key=key)
+        return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
+
+
+def value_of(variable: nnx.Variable) -> Array:
+    """The array in a variable."""
+    return variable.get_value()
+
+
+class Linear(nnx.Linear):
+    """`flax.nnx.Linear` under `recipe` (None: as Flax runs it); same parameters, same names."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        if recipe is not None:
+            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` under `recipe`; same parameters, same names."""
+
+    def __init__(
+        self, in_features: Any, out_features: Any, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        if recipe is not None:
+            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+
+
+class Einsum(nnx.Einsum):
+    """`flax.nnx.Einsum` under `recipe`; same parameters, same names."""
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Any,
+        bias_shape: Any = None,
+        *,
+        recipe: Recipe | str | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if recipe is not None:
+            options["einsum_op"] = EinsumOp(recipe, rngs=rngs)
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
+
+
+# Conversion of a model
+
+
+class _Target(NamedTuple):
+    """A layer of Flax: the attribute that holds its product, our module for it, and what Flax runs itself."""
+
+    layer: type
+    attribute: str
+    op: type[DotGeneral]
+    plain: Callable
+
+
+_TARGETS = (
+    _Target(nnx.Linear, "dot_general", DotGeneral, lax.dot_general),
+    _Target(nnx.LinearGeneral, "dot_general", DotGeneral, lax.dot_general),
+    _Target(nnx.Einsum, "einsum_op", EinsumOp, jnp.einsum),
 )
 
 
@@ -78,15 +282,14 @@ def convert(
     gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
     for name, layer, target in layers:
-        _, _, op, _ = target
         reason = _refusal(name, layer, target, exclude, filter, gates)
         if reason is None and name not in chosen:
             reason = "no pattern of the placement matches"
-        wanted = chosen[name] if reason is None else None
-        made[name] = reason, wanted and op(wanted, rngs=rngs, stacked=_stacked(layer))
+        pinned = chosen[name] if reason is None else None
+        made[name] = reason, pinned and target.op(pinned, rngs=rngs, stacked=_stacked(layer))
     rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
     report = ConversionReport(tuple(rows), _share(model, [layer for _, layer, _ in layers], rows))
-    logging.getLogger("microfloat").info("%s", report)
+    _LOG.info("%s", report)
     return report
 
 
@@ -96,9 +299,9 @@ def revert(model: nnx.Module) -> nnx.Module:
     Returns `model`. Raises InvalidTypeError for anything but an nnx.Module.
     """
     _check_model(model)
-    for _, layer, (_, attribute, _, plain) in _layers(model):
-        if isinstance(getattr(layer, attribute), DotGeneral):
-            setattr(layer, attribute, nnx.static(plain))
+    for _, layer, target in _layers(model):
+        if isinstance(getattr(layer, target.attribute), DotGeneral):
+            setattr(layer, target.attribute, nnx.static(target.plain))
     return model
 
 
@@ -108,21 +311,19 @@ def _check_model(model: object) -> None:
 
 
 def _refusal(
-    name: str, layer: nnx.Module, target: tuple, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
+    name: str, layer: nnx.Module, target: _Target, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
 ) -> str | None:
     if getattr(layer, "dot_general_cls", None) is not None:
         return "dot_general_cls is set, which Flax prefers"
-    _, attribute, _, plain = target
-    own = getattr(layer, attribute)
-    if own is not None and own is not plain and not isinstance(own, DotGeneral):
-        return f"it has a product of its own, in its attribute {attribute}"
+    own = getattr(layer, target.attribute)
+    if own is not None and own is not target.plain and not isinstance(own, DotGeneral):
+        return f"it has a product of its own, in its attribute {target.attribute}"
     return why_left_out(name, layer, exclude, keep, gates)
 
 
-def _install(name: str, layer: Any, target: tuple, reason: str | None, op: DotGeneral | None) -> ConversionRow:
+def _install(name: str, layer: Any, target: _Target, reason: str | None, op: DotGeneral | None) -> ConversionRow:
     """Put `op` into a layer, or Flax's own product where the placement says None; the row of the report."""
-    _, attribute, _, plain = target
-    before = getattr(layer, attribute)
+    before = getattr(layer, target.attribute)
     has_recipe = isinstance(before, DotGeneral)
     shape = _features(layer)
     if reason is not None:
@@ -130,9 +331,9 @@ def _install(name: str, layer: Any, target: tuple, reason: str | None, op: DotGe
         return ConversionRow(name, shape, "kept" if has_recipe else "skipped", kept, reason)
     if op is None:
         if has_recipe:
-            setattr(layer, attribute, nnx.static(plain))
+            setattr(layer, target.attribute, nnx.static(target.plain))
         return ConversionRow(name, shape, "high precision", None, "the placement says None")
-    setattr(layer, attribute, nnx.data(op))
+    setattr(layer, target.attribute, nnx.data(op))
     return ConversionRow(name, shape, "repinned" if has_recipe else "converted", op.recipe, "")
 
 
@@ -154,13 +355,13 @@ def _share(model: nnx.Module, layers: list[nnx.Module], rows: list[ConversionRow
     return quantized / max(count(model), 1)
 
 
-def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, tuple]]:
-    found = []
-    for path, module in nnx.iter_modules(model):
-        for target in _TARGETS:
-            if isinstance(module, target[0]):
-                found.append((".".join(map(str, path)), module, target))
-                break
+def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, _Target]]:
+    found = [
+        (".".join(map(str, path)), module, target)
+        for path, module in nnx.iter_modules(model)
+        for target in _TARGETS
+        if isinstance(module, target.layer)
+    ]
     return sorted(found, key=lambda entry: entry[0])
 
 
@@ -176,3 +377,164 @@ def _stacked(layer: Any) -> tuple[int, ...]:
     shape = tuple(layer.kernel.shape)
     lead = len(shape) - len(own)
     return shape[:lead] if lead > 0 and shape[lead:] == own else ()
+
+
+# Training
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """``nnx.value_and_grad`` with respect to `wrt` and the delayed-scaling state of the models at `argnums`.
+
+    State of a layer that is used several times accumulates by maximum. Further options are those of
+    nnx.value_and_grad.
+    """
+    return _differentiated(nnx.value_and_grad, f, argnums, wrt, has_aux=has_aux, **options)
+
+
+def grad(
+    f: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """``nnx.grad`` with respect to `wrt` and the delayed-scaling state; see `value_and_grad`."""
+    return _differentiated(nnx.grad, f, argnums, wrt, has_aux=has_aux, **options)
+
+
+def _differentiated(
+    transform: Callable, f: Callable, argnums: int | Sequence[int], wrt: Any, **options: Any
+) -> Callable:
+    if not callable(f):
+        raise invalid_type("f", type(f), "a function of the model")
+    numbers = [argnums] if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, tuple | list) or not numbers or not all(type(number) is int for number in numbers):
+        raise invalid_value("argnums", repr(argnums), "an int or a tuple of ints", "Give the filter as wrt=.")
+    states = tuple(nnx.DiffState(number, (wrt, ScaleState)) for number in numbers)
+
+    def accumulating(*args: Any, **kwargs: Any) -> Any:
+        variables = [
+            variable
+            for number in numbers
+            for _, module in nnx.iter_modules(args[number])
+            if isinstance(module, DotGeneral)
+            for pair in module.variables().values()
+            for variable in pair
+        ]
+        originals = [value_of(variable) for variable in variables]
+        for variable, value in zip(variables, originals, strict=True):
+            variable.set_value(lax.convert_element_type(value, fp32_max_grad))
+        try:
+            return f(*args, **kwargs)
+        finally:
+            # The cast must not leave the loss function: its dtype exists for the gradient only.
+            for variable, value in zip(variables, originals, strict=True):
+                variable.set_value(value)
+
+    return transform(accumulating, argnums=states[0] if isinstance(argnums, int) else states, **options)
+
+
+class Collected(nnx.Variable):
+    """The largest gradient of a delayed-scaling variable since the optimizer's last step."""
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer` that also advances the delayed-scaling state: same constructor and methods.
+
+    ``update(model, grads)`` sends what `wrt` selects to optax, and the gradients of `ScaleState` to the consumer
+    rule of `microfloat.jax.scaling.apply`. Gradients without that state log a warning: the scales would never move.
+    Under ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
+    """
+
+    def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param, **options: Any) -> None:
+        if not isinstance(model, nnx.Module):
+            raise invalid_type("model", type(model), "an nnx.Module")
+        check_transformation(tx)
+        super().__init__(model, tx, wrt=wrt, **options)
+        # Variable names of the delayed ops -> the largest gradients since the last step.
+        self.collected = nnx.data({})
+        if step_counts(self.opt_state):
+            for name, op in _delayed_ops(model):
+                for leaf, variable in _leaves(op).items():
+                    self.collected[_key(name, leaf)] = Collected(jnp.zeros_like(value_of(variable)))
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
+        """One step; `grads` comes from `value_and_grad` or `grad` of this module."""
+        if not isinstance(model, nnx.Module):
+            raise invalid_type("model", type(model), "the nnx.Module that is trained")
+        if not isinstance(grads, Mapping) or not grads:
+            got = type(grads) if not isinstance(grads, Mapping) else "no gradient"
+            raise invalid_type("grads", got, "what value_and_grad or grad of this module returned")
+        before = [value_of(count) for count in step_counts(self.opt_state)]
+        updates = super().update(model, grads, **kwargs)
+        stepped = has_stepped(before, [value_of(count) for count in step_counts(self.opt_state)]) if before else None
+        missing = [name for name, op in _delayed_ops(model) if not self._advance(op, grads, name, stepped)]
+        if missing:
+            _LOG.warning(
+                "the gradients hold no delayed-scaling state for %s: scales do not move. "
+                "Use microfloat.jax.nnx.value_and_grad, or nnx.DiffState(0, (nnx.Param, ScaleState)).",
+                ", ".join(".".join(map(str, name)) for name in missing),
+            )
+        return updates
+
+    def _advance(self, op: DotGeneral, grads: Any, path: tuple, stepped: Array | None) -> bool:
+        """Advance one op's state by its gradient; False if `grads` does not hold it. `stepped` None: always."""
+        node = grads
+        for key in path:
+            if key not in node:
+                return False
+            node = node[key]
+        variables = _leaves(op)
+        if any(leaf not in node for leaf in variables):
+            return False
+        given = {leaf: node[leaf] for leaf in variables}
+        gradients = {leaf: value_of(one) if isinstance(one, nnx.Variable) else one for leaf, one in given.items()}
+        if stepped is not None:
+            collected = {leaf: self.collected[_key(path, leaf)] for leaf in variables}
+            gradients = larger(gradients, {leaf: value_of(variable) for leaf, variable in collected.items()})
+            for leaf, variable in collected.items():
+                variable.set_value(jnp.where(stepped, jnp.zeros_like(gradients[leaf]), gradients[leaf]))
+        slots = {
+            tensor: Slot(*(gradients[f"{_NAMES[tensor]}_{kind}"] for kind in ("scale", "amax_history")))
+            for tensor in op.variables()
+        }
+        old = cast(DelayedState, op.state())  # the recipe is delayed
+        new = scaling.state_of(slots, old.rules)
+        step = scaling.apply
+        for _ in range(next(iter(slots.values())).amax_history.ndim - 1):  # stacked layers have leading axes
+            step = jax.vmap(step)
+        after = step(old, new)
+        after = after if stepped is None else chosen(stepped, after, old)
+        for tensor, slot, _ in scaling.slots_of(after):
+            for variable, value in zip(op.variables()[tensor], slot, strict=True):
+                variable.set_value(value)
+        return True
+
+
+def _delayed_ops(model: nnx.Module) -> list[tuple[tuple, DotGeneral]]:
+    return [
+        (path, module)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, DotGeneral) and module.recipe.is_delayed
+    ]
+
+
+def _leaves(op: DotGeneral) -> dict[str, ScaleState]:
+    """The state variables of an op by name."""
+    return {
+        f"{_NAMES[tensor]}_{kind}": variable
+        for tensor, pair in op.variables().items()
+        for kind, variable in zip(("scale", "amax_history"), pair, strict=True)
+    }
+
+
+def _key(path: tuple, leaf: str) -> str:
+    return ".".join(map(str, (*path, leaf)))

@@ -1,29 +1,53 @@
-"""How Flax modules of this package hold delayed-scaling state, and hand it from one use to the next within a trace."""
+"""Delayed-scaling state in Flax: variables of linen modules, collections as a whole, optimizers that step now and then.
 
+A collection is any pytree of dicts that holds pairs ``<name>_scale`` and ``<name>_amax_history`` (newest amax at
+index 0 of the last axis). What an optimizer does with the gradient of such a pair is the *consumer rule*:
+everything in a new state but one amax follows from the old state, so only ``gradient_history[0]`` is taken over.
+"""
+
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
-from flax.core.scope import Scope
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 
-from microfloat.jax.flax.fp8_state import OVERWRITE_WITH_GRADIENT
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.formats import E4M3, E5M2
+from microfloat.jax.flax.fp8_casts import compute_scale
+from microfloat.jax.scaling import next_scale
+from microfloat.jax.transformations import fp32_max_grad, from_max_grad
+from microfloat.recipes import Delayed
 
-__all__ = ["STATE_NAMES", "StateModule"]
+__all__ = [
+    "OVERWRITE_WITH_GRADIENT", "STATE_NAMES", "StateModule", "Threaded", "check_transformation", "chosen",
+    "has_stepped", "larger", "max_accumulate", "merge_state", "next_state", "refuse_multi_steps_outside",
+    "reset_state", "step_counts", "trace_state",
+]  # fmt: skip
 
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 STATE_NAMES = ("input", "kernel", "output_grad")
 
 
-class _Threaded(NamedTuple):
-    """A state that an earlier use handed through, valid for the same variable in the same trace only."""
+class Threaded(NamedTuple):
+    """The (scale, history) that an earlier use handed through, valid for the same variable in the same trace only."""
 
     variable: Array
     trace: object
     pair: tuple[Array, Array]
 
+    def is_of(self, variable: Array) -> bool:
+        """True for a use of the same value of the variable in the same trace."""
+        return self.variable is variable and self.trace == trace_state()
 
-def _trace() -> object:
+
+def trace_state() -> object:
+    """The trace that this runs in, to be compared with others."""
     return get_opaque_trace_state(convention="flax")
 
 
@@ -39,32 +63,199 @@ class StateModule(nn.Module):
     amax_history_length: int = 1024
 
     def setup(self) -> None:
-        self.variables_of = {name: self._pair(name) for name in STATE_NAMES}
+        """The six variables."""
+        length = self.amax_history_length
 
-    def _pair(self, name: str) -> tuple[nn.Variable, nn.Variable]:
-        collection, length = OVERWRITE_WITH_GRADIENT, self.amax_history_length
-        scale = self.variable(collection, f"{name}_scale", lambda: jnp.ones((1,), jnp.float32))
-        history = self.variable(collection, f"{name}_amax_history", lambda: jnp.zeros((length,), jnp.float32))
-        return scale, history
+        def pair(name: str) -> tuple[nn.Variable, nn.Variable]:
+            return (
+                self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", lambda: jnp.ones((1,), jnp.float32)),
+                self.variable(
+                    OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", lambda: jnp.zeros((length,), jnp.float32)
+                ),
+            )
 
-    def _bound_scope(self) -> Scope:
-        return cast(Scope, self.scope)  # None only outside of init and apply
+        self.variables_of = {name: pair(name) for name in STATE_NAMES}
 
-    def _memo(self) -> dict:
-        root: Any = self._bound_scope().root
+    def _memo(self) -> tuple[dict, tuple]:
+        """The memo of this apply, and the path of this module."""
+        scope = cast(Any, self.scope)  # None only outside of init and apply
+        root = scope.root
         if not hasattr(root, "_microfloat_threaded"):
             root._microfloat_threaded = {}
-        return root._microfloat_threaded
+        return root._microfloat_threaded, scope.path
 
     def current_state(self, name: str) -> tuple[Array, Array]:
         """(scale, history) for this use: handed through by an earlier one, or the variables."""
         scale, history = (variable.value for variable in self.variables_of[name])
-        threaded = self._memo().get((self._bound_scope().path, name))
-        if threaded is not None and threaded.variable is history and threaded.trace == _trace():
-            return threaded.pair
-        return scale, history
+        memo, path = self._memo()
+        threaded = memo.get((path, name))
+        return threaded.pair if threaded is not None and threaded.is_of(history) else (scale, history)
 
     def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
         """Remember the state that this use handed through, for a later use in the same trace."""
-        variable = self.variables_of[name][1].value
-        self._memo()[(self._bound_scope().path, name)] = _Threaded(variable, _trace(), pair)
+        memo, path = self._memo()
+        memo[path, name] = Threaded(self.variables_of[name][1].value, trace_state(), pair)
+
+
+# Collections
+
+_SCALE, _HISTORY = "_scale", "_amax_history"
+# The largest finite values a scale may have been made for: e4m3fn, e5m2 (both kinds), e4m3fnuz.
+_LARGEST = (448.0, 57344.0, 240.0)
+
+
+def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables with the state collection cast to `fp32_max_grad`: gradients of several uses become their maximum.
+
+    Call it inside the loss function, once, outside of all uses: ``model.apply(max_accumulate(variables), x)``. The
+    gradient that comes back for the original variables is float32.
+    """
+    if not isinstance(variables, Mapping):
+        raise invalid_type("variables", type(variables), "a mapping of collections, as model.init returns it")
+    if OVERWRITE_WITH_GRADIENT not in variables:
+        return dict(variables)
+    cast = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fp32_max_grad), variables[OVERWRITE_WITH_GRADIENT])
+    return {**variables, OVERWRITE_WITH_GRADIENT: cast}
+
+
+def reset_state(collection: Any) -> Any:
+    """Scales of one and histories of zero, in the shapes of `collection`."""
+
+    _check_collection("collection", collection)
+
+    def fresh(path: tuple, leaf: Array) -> Array:
+        name = str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
+        return jnp.ones_like(leaf) if name.endswith(_SCALE) else jnp.zeros_like(leaf)
+
+    return jax.tree_util.tree_map_with_path(fresh, collection)
+
+
+def merge_state(old: Any, gradients: Iterable[Any]) -> Any:
+    """N microbatches as one step: the state after `old`, with the largest amax of all gradients, rolled once."""
+    _check_collection("old", old)
+    if isinstance(gradients, Mapping | jax.Array | np.ndarray | str) or not isinstance(gradients, Iterable):
+        raise invalid_type(
+            "gradients", type(gradients), "a list of gradients with respect to `old`, one per microbatch"
+        )
+    gradients = list(gradients)
+    if not gradients:
+        return old
+    for gradient in gradients:
+        _check_same("gradients", old, gradient)
+
+    def largest(*leaves: Array) -> Array:
+        return jnp.max(jnp.stack([from_max_grad(leaf) for leaf in leaves]), axis=0)
+
+    return next_state(old, jax.tree.map(largest, *gradients))
+
+
+def next_state(old: Any, gradient: Any) -> Any:
+    """The consumer rule over a whole collection; leaves that are no scale or history take their gradient as it is."""
+    _check_collection("old", old)
+    _check_same("gradient", old, gradient)
+    return _next(old, gradient)
+
+
+def _check_collection(argument: str, collection: Any) -> None:
+    if not isinstance(collection, Mapping):
+        raise invalid_type(argument, type(collection), "a state collection: a mapping, as model.init returns it")
+
+
+def _check_same(argument: str, old: Any, gradient: Any) -> None:
+    """InvalidTypeError or InvalidValueError for a gradient that is none with respect to `old`."""
+    _check_collection(argument, gradient)
+    if missing := [name for name in old if name not in gradient]:
+        raise invalid_value(argument, f"a mapping without {missing}", "the gradient with respect to `old`")
+    for name, value in old.items():
+        if isinstance(value, Mapping):
+            _check_same(argument, value, gradient[name])
+
+
+def _next(old: Mapping[str, Any], gradient: Mapping[str, Any]) -> Any:
+    result = {}
+    for name, value in old.items():
+        history = f"{name.removesuffix(_SCALE)}{_HISTORY}"
+        if isinstance(value, Mapping):
+            result[name] = _next(value, gradient[name])
+        elif name.endswith(_SCALE) and history in old:
+            pair = _next_pair((value, old[history]), (gradient[name], gradient[history]))
+            result[name], result[history] = pair
+        else:
+            result.setdefault(name, gradient[name])
+    return cast(Any, type(old))(result) if not isinstance(old, dict) else {name: result[name] for name in old}
+
+
+def _next_pair(old: tuple[Array, Array], gradient: tuple[Array, Array]) -> tuple[Array, Array]:
+    scale, history = old
+    new_scale, new_history = (from_max_grad(leaf) for leaf in gradient)
+    newest = new_history[..., 0]
+    used = (newest > 0) & jnp.isfinite(newest)
+    rolled = jnp.roll(history, -1, axis=-1).at[..., 0].set(newest)
+    advanced = _single_use(scale, history, new_scale)
+    keep_scale = used.reshape(used.shape + (1,) * (scale.ndim - used.ndim))
+    return jnp.where(keep_scale, advanced, scale), jnp.where(used[..., None], rolled, history)
+
+
+def _single_use(scale: Array, history: Array, gradient: Array) -> Array:
+    """The new scale behind a gradient that may be the sum of several equal ones.
+
+    The rule that made it is not known here, but only a few exist: the gradient is a small multiple of one
+    candidate. Where it is none (a margin, another algorithm) it is taken as it is.
+    """
+    amax = jnp.max(history, axis=-1).reshape(scale.shape[: history.ndim - 1] + (1,) * (scale.ndim - history.ndim + 1))
+    candidates = [compute_scale(amax, scale, np.float32(largest)) for largest in _LARGEST]
+    for element in (E4M3, E5M2):
+        each = jnp.vectorize(lambda h, s, element=element: next_scale(h, s, element, Delayed()), signature="(l),()->()")
+        candidates.append(each(history, scale.reshape(history.shape[:-1])).reshape(scale.shape))
+    best, uses = gradient, jnp.full_like(gradient, np.float32(1e9))
+    for candidate in candidates:
+        ratio = gradient / candidate
+        count = jnp.round(ratio)
+        fits = (count >= 1) & (jnp.abs(ratio - count) <= np.float32(1e-5) * count) & (count < uses)
+        best, uses = jnp.where(fits, candidate, best), jnp.where(fits, count, uses)
+    return best
+
+
+# Optimizers that step once per several gradients (optax.MultiSteps). A step's new state follows from the largest amax
+# of all its microbatches, and rolls the history once. optax is not imported: a MultiSteps is known by its fields.
+
+
+def check_transformation(tx: object) -> None:
+    """InvalidTypeError for anything but an optax transformation, which is known by its two functions."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
+
+
+def _is_multi_steps(node: Any) -> bool:
+    return hasattr(node, "mini_step") and hasattr(node, "gradient_step")
+
+
+def step_counts(opt_state: Any) -> list[Any]:
+    """The step counter of every MultiSteps in an optimizer's state; none for an optimizer that always steps."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
+    return [node.gradient_step for node in nodes if _is_multi_steps(node)]
+
+
+def has_stepped(before: list[Any], after: list[Any]) -> Array:
+    """True where any of the counters has moved."""
+    return jnp.any(jnp.stack([old != new for old, new in zip(before, after, strict=True)]))
+
+
+def larger(gradient: Any, collected: Any) -> Any:
+    """Elementwise maximum of two gradients with respect to the same state, float32."""
+    return jax.tree.map(lambda leaf, so_far: jnp.maximum(from_max_grad(leaf), so_far), gradient, collected)
+
+
+def chosen(stepped: Array, after: Any, before: Any) -> Any:
+    """`after` where the optimizer has stepped, else `before`."""
+    return jax.tree.map(lambda new, old: jnp.where(stepped, new, old), after, before)
+
+
+def refuse_multi_steps_outside() -> None:
+    """NotSupportedError if an optax.MultiSteps calls this: it would hand on an average of amaxes."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if type(frame.f_locals.get("self")).__name__ == "MultiSteps" and frame.f_code.co_name == "init":
+            raise NotSupportedError(
+                "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed it outside, "
+                "where it takes their maximum. Write overwrite_with_gradient(optax.MultiSteps(tx, k))."
+            )

@@ -13,13 +13,15 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.formats import ElementFormat
-from microfloat.jax._collectives import in_common_variance
+from microfloat.jax.transformations import in_common_variance
+from microfloat.layout import stored_length
+from microfloat.recipes import Hadamard
 
 __all__ = [
     "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide",
-    "divide_by_integers", "encode", "is_nan", "magnitude_bits", "measured_bits", "multiply", "multiply_code",
-    "pack_fp4", "quotient", "quotient_by_residual", "round_to_bf16", "rounded", "sixth", "square", "unpack_fp4",
-    "where", "widened",
+    "divide_by_integers", "encode", "hadamard_inverse", "hadamard_transform", "is_nan", "magnitude_bits",
+    "measured_bits", "multiply", "multiply_code", "pack_fp4", "quotient", "quotient_by_residual", "round_to_bf16",
+    "rounded", "sixth", "square", "unpack_fp4", "where", "widened",
 ]  # fmt: skip
 
 INFINITY_BITS = np.uint32(0x7F800000)
@@ -45,7 +47,7 @@ def magnitude_bits(x: Array) -> Array:
 
 
 def is_nan(magnitude: Array) -> Array:
-    """Where the bits of a magnitude are those of a NaN."""
+    """True for the bits of a magnitude that are those of a NaN."""
     return magnitude > INFINITY_BITS
 
 
@@ -227,7 +229,7 @@ def _as_extreme(x: Array) -> Array:
 
 
 def _is_ordinary(x: Array) -> Array:
-    """Where x is neither zero nor infinite nor NaN."""
+    """True for x that is neither zero nor infinite nor NaN."""
     bits = magnitude_bits(x)
     return (bits != 0) & (bits < INFINITY_BITS)
 
@@ -339,3 +341,61 @@ def unpack_fp4(data: Array, length: int) -> Array:
     """The first `length` codes of packed bytes, one per byte."""
     pairs = jnp.stack([data & 15, data >> 4], axis=-1)
     return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :length]
+
+
+# The 16-point Hadamard transform along the contraction axis, by butterflies in fixed order (docs/numerics.md 5.2). Sums
+# of float32 with gradual underflow round nowhere below the normal range, so a group of small numbers is transformed
+# times 2^32 and lowered by integer shifts: the same bits on platforms that flush subnormal numbers.
+
+# bfloat16 numbers are multiples of 2^-133, so no sum of lifted ones is subnormal; 2^91 leaves space for 16 terms.
+_LIFT = 32
+_SMALL = np.float32(2.0**91).view(np.uint32)
+
+
+def _flipped(groups: Array, hadamard: Hadamard) -> Array:
+    """``sgn * groups`` by sign bits."""
+    signs = [0x80000000 if hadamard.sign_mask >> index & 1 else 0 for index in range(hadamard.size)]
+    return as_float(bits_of(groups) ^ np.array(signs, np.uint32)[None, None, :])
+
+
+def _butterfly(groups: Array) -> Array:
+    """H v for every last axis of 16, in the order 1, 2, 4, 8 that is part of the definition."""
+    shape = groups.shape
+    for half in (1, 2, 4, 8):
+        pairs = groups.reshape(*shape[:-1], 16 // (2 * half), 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        groups = jnp.stack([first + second, first - second], axis=-2).reshape(shape)
+    return groups
+
+
+def _quarter(groups: Array) -> Array:
+    """``f32(H v * 0.25)`` per group, as gradual underflow has it."""
+    largest = jnp.max(magnitude_bits(groups), axis=-1, keepdims=True, initial=0)
+    lifted = largest < _SMALL
+    mixed = _butterfly(multiply(groups, where(lifted, np.float32(2.0**_LIFT), np.float32(1))))
+    scale = where(lifted, np.float32(2.0 ** -(_LIFT + 2)), np.float32(0.25))
+    bits = bits_of(mixed)
+    exponent = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
+    significand = (bits & np.uint32(0x7FFFFF)) | np.uint32(1 << 23)
+    # The sum is significand * 2^(exponent - 150); in units of 2^-149, times 2^-34, that is a shift by 35 - exponent.
+    shift = (_LIFT + 3) - exponent
+    clipped = jnp.minimum(jnp.maximum(shift, 1), 25).astype(jnp.uint32)
+    steps = (significand + (np.uint32(1) << (clipped - 1)) - 1 + ((significand >> clipped) & 1)) >> clipped
+    subnormal = as_float(steps | (bits & np.uint32(0x80000000)))
+    return where(lifted & (shift >= 1) & (exponent > 0), subnormal, mixed * scale)
+
+
+def hadamard_transform(x_RC: Array, hadamard: Hadamard) -> Array:
+    """``bf16(H (sgn * bf16(x)) / 4)`` per group of 16: float32 [R, C] -> [R, C rounded up to 16]."""
+    rows, cols = x_RC.shape
+    padded = stored_length(cols, hadamard)
+    x_RC = lax.pad(x_RC, np.float32(0), ((0, 0, 0), (0, padded - cols, 0)))
+    groups = round_to_bf16(x_RC).reshape(rows, padded // hadamard.size, hadamard.size)
+    return round_to_bf16(_quarter(_flipped(groups, hadamard))).reshape(rows, padded)
+
+
+def hadamard_inverse(x_RC: Array, hadamard: Hadamard) -> Array:
+    """``sgn * (H x / 4)``: undoes the transform in float32, up to rounding."""
+    rows, cols = x_RC.shape
+    groups = x_RC.reshape(rows, cols // hadamard.size, hadamard.size)
+    return _flipped(_quarter(groups), hadamard).reshape(rows, cols)

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
-from microfloat.jax._collectives import in_common_variance
+from microfloat.jax.transformations import in_common_variance
 
 __all__ = ["call_seed", "philox", "random_bytes", "seed_words"]
 

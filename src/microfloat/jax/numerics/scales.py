@@ -27,14 +27,41 @@ from microfloat.jax.numerics.bits import (
     where,
     widened,
 )
-from microfloat.jax.numerics.tiles import spread
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
-__all__ = ["BlockScales", "block_scales", "nan_over", "tensor_amax"]
+__all__ = ["BlockScales", "block_scales", "from_tiles", "spread", "tensor_amax", "to_tiles"]
 
 _FMAX = np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
+
+
+def to_tiles(x_RC: Array, block: tuple[int | None, int | None]) -> Array:
+    """[R, C] -> [ceil(R / Br), Br, ceil(C / Bc), Bc]; a size of None is the whole extent.
+
+    Zeros fill the last blocks, so they change no amax.
+    """
+    rows, cols = (extent if size is None else size for extent, size in zip(x_RC.shape, block, strict=True))
+    # A block of the whole extent is one block, also where the extent is 0.
+    grid_rows, grid_cols = (
+        1 if size is None else -(-extent // size) for extent, size in zip(x_RC.shape, block, strict=True)
+    )
+    missing = (grid_rows * rows - x_RC.shape[0], grid_cols * cols - x_RC.shape[1])
+    if any(missing):
+        x_RC = lax.pad(x_RC, jnp.zeros((), x_RC.dtype), ((0, missing[0], 0), (0, missing[1], 0)))
+    return x_RC.reshape(grid_rows, rows, grid_cols, cols)
+
+
+def from_tiles(tiles: Array, shape_RC: tuple[int, int]) -> Array:
+    """The inverse of `to_tiles`: crops the padding."""
+    grid_rows, block_rows, grid_cols, block_cols = tiles.shape
+    full = tiles.reshape(grid_rows * block_rows, grid_cols * block_cols)
+    return full if full.shape == shape_RC else full[: shape_RC[0], : shape_RC[1]]
+
+
+def spread(grid: Array) -> Array:
+    """One value per block [grid rows, grid columns] -> [grid rows, 1, grid columns, 1], to broadcast over tiles."""
+    return grid[:, None, :, None]
 
 
 class BlockScales(NamedTuple):
@@ -59,13 +86,9 @@ class BlockScales(NamedTuple):
         if self.overflowed is None:
             return self
         if self.tensor_scale is not None:
-            return self._replace(tensor_scale=nan_over(self.overflowed, self.tensor_scale))
-        return self._replace(stored=nan_over(self.overflowed, self.stored))
-
-
-def nan_over(overflowed: Array, scale: Array) -> Array:
-    """`scale`, float32 or the bytes of E4M3, with NaN where the amax that it stands for is infinite."""
-    return where(overflowed, np.uint8(E4M3.nan_code) if scale.dtype == jnp.uint8 else np.float32(np.nan), scale)
+            return self._replace(tensor_scale=where(self.overflowed, np.float32(np.nan), self.tensor_scale))
+        nan = np.uint8(E4M3.nan_code) if self.stored.dtype == jnp.uint8 else np.float32(np.nan)
+        return self._replace(stored=where(self.overflowed, nan, self.stored))
 
 
 class _TensorLevel(NamedTuple):
@@ -84,13 +107,15 @@ def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array 
     """
     check_kind(cast.rule, "the JAX front end")
     if scale_enc is not None:
+        factor = jnp.full((1, 1), scale_enc, jnp.float32)
         overflowed = None if amax is None else (bits_of(amax) == INFINITY_BITS).reshape(1, 1)
-        return _fp32_scales(jnp.full((1, 1), scale_enc, jnp.float32), overflowed)
-    if cast.rule.two_level is not None:
+    elif cast.rule.two_level is not None:
         return _two_level(tiles, cast, cast.rule.two_level, amax)
-    if cast.rule.thresholds is not None:
+    elif cast.rule.thresholds is not None:
         return _e8m0(tiles, cast)
-    return _fp32_scales(*_encode_factor(tiles, cast, amax))
+    else:
+        factor, overflowed = _encode_factor(tiles, cast, amax)
+    return BlockScales(divide(np.float32(1), factor), factor, overflowed=overflowed)
 
 
 def tensor_amax(x: Array, *, per_row: bool = False) -> Array:
@@ -134,10 +159,6 @@ def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> tuple[Array,
     if cast.rule.power_of_two:
         factor = as_float(bits_of(factor) & np.uint32(0xFF800000))
     return factor, overflowed
-
-
-def _fp32_scales(factor: Array, overflowed: Array | None) -> BlockScales:
-    return BlockScales(divide(np.float32(1), factor), factor, overflowed=overflowed)
 
 
 def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> _TensorLevel:

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from microfloat.formats import ScaledFormat
-from microfloat.jax._collectives import max_over
 from microfloat.jax.backends.reference import Decoded, Matrix, Operand
 from microfloat.jax.backends.triton._launch import Output, call
 from microfloat.jax.numerics.bits import FLOAT8
-from microfloat.jax.numerics.hadamard import stored_length
 from microfloat.jax.numerics.scales import tensor_amax
+from microfloat.jax.transformations import max_over
 from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import blocks as block_kernels
 from microfloat.kernels.casts import dequantize as dequantize_kernels
@@ -36,6 +35,7 @@ from microfloat.kernels.tables import (
     tile_of_nvfp4,
     tile_of_scaled,
 )
+from microfloat.layout import stored_length
 
 __all__ = ["Arguments", "Wanted", "cast_by_kernel", "decode_by_kernel"]
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from microfloat.jax._collectives import in_common_variance, like_in_variance
+from microfloat.jax.transformations import in_common_variance, like_in_variance
 
 __all__ = ["Output", "call", "why_unavailable"]
 

@@ -1,6 +1,8 @@
 """Dimension numbers and einsum equations as one form: [B, M, K] x [B, N, K] -> [B, M, N], operands kept by position."""
 
+import math
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,13 +10,13 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 
-__all__ = ["DotDimensions", "EinsumPlan", "canonical_dimensions", "parse_einsum"]
+__all__ = ["DimensionNumbers", "DotDimensions", "EinsumPlan", "canonical_dimensions", "einsum_by", "parse_einsum"]
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class DotDimensions(NamedTuple):
-    """How to bring two operands into [B, M, K] and [B, N, K], and the result back. Static."""
+    """The order of axes that brings two operands into [B, M, K] and [B, N, K], and the sizes of the result. Static."""
 
     lhs_order: tuple[int, ...]
     rhs_order: tuple[int, ...]
@@ -25,29 +27,21 @@ class DotDimensions(NamedTuple):
 
     @property
     def rhs_is_transposed(self) -> bool:
-        """Whether the [N, K] of `matrices` is the transpose of rhs as it is stored, [K, N]."""
+        """True if the [N, K] of `matrices` is the transpose of rhs as it is stored, [K, N]."""
         count = len(self.contracted)
         return not self.batch and 0 < count < len(self.rhs_order) and self.rhs_order[-count:] == tuple(range(count))
 
     def matrices(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         """[*B, M, K] and [*B, N, K] with B as one axis, or without it when there are no batch dimensions."""
-        return self._form(lhs, self.lhs_order, self.lhs_free), self._form(rhs, self.rhs_order, self.rhs_free)
-
-    def _form(self, operand: Array, order: tuple[int, ...], free: tuple[int, ...]) -> Array:
-        batch = (_product(self.batch),) if self.batch else ()
-        shape = (*batch, _product(free), _product(self.contracted))
-        return operand.transpose(order).reshape(shape)
+        batch, contracted = (math.prod(self.batch),) if self.batch else (), math.prod(self.contracted)
+        return (
+            lhs.transpose(self.lhs_order).reshape(*batch, math.prod(self.lhs_free), contracted),
+            rhs.transpose(self.rhs_order).reshape(*batch, math.prod(self.rhs_free), contracted),
+        )
 
     def result(self, y: Array) -> Array:
         """[*B, M, N] -> batch, free dimensions of lhs, free dimensions of rhs, as lax.dot_general has them."""
         return y.reshape(self.batch + self.lhs_free + self.rhs_free)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def canonical_dimensions(
@@ -140,6 +134,12 @@ def parse_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
     if len(set(out)) != len(out) or not set(out) <= set(lhs) | set(rhs):
         raise invalid_value("eqn", repr(equation), "output labels that each appear in an operand, once")
     return _einsum_plan(lhs, rhs, out)
+
+
+def einsum_by(dot: Callable[..., Array], equation: str, lhs: Array, rhs: Array) -> Array:
+    """``einsum(equation, lhs, rhs)`` by one ``dot(lhs, rhs, dimension_numbers)``."""
+    plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
+    return plan.result(dot(*plan.operands(lhs, rhs), plan.dimension_numbers))
 
 
 def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str]) -> EinsumPlan:

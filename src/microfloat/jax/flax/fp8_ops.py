@@ -1,0 +1,635 @@
+"""The Flax-compatible FP8 operators: differentiation rules, dots of codes, linen modules.
+
+State travels as its own gradient: the cotangent of `scale` is the new scale, that of `amax_history` the new
+history. Every rule here also hands the state through as an output and returns ``max(own new state, cotangent of
+that output)``; a second use that takes the handed-through state therefore contributes by maximum, never by sum
+(docs/jax.md, "Delayed scaling in plain JAX").
+
+Class names and state layout are Flax's, so its checkpoints load unchanged. Unlike Flax's, a module that is used
+several times in one step leaves the maximum of the amaxes, and each honours `e4m3_dtype`, `e5m2_dtype` and
+`preferred_element_type`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, custom_jvp, custom_vjp, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from microfloat.arguments import check_choice
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
+from microfloat.jax.flax.fp8_casts import (
+    as_float_dtype,
+    as_fp8_dtype,
+    as_numbers,
+    as_state,
+    compute_amax_history,
+    compute_scale,
+    dequantize,
+    factors,
+    get_fp8_max,
+    qdq,
+    quantize,
+    quantize_dequantize_update,
+    scaled_by,
+    update_fp8_meta,
+    updated_state,
+)
+from microfloat.jax.flax.state import (
+    OVERWRITE_WITH_GRADIENT,
+    STATE_NAMES,
+    StateModule,
+    max_accumulate,
+    merge_state,
+    next_state,
+    reset_state,
+)
+from microfloat.jax.numerics.bits import quotient, widened
+from microfloat.jax.transformations import (
+    CAN_USE_EARRAY,
+    Fp8MetaTyRules,
+    fm32,
+    fp8_meta_dtype,
+    fp32_max_grad,
+    from_max_grad,
+    like_in_variance,
+    on_first_device,
+    once,
+    straight_through,
+    sum_to_type_of,
+    told_axes,
+    varying_axes,
+)
+
+__all__ = [
+    "CAN_USE_EARRAY", "OVERWRITE_WITH_GRADIENT", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase",
+    "Fp8DotGeneralOp", "Fp8Einsum", "Fp8MetaTyRules", "NANOOFp8DotGeneralOp", "compute_amax_history", "compute_scale",
+    "dequantize", "dot_general_transpose_lhs", "dot_general_transpose_rhs", "dot_general_with_precision", "fm32",
+    "fp8_meta_dtype", "fp8_scaled_dot_general", "fp32_max_grad", "get_fp8_max", "in_q", "in_qdq", "max_accumulate",
+    "merge_state", "next_state", "out_dq", "out_qdq", "qdq", "quantize", "quantize_dequantize",
+    "quantize_dequantize_update", "quantized_dot", "reset_state", "update_fp8_meta",
+]  # fmt: skip
+
+# The former name of `qdq`, which published guides still use.
+quantize_dequantize = qdq
+State = tuple[Array, Array]
+
+
+class Rule(NamedTuple):
+    """Static: how one tensor is quantized, and the mesh axes that shard it where JAX does not know them."""
+
+    compute_dtype: DTypeLike
+    q_dtype: DTypeLike
+    axis_names: tuple[str, ...] = ()
+
+
+def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple]) -> custom_vjp[Any]:
+    """The function whose result is the first of what `forward` returns, with both as its differentiation rule.
+
+    The first argument is static.
+    """
+
+    def primal(*arguments: object) -> object:
+        return forward(*arguments)[0]
+
+    primal.__name__ = forward.__name__
+    function = cast(custom_vjp[Any], custom_vjp(primal, nondiff_argnums=(0,)))
+    function.defvjp(forward, backward)
+    return function
+
+
+def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
+    """The state's cotangent: the new state, or what a later use made of it where that is larger."""
+    told = frozenset() if varying_axes(x) else told_axes(rule.axis_names)
+    result = []
+    for value, leaf, later in zip(new, old, incoming, strict=True):
+        value = once(lax.stop_gradient(value), from_max_grad(leaf))
+        value = jnp.maximum(like_in_variance(value, leaf), from_max_grad(later))
+        value = on_first_device(value, told) if told else value
+        result.append(lax.convert_element_type(value, leaf.dtype))
+    return result[0], result[1]
+
+
+def _in_qdq(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
+    new = updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+    return (qdq(x, rule.q_dtype, new[0], rule.compute_dtype), scale, history), (new, (scale, history))
+
+
+def _in_qdq_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
+    new, old = kept
+    g, *later = cotangents
+    return g, *_accumulated(rule, g, new, old, tuple(later))
+
+
+# (x through FP8 and back with the updated scale, scale, history).
+_in_qdq_threaded = _differentiated(_in_qdq, _in_qdq_backward)
+
+
+def _out_qdq(_: Rule, y: Array, scale: Array, history: Array) -> tuple:
+    return (y, scale, history), (scale, history)
+
+
+def _out_qdq_backward(rule: Rule, old: State, cotangents: tuple) -> tuple:
+    g, *later = cotangents
+    new = updated_state(g, rule.q_dtype, *old, rule.axis_names)
+    return qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_accumulated(rule, g, new, old, tuple(later))
+
+
+# (y unchanged, scale, history); the cotangent of y goes through FP8 and back.
+_out_qdq_threaded = _differentiated(_out_qdq, _out_qdq_backward)
+
+
+def in_qdq(
+    compute_dtype: DTypeLike, q_dtype: DTypeLike, inp: ArrayLike, scale: Array, amax_history: Array, mode: str = "vjp"
+) -> Array:
+    """`inp` as FP8 would hold it, under the updated scale. Gradients: straight through, also where it was clipped.
+
+    The gradient of `scale` and `amax_history` is their new value. ``mode="jvp"`` is plain fake quantization for
+    users of jvp and linearize: ``x + stop_gradient(qdq(x) - x)``, and no gradient for the state.
+    """
+    rule, inp, scale, amax_history = _checked(compute_dtype, q_dtype, inp, scale, amax_history)
+    check_choice("mode", mode, ("vjp", "jvp"))
+    if mode == "jvp":
+        fixed, new_scale, history = lax.stop_gradient((inp, scale, amax_history))
+        new_scale, _ = updated_state(fixed, q_dtype, new_scale, history)
+        return inp + lax.stop_gradient(qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
+    return _in_qdq_threaded(rule, inp, scale, amax_history)[0]
+
+
+def out_qdq(compute_dtype: DTypeLike, q_dtype: DTypeLike, out: ArrayLike, scale: Array, amax_history: Array) -> Array:
+    """`out` unchanged; its gradient goes through FP8 and back. The gradient of the state is its new value."""
+    return _out_qdq_threaded(*_checked(compute_dtype, q_dtype, out, scale, amax_history))[0]
+
+
+def _checked(
+    compute_dtype: DTypeLike, q_dtype: DTypeLike, x: ArrayLike, scale: ArrayLike, history: ArrayLike
+) -> tuple[Rule, Array, Array, Array]:
+    rule = Rule(as_float_dtype("compute_dtype", compute_dtype), as_fp8_dtype("q_dtype", q_dtype))
+    return rule, as_numbers("x", x), *as_state("", scale, history)
+
+
+def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
+    new = updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+    codes = quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
+    return (codes, new[0], scale, history), (new, (scale, history), _empty_like(x))
+
+
+def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
+    new, old, like = kept
+    return None, *_accumulated(rule, like, new, old, tuple(cotangents[2:]))
+
+
+# (codes, the updated scale, scale, history). Within `scaled_dot` the gradient of x flows beside the codes: their own
+# cotangent is dropped.
+_in_q_threaded = _differentiated(_in_q, _in_q_backward)
+
+
+def _empty_like(x: Array) -> Array:
+    """Nothing of x but its dtype and its device variance."""
+    return x.reshape(-1)[:0]
+
+
+def _in_q_checked_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
+    """The public operator refuses a cotangent that reaches its codes, since FP8 cannot hold it."""
+    g_codes, g_scale, *later = cotangents
+    if not isinstance(g_codes, SymbolicZero):
+        raise invalid_value(
+            "in_q", f"a cotangent of type {g_codes.dtype} for its codes", "codes that go into quantized_dot",
+            "FP8 cannot carry a gradient: use fp8_scaled_dot_general, or quantized_dot with the unquantized operands.",
+        )  # fmt: skip
+    later = [
+        like_in_variance(jnp.zeros(leaf.shape, jnp.float32), leaf) if isinstance(g, SymbolicZero) else g
+        for g, leaf in zip(later, kept[1], strict=True)
+    ]
+    return _in_q_backward(rule, kept, (g_codes, g_scale, *later))
+
+
+_in_q_checked = custom_vjp(lambda *arguments: _in_q(*arguments)[0], nondiff_argnums=(0,))
+_in_q_checked.defvjp(
+    lambda rule, *primals: _in_q(rule, *(primal.value for primal in primals)), _in_q_checked_backward,
+    symbolic_zeros=True,
+)  # fmt: skip
+
+
+def in_q(
+    compute_dtype: DTypeLike, q_dtype: DTypeLike, inp: ArrayLike, scale: Array, amax_history: Array
+) -> tuple[Array, Array]:
+    """(FP8 codes of `inp`, the updated scale they were made with). The gradient of the state is its new value.
+
+    The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Differentiating through the codes
+    themselves raises InvalidValueError, where zeros would be returned otherwise.
+    """
+    return _in_q_checked(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))[:2]
+
+
+def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
+    return scaled_by(out, lhs_scale, rhs_scale).astype(dq_type), (lhs_scale, rhs_scale, _empty_like(out))
+
+
+def _out_dq_backward(_: DTypeLike, kept: tuple, g: Array) -> tuple:
+    lhs_scale, rhs_scale, like = kept
+    return None, None, scaled_by(g, lhs_scale, rhs_scale).astype(like.dtype)
+
+
+_out_dq = _differentiated(_out_dq_forward, _out_dq_backward)
+
+
+def out_dq(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: ArrayLike) -> Array:
+    """``out * (lhs_scale * rhs_scale)`` in float32, rounded once to `dq_type`; the scales get no gradient."""
+    return _out_dq(dq_type, jnp.asarray(lhs_scale), jnp.asarray(rhs_scale), jnp.asarray(out))
+
+
+# Dots of codes, with high-precision gradients
+
+
+def dot_general_transpose_lhs(
+    g: Array,
+    x: Array,
+    y: Array,
+    *,
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    swap_ans: bool = False,
+) -> Array:
+    """The cotangent of x in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`, in x's axis order.
+
+    Only the shapes of x and the free axes of y are read. `swap_ans`: g has y's free axes before x's.
+    """
+    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+    x_free = [axis for axis in range(np.ndim(x)) if axis not in (*x_contract, *x_batch)]
+    y_free = [axis for axis in range(np.ndim(y)) if axis not in (*y_contract, *y_batch)]
+    batch = range(len(x_batch))
+    first_free = len(x_batch) if swap_ans else len(x_batch) + len(x_free)
+    g_axes = range(first_free, first_free + len(y_free))
+    product = lax.dot_general(
+        g, y, ((tuple(g_axes), tuple(y_free)), (tuple(batch), tuple(y_batch))),
+        precision=precision, preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+    # The product's axes: batch, free axes of x, then contracted axes in y's order.
+    contracted = [x_axis for _, x_axis in sorted(zip(y_contract, x_contract, strict=True))]
+    produced = [*x_batch, *x_free, *contracted]
+    return product.transpose([produced.index(axis) for axis in range(len(produced))])
+
+
+def dot_general_transpose_rhs(
+    g: Array,
+    x: Array,
+    y: Array,
+    *,
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+) -> Array:
+    """The cotangent of y in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`."""
+    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+    return dot_general_transpose_lhs(
+        g, y, x, dimension_numbers=((y_contract, x_contract), (y_batch, x_batch)), precision=precision,
+        preferred_element_type=preferred_element_type, swap_ans=True,
+    )  # fmt: skip
+
+
+class DotRule(NamedTuple):
+    """Static: the dot, the dtype it accumulates in, how its output gradient is quantized, and its result's dtype.
+
+    `out` None: the result is the dot of the codes, not yet scaled.
+    """
+
+    dimension_numbers: DimensionNumbers
+    accumulator: DTypeLike
+    gradient: Rule
+    out: DTypeLike | None = None
+
+
+# The rule of a first derivative is that of _quantized_dot. Derivatives of a gradient go by the two custom_jvp here,
+# straight through the rounding: codes have none, and tangents of an FP8 dtype would overflow.
+
+
+# Under jit, since vmap outside of jit hands NumPy arrays to a custom_jvp, which JAX 0.10 does not take.
+@partial(jax.jit, static_argnums=0)
+def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
+    return _dot_and_scale(rule, wide, codes, scales)
+
+
+@partial(custom_jvp, nondiff_argnums=(0,))
+def _dot_and_scale(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
+    del wide
+    product = _dot(rule, lax.Precision.DEFAULT, *codes)
+    return product if rule.out is None else scaled_by(product, *scales).astype(rule.out)
+
+
+@_dot_and_scale.defjvp
+def _dot_and_scale_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    result = _dot_and_scale(rule, *primals)
+    _, derivative = jax.jvp(partial(_dot, rule, lax.Precision.HIGHEST), _straight(*primals), tangents[0])
+    if rule.out is None:
+        for factor in factors(*primals[2]):
+            derivative = derivative / factor
+    return result, derivative.astype(result.dtype)
+
+
+def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Array:
+    return lax.dot_general(
+        lhs, rhs, rule.dimension_numbers, precision=precision, preferred_element_type=rule.accumulator
+    )
+
+
+def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
+    """The values of the codes, differentiated as the operands that were quantized."""
+    return tuple(
+        straight_through(dequantize(code, operand.dtype, scale), operand)
+        for operand, code, scale in zip(wide, codes, scales, strict=True)
+    )
+
+
+def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
+    return (_dot_of_codes(rule, wide, codes, scales), *state), (wide, codes, scales, state)
+
+
+def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
+    wide, codes, scales, state = kept
+    g, *later = cotangents
+    if rule.out is None:
+        g = _without_scales(g, *scales)
+    g = g.astype(rule.gradient.compute_dtype)
+    new = updated_state(g, rule.gradient.q_dtype, state[0], state[1], rule.gradient.axis_names)
+    q_g = quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
+    gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
+    gradients = tuple(
+        sum_to_type_of(gradient, operand).astype(operand.dtype)
+        for gradient, operand in zip(gradients, wide, strict=True)
+    )
+    return gradients, None, None, _accumulated(rule.gradient, g, new, state, tuple(later))
+
+
+def _without_scales(g_scaled: Array, *scales: Array) -> Array:
+    """The gradient of the scaled result, from the dot's own cotangent, which holds the product of both scales."""
+    for factor in factors(*scales):
+        plain = g_scaled / factor
+        g_scaled = plain if plain.dtype == jnp.float64 else straight_through(quotient(widened(g_scaled), factor), plain)
+    return g_scaled
+
+
+@partial(custom_jvp, nondiff_argnums=(0,))
+def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, Array]:
+    """Gradients of both operands, from the codes of (lhs, rhs, g)."""
+    del wide
+    lhs_scale, rhs_scale, g_scale = scales
+    d_lhs, d_rhs = _transposed_dots(rule, *codes)
+    return scaled_by(d_lhs, rhs_scale, g_scale), scaled_by(d_rhs, lhs_scale, g_scale)
+
+
+@_operand_gradients.defjvp
+def _operand_gradients_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    _, derivatives = jax.jvp(partial(_transposed_dots, rule), _straight(*primals), tangents[0])
+    return _operand_gradients(rule, *primals), derivatives
+
+
+def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[Array, Array]:
+    """The cotangents of lhs and rhs in their dot for the cotangent `g`."""
+    options = {
+        "dimension_numbers": rule.dimension_numbers,
+        "precision": lax.Precision.HIGHEST,
+        "preferred_element_type": rule.accumulator,
+    }
+    return dot_general_transpose_lhs(g, lhs, rhs, **options), dot_general_transpose_rhs(g, lhs, rhs, **options)
+
+
+# (dot of the codes, state of the output gradient); `wide` are the operands that receive the gradients.
+_quantized_dot = _differentiated(_dot_forward, _dot_backward)
+
+
+def _static_dimensions(dimension_numbers: DimensionNumbers) -> DimensionNumbers:
+    (contract, batch) = (tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers)
+    return contract, batch  # type: ignore[return-value]
+
+
+def quantized_dot(
+    lhs: Array,
+    q_lhs: Array,
+    lhs_scale: Array,
+    rhs: Array,
+    q_rhs: Array,
+    rhs_scale: Array,
+    out_grad_scale: Array,
+    out_grad_amax_history: Array,
+    dimension_numbers: DimensionNumbers,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type`, None being lhs's dtype.
+
+    Gradients go to the unquantized `lhs` and `rhs`: the output gradient is quantized to e5m2 with its delayed
+    scale, then dotted with the other operand's codes. The gradient of the out_grad state is its new value.
+    """
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+    accumulator = lhs.dtype if preferred_element_type is None else preferred_element_type
+    rule = DotRule(_static_dimensions(dimension_numbers), accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
+    state = as_state("out_grad_", out_grad_scale, out_grad_amax_history)
+    scales = (jnp.asarray(lhs_scale), jnp.asarray(rhs_scale))
+    return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)[0]
+
+
+def _scaled_dot(
+    dimension_numbers: DimensionNumbers,
+    forward: Rule,
+    gradient_dtype: DTypeLike,
+    out: DTypeLike,
+    lhs: Array,
+    rhs: Array,
+    states: tuple[State, State, State],
+) -> tuple[Array, tuple[State, State, State]]:
+    """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result.
+
+    `forward`: how both operands are quantized; `gradient_dtype`: what the output gradient becomes; `out`: y's dtype.
+    """
+    q_lhs, lhs_scale, *lhs_state = _in_q_threaded(forward, lhs, *states[0])
+    q_rhs, rhs_scale, *rhs_state = _in_q_threaded(forward, rhs, *states[1])
+    gradient = Rule(lhs.dtype, gradient_dtype, forward.axis_names)
+    rule = DotRule(_static_dimensions(dimension_numbers), jnp.promote_types(lhs.dtype, jnp.float32), gradient, out)
+    y, *grad_state = _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), states[2])
+    return y, (tuple(lhs_state), tuple(rhs_state), tuple(grad_state))  # type: ignore[return-value]
+
+
+def fp8_scaled_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: DimensionNumbers,
+    precision: object = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    lhs_scale: Array | None = None,
+    rhs_scale: Array | None = None,
+    grad_scale: Array | None = None,
+    lhs_amax_history: Array | None = None,
+    rhs_amax_history: Array | None = None,
+    grad_amax_history: Array | None = None,
+    quantize_compute_type: DTypeLike = jnp.float32,
+) -> Array:
+    """lax.dot_general of both operands in FP8 (e4m3 forward, e5m2 output gradient) under delayed scaling.
+
+    `preferred_element_type` None is `quantize_compute_type`. `precision` is ignored. Gradients of scales and
+    histories are their new values.
+    """
+    del precision
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+    out = as_float_dtype(
+        "preferred_element_type", quantize_compute_type if preferred_element_type is None else preferred_element_type
+    )
+    states = (
+        as_state("lhs_", lhs_scale, lhs_amax_history), as_state("rhs_", rhs_scale, rhs_amax_history),
+        as_state("grad_", grad_scale, grad_amax_history),
+    )  # fmt: skip
+    forward = Rule(quantize_compute_type, jnp.float8_e4m3fn)
+    return _scaled_dot(dimension_numbers, forward, jnp.float8_e5m2, out, lhs, rhs, states)[0]
+
+
+@partial(custom_jvp, nondiff_argnums=(2, 3, 4))
+def dot_general_with_precision(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DimensionNumbers,
+    precision: object = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """lax.dot_general with default precision forward and highest precision in its tangents; both arguments ignored."""
+    del precision, preferred_element_type
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT)
+
+
+@dot_general_with_precision.defjvp
+def _dot_general_with_precision_jvp(
+    dimension_numbers: DimensionNumbers, _precision: object, _element_type: object, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
+    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
+
+    def dot(x: Array, y: Array, precision: lax.Precision) -> Array:
+        return lax.dot_general(x, y, dimension_numbers, precision=precision)
+
+    tangent = dot(lhs_dot, rhs, lax.Precision.HIGHEST) + dot(lhs, rhs_dot, lax.Precision.HIGHEST)
+    return dot(lhs, rhs, lax.Precision.DEFAULT), tangent
+
+
+# Modules
+
+
+class Fp8DotGeneralBase(StateModule):
+    """State and options of the FP8 operators; `axis_names`: mesh axes that shard them, where JAX cannot see those."""
+
+    e4m3_dtype: DTypeLike = jnp.float8_e4m3fn
+    e5m2_dtype: DTypeLike = jnp.float8_e5m2
+    axis_names: tuple[str, ...] = ()
+
+    def setup(self) -> None:
+        """The six variables, also under the names that subclasses of Flax's class read."""
+        super().setup()
+        for name, (scale, history) in self.variables_of.items():
+            setattr(self, f"{name}_scale", scale)
+            setattr(self, f"{name}_amax_history", history)
+
+    def direct_dot(
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
+    ) -> Array:
+        """The dot with FP8 operands, in rhs's dtype or `preferred_element_type`."""
+        out = rhs.dtype if preferred_element_type is None else preferred_element_type
+        forward = Rule(rhs.dtype, self.e4m3_dtype, tuple(self.axis_names))
+        states = (self.current_state("input"), self.current_state("kernel"), self.current_state("output_grad"))
+        y, states = _scaled_dot(dimension_numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
+        for name, pair in zip(STATE_NAMES, states, strict=True):
+            self.hand_on(name, pair)
+        return y
+
+
+class Fp8DotGeneralOp(Fp8DotGeneralBase):
+    """dot_general of operands that went through FP8 and back; its output gradient does the same (fake quantization)."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Array:
+        """Computes in rhs's dtype; further arguments are accepted and ignored."""
+        del precision, args, kwargs
+        lhs, rhs = _operands(lhs, rhs)
+        canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        axis_names = tuple(self.axis_names)
+        faked = []
+        for name, operand in (("input", lhs), ("kernel", rhs)):
+            rule = Rule(rhs.dtype, self.e4m3_dtype, axis_names)
+            value, *state = _in_qdq_threaded(rule, operand, *self.current_state(name))
+            self.hand_on(name, tuple(state))
+            faked.append(value)
+        y = dot_general_with_precision(*faked, dimension_numbers)
+        rule = Rule(rhs.dtype, self.e5m2_dtype, axis_names)
+        y, *state = _out_qdq_threaded(rule, y, *self.current_state("output_grad"))
+        self.hand_on("output_grad", tuple(state))
+        return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+class Fp8DirectDotGeneralOp(Fp8DotGeneralBase):
+    """dot_general of FP8 codes: they go into the dot themselves, the scales follow."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Array:
+        """Computes in rhs's dtype; further arguments are accepted and ignored."""
+        del precision, args, kwargs
+        lhs, rhs = _operands(lhs, rhs)
+        canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        return self.direct_dot(lhs, rhs, dimension_numbers, preferred_element_type)
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """`Fp8DotGeneralOp` in the fnuz formats of MI300."""
+
+    e4m3_dtype: DTypeLike = jnp.float8_e4m3fnuz
+    e5m2_dtype: DTypeLike = jnp.float8_e5m2fnuz
+
+
+class Fp8Einsum(Fp8DotGeneralBase):
+    """An einsum of two operands with FP8 operands; the first is always the input, the second the kernel."""
+
+    def __call__(
+        self,
+        eqn: str,
+        lhs: ArrayLike,
+        rhs: Array,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Array:
+        """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label."""
+        del precision
+        lhs, rhs = _operands(lhs, rhs)
+        dot = partial(self.direct_dot, preferred_element_type=preferred_element_type)
+        return einsum_by(dot, eqn, lhs, rhs)
+
+
+def _operands(lhs: ArrayLike, rhs: ArrayLike) -> tuple[Array, Array]:
+    """Both operands in rhs's dtype, the dtype to compute in: a float dtype of 16 bits or more."""
+    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    if not jnp.issubdtype(rhs.dtype, jnp.floating):
+        remedy = "The op quantizes; convert rhs with .astype."
+        raise invalid_type("rhs", rhs.dtype, "float32, bfloat16, float16 or float64", remedy)
+    return lhs.astype(rhs.dtype), rhs
+
+
+Fp8DotGeneral = Fp8DirectDotGeneralOp

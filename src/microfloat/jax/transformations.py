@@ -1,0 +1,319 @@
+"""Support for JAX's transformations: mesh axes, explicit meshes, identities for autodiff, gradients that add up by max.
+
+Source: docs/jax.md, "Transformations and sharding".
+"""
+
+import builtins
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, dtypes, lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+
+from microfloat.errors import NotSupportedError
+
+__all__ = [
+    "CAN_USE_EARRAY", "Fp8MetaTyRules", "divided", "fm32", "fp8_meta_dtype", "fp32_max_grad", "from_max_grad",
+    "in_common_variance", "is_explicit", "is_max_grad", "like_in_variance", "max_over", "no_derivative",
+    "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes", "spec_of",
+    "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
+]  # fmt: skip
+
+_Tree = TypeVar("_Tree")
+
+
+# Mesh axes inside shard_map, and batches
+
+
+def varying_axes(*arrays: Array) -> frozenset[str]:
+    """The manual mesh axes over which any of the arrays differs between devices; empty outside of shard_map.
+
+    Known only under ``shard_map(check_vma=True)``.
+    """
+    axes: frozenset[str] = frozenset()
+    for array in arrays:
+        kind = jax.typeof(array)
+        manual = getattr(kind, "manual_axis_type", None)
+        axes |= frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
+    return axes
+
+
+def told_axes(axis_names: Sequence[str]) -> frozenset[str]:
+    """Those of `axis_names` that are bound here: a module is initialised outside of shard_map."""
+    bound = set()
+    for name in axis_names:
+        try:
+            lax.axis_size(name)
+            bound.add(name)
+        except NameError:  # JAX's answer for an axis that is not bound
+            pass
+    return frozenset(bound)
+
+
+def sharding_axes(x: Array, axis_names: Sequence[str]) -> frozenset[str]:
+    """Mesh axes that shard `x`: what JAX knows of it, else those of `axis_names` that are bound here."""
+    return varying_axes(x) or told_axes(axis_names)
+
+
+def max_over(value: Array, axes: frozenset[str] | Sequence[str]) -> Array:
+    """The maximum of `value` over mesh axes; `value` itself without axes."""
+    return lax.pmax(value, tuple(sorted(axes))) if axes else value
+
+
+def sum_to_type_of(cotangent: Array, primal: Array) -> Array:
+    """A cotangent, summed over the mesh axes along which its primal is the same everywhere.
+
+    Call it on the float32 accumulator: low-precision partial results are never summed over devices.
+    """
+    axes = varying_axes(cotangent) - varying_axes(primal)
+    return lax.psum(cotangent, tuple(sorted(axes))) if axes else cotangent
+
+
+def like_in_variance(value: Array, like: Array) -> Array:
+    """`value`, marked as varying over the mesh axes over which `like` varies."""
+    return _marked(value, varying_axes(like))
+
+
+def in_common_variance(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, each marked as varying over the mesh axes over which any of them varies: loops carry one type."""
+    return tuple(_marked(value, varying_axes(*arrays)) for value in arrays)
+
+
+def _marked(value: Array, axes: frozenset[str]) -> Array:
+    missing = axes - varying_axes(value)
+    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def on_first_device(value: Array, axes: frozenset[str]) -> Array:
+    """`value` on the device of index 0 along all of `axes`, zeros elsewhere."""
+    first = jnp.array(True)
+    for axis in sorted(axes):
+        first &= lax.axis_index(axis) == 0
+    return jnp.where(first, value, jnp.zeros_like(value))
+
+
+@custom_vmap
+def once(value: Array, state: Array) -> Array:
+    """`value`, the cotangent of `state`; under vmap over everything but the state, the maximum over the batch.
+
+    JAX would sum the cotangents of an operand that is not batched; a result that is not batched is left alone. A
+    batched state keeps one value per entry.
+    """
+    del state
+    return value
+
+
+@once.def_vmap
+def _once_batched(axis_size: int, in_batched: Sequence[bool], value: Array, state: Array) -> tuple[Array, bool]:
+    del axis_size
+    value_batched, state_batched = in_batched
+    if state_batched:
+        return value, value_batched
+    return once(jnp.max(value, axis=0) if value_batched else value, state), False
+
+
+# Meshes with explicit axis types: JAX cannot type the reshapes of a blocked cast, so casts and GEMMs run under
+# automatic sharding. Codes and scales are sharded as their operand is, a product as `lax.dot_general` shards it.
+
+
+def is_explicit(*arrays: Array | None) -> bool:
+    """True if any of the arrays lives on a mesh with an explicit axis."""
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays if array is not None)
+    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+
+
+def spec_of(array: Array) -> tuple:
+    """The partition of every axis of `array`, padded to its rank."""
+    spec = tuple(jax.typeof(array).sharding.spec)
+    return spec + (None,) * (array.ndim - len(spec))
+
+
+def divided(spec: tuple, shape: tuple[int, ...], array: Array) -> PartitionSpec:
+    """`spec` on the mesh of `array`, without the mesh axes that do not cut their axis of `shape` evenly."""
+    mesh = jax.typeof(array).sharding.mesh
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+    def kept(axis: Any, size: int) -> Any:
+        if axis is None:
+            return None
+        parts = 1
+        for name in axis if isinstance(axis, tuple) else (axis,):
+            parts *= sizes[name]
+        return axis if size and size % parts == 0 else None
+
+    return PartitionSpec(*(kept(axis, size) for axis, size in zip(spec, shape, strict=True)))
+
+
+def run_automatically(function: Callable[..., Any], out_specs: Callable[[Any], Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` under automatic sharding; ``out_specs(shapes)`` gives every result its PartitionSpec."""
+    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    specs = out_specs(jax.eval_shape(function, *bare))
+    return jax.sharding.auto_axes(function, out_sharding=specs)(*arguments)
+
+
+# Identities that say something where JAX differentiates through them
+
+
+def no_derivative(message: str) -> Callable[[_Tree], _Tree]:
+    """An identity over a pytree, for use under jit; differentiating it, in any mode, is NotSupportedError(message)."""
+
+    @jax.custom_jvp
+    def identity(tree: _Tree) -> _Tree:
+        return tree
+
+    @identity.defjvp
+    def refuse(_primals: tuple, _tangents: tuple) -> NoReturn:
+        raise NotSupportedError(message)
+
+    return identity
+
+
+@jax.custom_jvp
+def straight_through(exact: Array, plain: Array) -> Array:
+    """`exact`, differentiated as `plain` is: bits have no derivative."""
+    del plain
+    return exact
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return straight_through(*primals), tangents[1].astype(primals[0].dtype)
+
+
+@jax.custom_vjp
+def notice_fixed_state(w: Array, state: Any) -> Array:
+    """`w`; a warning where a gradient is taken of w and of no leaf of the delayed-scaling state."""
+    del state
+    return w
+
+
+def _notice_forward(w: Any, state: Any) -> tuple[Array, None]:
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    if w.perturbed and not any(leaf.perturbed for leaf in leaves):
+        warnings.warn(
+            "a gradient is taken with respect to parameters but not to the delayed-scaling state: its scales never "
+            "move. In nnx use microfloat.jax.nnx.grad (or value_and_grad) and microfloat.jax.nnx.Optimizer; in linen "
+            "differentiate with respect to all variables (microfloat.jax.linen.TrainState). If the scales are to stay "
+            "as they are, filter this warning.",
+            stacklevel=2,
+        )
+    return w.value, None
+
+
+def _notice_backward(_: None, g: Array | SymbolicZero) -> tuple[Array | None, None]:
+    return (None if isinstance(g, SymbolicZero) else g), None
+
+
+notice_fixed_state.defvjp(_notice_forward, _notice_backward, symbolic_zeros=True)
+
+
+# The dtype whose cotangents add up by their maximum: float32 in memory, ``add(x, y) = max(x, y)``. An operand that is
+# cast to it once, outside of all its uses, hands back the maximum of what the uses contribute, where float32 would hand
+# back the sum. It rests on parts of JAX that are not public; where they are missing, `CAN_USE_EARRAY` is False and
+# `fp32_max_grad` is float32 (then the consumer rule of `scaling` limits the damage). Semantics: flax.linen.fp8_ops.
+
+try:  # private modules that have moved between JAX versions
+    from jax._src import ad_util as _ad_util
+    from jax._src import core as _core
+    from jax._src import dtypes as _private_dtypes
+    from jax._src import earray as _earray
+    from jax._src.interpreters import pxla as _pxla
+
+    _ExtendedDType: Any = _private_dtypes.ExtendedDType
+    CAN_USE_EARRAY = hasattr(_pxla, "global_result_handlers") and hasattr(_earray, "EArray")
+except (ImportError, AttributeError):  # pragma: no cover - depends on the installed JAX
+    _ad_util = _core = _earray = _pxla = cast(Any, None)
+    _ExtendedDType = object
+    CAN_USE_EARRAY = False
+
+
+class Fp8MetaTyRules:
+    """The rules that JAX asks of the extended dtype."""
+
+    @staticmethod
+    def physical_element_aval(dtype: "_MaxGradDType") -> object:
+        """One float32 per element."""
+        return _core.ShapedArray((), dtype.float_dtype)
+
+    @staticmethod
+    def convert_from(dtype: "_MaxGradDType", other: object) -> bool:
+        """Only to its own float dtype."""
+        return dtype.float_dtype == other
+
+    @staticmethod
+    def convert_to(other: object, dtype: "_MaxGradDType") -> bool:
+        """Only from its own float dtype."""
+        return dtype.float_dtype == other
+
+    @staticmethod
+    def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
+        """The maximum: how autodiff accumulates two contributions."""
+        wide = [lax.convert_element_type(value, dtype.float_dtype) for value in (x, y)]
+        return lax.convert_element_type(lax.max(*wide), dtype)
+
+    @staticmethod
+    def zero(dtype: "_MaxGradDType") -> Array:
+        """The neutral element of the maximum."""
+        return lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def tangent_dtype(dtype: "_MaxGradDType") -> "_MaxGradDType":
+        """Its own tangent."""
+        return dtype
+
+    @staticmethod
+    def full(shape: tuple[int, ...], fill_value: ArrayLike, dtype: "_MaxGradDType") -> Array:
+        """An array of one value."""
+        fill = lax.convert_element_type(fill_value, dtype.float_dtype)
+        return lax.convert_element_type(lax.full(shape, fill, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: bool) -> object:
+        """The function that wraps the buffers of an array that leaves jit."""
+        physical = _core.physical_aval(aval)
+        handler = _pxla.global_result_handlers[_core.ShapedArray](physical, out_sharding, committed)
+        return lambda buffers: _earray.EArray(aval, handler(buffers))
+
+
+class fp8_meta_dtype(dtypes.extended):
+    """The abstract type of `fp32_max_grad`."""
+
+
+@dataclass(frozen=True)
+class _MaxGradDType(_ExtendedDType):
+    float_dtype: np.dtype
+    _rules: builtins.type = Fp8MetaTyRules
+    type: builtins.type = fp8_meta_dtype
+
+    @property
+    def name(self) -> str:
+        return f"fp8_meta{jnp.finfo(self.float_dtype).bits}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+if CAN_USE_EARRAY and hasattr(_ad_util, "raw_jaxval_adders"):
+    # Autodiff outside of jit looks adders up by the class of array, and JAX registers none for this class.
+    _ad_util.raw_jaxval_adders.setdefault(_earray.EArray, lambda x, y: x.dtype._rules.add(x.dtype, x, y))
+
+fp32_max_grad = _MaxGradDType(jnp.dtype(jnp.float32)) if CAN_USE_EARRAY else jnp.dtype(jnp.float32)
+fm32 = fp32_max_grad
+
+
+def is_max_grad(x: Array) -> bool:
+    """True if `x` is of the extended dtype (ours, or another library's of the same name and meaning)."""
+    return getattr(getattr(x, "dtype", None), "name", "") == "fp8_meta32"
+
+
+def from_max_grad(x: Array) -> Array:
+    """`x` as float32, whichever of the two dtypes it has."""
+    return lax.convert_element_type(x, jnp.float32)
