@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from microfloat.errors import NotSupportedError
 from microfloat.kernels import tables
 from microfloat.kernels.casts import amax as amax_kernels
-from microfloat.kernels.casts import blocks, fold, fp6, nvfp4, nvfp4_amax, nvfp4_pair, pair, scaled
+from microfloat.kernels.casts import blocks, fold, fp6, nvfp4, pair, scaled
 from microfloat.kernels.constants import Pass as MatrixConstants
-from microfloat.kernels.device.folded_squares import folds
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.kernels.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
 from microfloat.layout import Layout, Part, layout_of
@@ -420,7 +419,7 @@ class _Casting:
         multiple = _TILES_TOGETHER if is_tile else 0
         casts, how = _scaled_casts(both), matrix.how(128, 128, units=True)
         constants = (*casts, multiple, how)
-        warps = tables.TILES["fold_squares" if folds(*casts, multiple, how.KIND, how.EVEN) else "fold"][2]
+        warps = tables.TILES["fold_squares" if fold.folds(*casts, multiple, how.KIND, how.EVEN) else "fold"][2]
         outputs = [at for one in both for at in (_codes(self.passes, one), _scale(self.passes, one))]
         self.passes.launch(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
@@ -471,7 +470,7 @@ class _Casting:
             constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
             programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
             passes.launch(Pass(
-                nvfp4_amax.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, WORDS),
+                amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, WORDS),
                 matrix.sizes, constants, warps,
             ))  # fmt: skip
         if plain is None and any(one is not None and amax is None for one, amax in zip(both, found, strict=True)):
@@ -586,6 +585,6 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     seeds = (SEED, SECOND_SEED) if draws_seed else (_seed(*matrices[0][1]), NOTHING)
     constants = (draws_seed, *of_each)
     passes.launch(Pass(
-        nvfp4_pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
+        pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
         (*tensors, *seeds, WORDS), tuple(scalars), constants, warps, cooperative=True,
     ))  # fmt: skip
