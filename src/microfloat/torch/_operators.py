@@ -1,4 +1,4 @@
-"""quantize, dequantize and scaled_matmul as opaque operators: what tracing compilers see of them.
+"""quantize, dequantize and scaled_matmul as opaque operators, for compilers that trace.
 
 A compiler must not look inside: Inductor turns divisions into approximate ones on CUDA, and host-side decisions would
 break its graphs (docs/numerics.md 1.5). In eager mode these operators are not used. Casts travel as strings, since
@@ -6,8 +6,9 @@ operators take no objects; a token is derived from the Cast's contents and means
 """
 
 import json
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import forward_ad
@@ -15,10 +16,13 @@ from torch.autograd import forward_ad
 from microfloat.arguments import normalize_axis
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.layout import Storage, array_layout
+from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.recipes.core import as_scaled_format
+
+if TYPE_CHECKING:
+    from microfloat.torch.tensor import QuantizedTensor
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -35,21 +39,21 @@ _library.define(
 )
 
 
-def is_tracing(tensor: Any) -> bool:
+def is_tracing(tensor: object) -> bool:
     """True where this Python code runs under a compiler's tracing, or on the meta device, rather than on values."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
 
-def has_tangent(*tensors: Any) -> bool:
+def has_tangent(*tensors: object) -> bool:
     """True where a tensor carries a tangent of forward-mode AD."""
     return forward_ad._current_level >= 0 and any(
         isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
     )
 
 
-def refuse_transforms(operation: str, x: Any = None) -> None:
+def refuse_transforms(operation: str, x: object = None) -> None:
     """Raise NotSupportedError inside a transform of torch.func, where torch.jit records, and for a tangent of `x`."""
     transforms = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
     if transforms or has_tangent(x):
@@ -67,16 +71,28 @@ def token_of(cast: Cast) -> str:
 
 def constant_cast(cast: Cast | ScaledFormat | str) -> Cast:
     """`as_cast` as a constant for Dynamo, which takes functions of strings for that, but (torch 2.11) not of Casts."""
-    if isinstance(cast, Cast):
-        return _written_cast(cast.contents)
-    return _default_cast(cast.contents) if isinstance(cast, ScaledFormat) else _named_cast(cast)
+    return _cast_of_text(*_text_of(cast))
 
 
 def constant_token(cast: Cast | ScaledFormat | str) -> str:
     """The token of `constant_cast`, by the same ways."""
+    return _token_of_text(*_text_of(cast))
+
+
+def _text_of(cast: Cast | ScaledFormat | str) -> tuple[str, str]:
     if isinstance(cast, Cast):
-        return cast.contents
-    return _default_token(cast.contents) if isinstance(cast, ScaledFormat) else _named_token(cast)
+        return "cast", cast.contents
+    return ("format", cast.contents) if isinstance(cast, ScaledFormat) else ("name", cast)
+
+
+def _cast_of_text(kind: str, text: str) -> Cast:
+    if kind == "cast":
+        return cast_of(text)
+    return as_cast(format_from_data(json.loads(text)) if kind == "format" else text)
+
+
+def _token_of_text(kind: str, text: str) -> str:
+    return _cast_of_text(kind, text).contents
 
 
 def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
@@ -103,37 +119,15 @@ def storage_of(token: str) -> Storage:
     return Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
 
 
-def _written_cast(contents: str) -> Cast:
-    return cast_of(contents)
-
-
-def _default_cast(contents: str) -> Cast:
-    return as_cast(format_from_data(json.loads(contents)))
-
-
-def _default_token(contents: str) -> str:
-    return _default_cast(contents).contents
-
-
-def _named_cast(name: str) -> Cast:
-    return as_cast(name)
-
-
-def _named_token(name: str) -> str:
-    return as_cast(name).contents
-
-
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
-for _function in (
-    token_of, storage_of, _cast_of_parts, _token_of_parts, _written_cast, _default_cast, _default_token, _named_cast,
-    _named_token,
-):  # fmt: skip
+for _function in (token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_of_text, _token_of_text):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _quantize(
-    x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
-) -> list[torch.Tensor]:
+    x: torch.Tensor, token: str, axis: int, seed: torch.Tensor | None, stream: int, amax: torch.Tensor | None,
+    scale_enc: torch.Tensor | None, backend: str,
+) -> list[torch.Tensor]:  # fmt: skip
     from microfloat.torch.ops import quantize_values
 
     parts = quantize_values(x, cast_of(token), axis, seed, stream, amax, scale_enc, backend).part_list()
@@ -142,15 +136,18 @@ def _quantize(
 
 
 def fake_quantize(
-    x: torch.Tensor, token: str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any, backend: str
-) -> list[torch.Tensor]:
+    x: torch.Tensor, token: str, axis: int, seed: torch.Tensor | None, stream: int, amax: torch.Tensor | None,
+    scale_enc: torch.Tensor | None, backend: str,
+) -> list[torch.Tensor]:  # fmt: skip
     """Tensors as `quantize` returns them, without values."""
     shape = tuple(x.shape)
     layout = array_layout(storage_of(token), shape, normalize_axis(axis, len(shape)))
     return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
-def _tensor(parts: Sequence[Any], token: str, axis: int, shape: Any, dtype: torch.dtype) -> Any:
+def _tensor(
+    parts: Sequence[torch.Tensor], token: str, axis: int, shape: Sequence[int], dtype: torch.dtype
+) -> "QuantizedTensor":
     from microfloat.torch.tensor import QuantizedTensor
 
     codes, scale, *rest = parts
@@ -158,20 +155,23 @@ def _tensor(parts: Sequence[Any], token: str, axis: int, shape: Any, dtype: torc
 
 
 def _dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: Any, token: str, axis: int, shape: Any, dtype: torch.dtype
-) -> torch.Tensor:
-    return _tensor((codes, scale, tensor_scale), token, axis, shape, torch.float32).decoded(dtype).contiguous()
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    parts = [codes, scale] if tensor_scale is None else [codes, scale, tensor_scale]
+    return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
 
 
 def _fake_dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: Any, token: str, axis: int, shape: Any, dtype: torch.dtype
-) -> torch.Tensor:
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     return codes.new_empty(shape, dtype=dtype)
 
 
 def _scaled_matmul(
-    a: Any, a_token: str, a_axis: int, a_shape: Any, b: Any, b_token: str, b_axis: int, b_shape: Any,
-    bias: Any, dtype: torch.dtype, accumulate: str, backend: str,
+    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
+    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     from microfloat.torch.ops import multiply_values
 
@@ -180,13 +180,10 @@ def _scaled_matmul(
 
 
 def _fake_scaled_matmul(
-    a: Any, a_token: str, a_axis: int, a_shape: Any, b: Any, b_token: str, b_axis: int, b_shape: Any,
-    bias: Any, dtype: torch.dtype, accumulate: str, backend: str,
+    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
+    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    rows = [1, 1]
-    for side, (shape, axis) in enumerate(((a_shape, a_axis), (b_shape, b_axis))):
-        for position, size in enumerate(shape):
-            rows[side] = rows[side] * (1 if position == axis else size)
+    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in ((a_shape, a_axis), (b_shape, b_axis))]
     return a[0].new_empty(rows, dtype=dtype)
 
 

@@ -1,13 +1,12 @@
-"""What a QuantizedTensor answers to torch's operators: a table from operator to function, and an error for the rest.
+"""The operators of torch on a QuantizedTensor: a table from operator to function, and an error for the rest.
 
 Shape operations act on the operand form [leading axes..., C]: they may regroup, permute and cut the leading axes as
 long as no block is torn apart, and cut the contraction axis at block boundaries.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -18,13 +17,16 @@ from microfloat.layout import leading_axes, scale_shape
 from microfloat.torch import _operators
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
-__all__ = ["dispatch"]
-
 aten = torch.ops.aten
-_TABLE: dict[Any, Callable[..., Any]] = {}
+Operator: TypeAlias = torch._ops.OpOverload
+Arguments: TypeAlias = Sequence[Any]  # as torch passes them: of any type
+Options: TypeAlias = dict[str, Any]
+Implementation = TypeVar("Implementation", bound=Callable[..., object])
+
+_TABLE: dict[Operator, Callable[[Operator, Arguments, Options], object]] = {}
 
 
-def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     """Run `func` if it is known, else raise InvalidTypeError."""
     implementation = _TABLE.get(func)
     if implementation is None:
@@ -32,7 +34,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return implementation(func, args, kwargs)
 
 
-def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception:
+def _refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
     name, remedy = str(func).removeprefix("aten."), "Call .dequantize() first; nothing dequantizes in silence."
     flat = tree_leaves((args, kwargs))
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
@@ -53,27 +55,27 @@ def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Exceptio
     return invalid_type(name, f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor", remedy)
 
 
-def _register(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        for func in operators:
-            _TABLE[func] = implementation
+def _register(*operators: Operator) -> Callable[[Implementation], Implementation]:
+    """Enter ``implementation(func, args, kwargs)`` into the table for all of these operators."""
+
+    def add(implementation: Implementation) -> Implementation:
+        _TABLE.update(dict.fromkeys(operators, implementation))
         return implementation
 
     return add
 
 
 def _view(
-    *operators: Any, by_shape: bool = False, takes_axes: bool = True
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    *operators: Operator, by_shape: bool = False, takes_axes: bool = True
+) -> Callable[[Implementation], Implementation]:
     """Register ``implementation(q, *arguments)`` for operators whose results share storage with q.
 
     `by_shape`: the implementation gets the shape of the result in place of the arguments. `takes_axes`: there may be
     something wrong with the arguments.
     """
 
-    def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(implementation)
-        def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def add(implementation: Implementation) -> Implementation:
+        def run(func: Operator, args: Arguments, kwargs: Options) -> object:
             q = args[0]
             # A tensor without values raises what torch raises for axes, indices and sizes that do not fit.
             expected = func(_valueless(q), *args[1:], **kwargs) if takes_axes else q
@@ -82,7 +84,8 @@ def _view(
                 return return_and_correct_aliasing(func, tuple(args), kwargs, result)
             return result
 
-        return _register(*operators)(run)
+        _register(*operators)(run)
+        return implementation
 
     return add
 
@@ -92,8 +95,8 @@ def _valueless(q: QuantizedTensor) -> torch.Tensor:
 
 
 def _view_of(
-    q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, shape: Any,
-    axis: int | None = None, is_slice: bool = False,
+    q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *,
+    shape: Sequence[int], axis: int | None = None, is_slice: bool = False,
 ) -> QuantizedTensor:  # fmt: skip
     """A tensor of these parts, which share storage with those of q; a slice remembers what it is cut from."""
     root = q.root
@@ -114,12 +117,12 @@ def _detach(q: QuantizedTensor) -> QuantizedTensor:
 
 
 @_register(aten.clone.default)
-def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     return args[0].map_parts(lambda part: part.clone(memory_format=kwargs.get("memory_format")))
 
 
 @_register(aten._to_copy.default)
-def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Moves the parts; a dtype only changes what is presented and what `dequantize` returns."""
     dtype = kwargs.get("dtype")
     if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -134,12 +137,12 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Quantize
 
 
 @_register(aten._pin_memory.default)
-def _pin_memory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     return args[0].map_parts(lambda part: part.pin_memory())
 
 
 @_register(aten.is_pinned.default)
-def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
     return all(part.is_pinned() for part in args[0].parts().values())
 
 
@@ -148,7 +151,7 @@ def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
     aten.new_ones.default, aten.new_full.default,
 )  # fmt: skip
-def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """A plain tensor of the presented shape, dtype and device: nothing of the values is read."""
     q = args[0]
     stand_in = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape)
@@ -157,7 +160,7 @@ def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tenso
 
 
 @_register(aten.equal.default)
-def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _equal(func: Operator, args: Arguments, kwargs: Options) -> bool:
     """Same format, shape, axis and transform, and the same bytes."""
     a, b = args
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
@@ -169,11 +172,12 @@ def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _raw(part: torch.Tensor) -> torch.Tensor:
+    """The bits as integers: equal for equal NaN, and known to operators that do not know float8."""
     return part.view(torch.int32 if part.dtype == torch.float32 else torch.uint8)
 
 
 @_register(aten.copy_.default)
-def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+def _copy(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """From a QuantizedTensor of the same kind: the bytes. From a plain tensor: quantized with this one's Cast."""
     destination, source = args[0], args[1]
     if not isinstance(destination, QuantizedTensor):
@@ -297,7 +301,7 @@ def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
 
 
 @_register(aten.index_put_.default)
-def _index_put(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Replace whole rows, chosen by indices or masks of the leading axes, by plain or quantized ones."""
     q, indices, values, *accumulate = args
     if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
@@ -324,21 +328,16 @@ def _index_put(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Quanti
     places, amax, kept = torch.unravel_index(rows.reshape(-1), leading), None, None
     if is_shared:
         _check_shared(q)
-        replaced = _bytes(q.codes)[torch.unravel_index(rows.unique(), leading)]
+        replaced = _raw(q.codes)[torch.unravel_index(rows.unique(), leading)]
         amax, kept = _shared_amax(q if q.root is None else q.root, replaced, values), _upper(q)
     if not isinstance(values, QuantizedTensor):
         values = _quantized_like(q, values.reshape(-1, q.shape[-1]), amax)
     for name, part in q.parts().items():
         if name != kept:
-            fresh = _bytes(values.parts()[name])
+            fresh = _raw(values.parts()[name])
             at = (rows.reshape(-1),) if name == "tensor_scale" else places
-            _bytes(part)[at] = fresh.reshape(-1, fresh.shape[-1])
+            _raw(part)[at] = fresh.reshape(-1, fresh.shape[-1])
     return q
-
-
-def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """Codes as integers, for operators that do not know float8."""
-    return part if part.dtype == torch.float32 else part.view(torch.uint8)
 
 
 @_register(
@@ -346,7 +345,7 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
     aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
     aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
-def _in_place_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs."""
     q = args[0]
     others = args[1:]
@@ -356,7 +355,7 @@ def _in_place_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return _store(q, func(q.dequantize(torch.float32), *widened, **kwargs))
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -364,7 +363,7 @@ def _is_floating(value: Any) -> bool:
 
 
 @_register(aten.cat.default)
-def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """The parts side by side; tensors that keep one scale for several blocks must agree on it."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
@@ -387,7 +386,7 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTen
         tensor_scale = _common(tensors, "tensor_scale")
     is_common = first.format.is_per_tensor or (along == -1 and first.format.block[1] is None)
     return QuantizedTensor(
-        torch.cat([_bytes(q.codes) for q in tensors], along).view(first.codes.dtype),
+        torch.cat([_raw(q.codes) for q in tensors], along).view(first.codes.dtype),
         _common(tensors, "scale") if is_common else torch.cat([q.scale for q in tensors], scale_axis),
         tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
     )  # fmt: skip
@@ -421,7 +420,7 @@ def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
 
 
 @_register(aten.stack.default)
-def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedTensor:
+def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
         raise _refusal(func, args, kwargs)
@@ -433,7 +432,7 @@ def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> QuantizedT
 
 
 @_register(aten.mm.default, aten.addmm.default)
-def _matmul(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """``a @ b`` (+ bias): a contracts its last axis, b its first. What `torch.matmul` and `F.linear` arrive at."""
     from microfloat.torch.ops import scaled_matmul
 
@@ -449,7 +448,7 @@ def _matmul(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Ten
                 f"blocks along axis {axis}, which a @ b contracts",
                 "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
             )  # fmt: skip
-    return scaled_matmul(a, _permute.__wrapped__(b, (1, 0)), bias=bias[0] if bias else None)  # type: ignore[attr-defined]
+    return scaled_matmul(a, _permute(b, (1, 0)), bias=bias[0] if bias else None)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------
@@ -463,7 +462,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """Another division of the leading axes; the contraction axis stays last and as long as it is."""
     shape = tuple(shape)
     if shape == tuple(q.shape):
-        return _detach.__wrapped__(q)  # type: ignore[attr-defined]
+        return _detach(q)
     length = q.shape[q.axis] if q.shape else 1
     last_stays = (shape[-1] if shape else 1) == length
     if not last_stays or q.axis != max(q.dim() - 1, 0):
@@ -482,7 +481,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 @_view(aten.t.default)
 def _t(q: QuantizedTensor) -> QuantizedTensor:
-    return _permute.__wrapped__(q, (1, 0)) if q.dim() == 2 else _detach.__wrapped__(q)  # type: ignore[attr-defined]
+    return _permute(q, (1, 0)) if q.dim() == 2 else _detach(q)
 
 
 @_view(aten.transpose.int)
@@ -490,7 +489,7 @@ def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     order = list(range(q.dim()))
     if order:
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute.__wrapped__(q, order)  # type: ignore[attr-defined]
+    return _permute(q, order)
 
 
 @_view(aten.permute.default)
@@ -498,7 +497,7 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
     """A matrix swaps which axis the blocks are said to run along; its bytes, being in operand form, do not move."""
     order = [dim % max(q.dim(), 1) for dim in dims]
     if order == list(range(q.dim())):
-        return _detach.__wrapped__(q)  # type: ignore[attr-defined]
+        return _detach(q)
     shape = tuple(q.shape[dim] for dim in order)
     if q.dim() == 2:
         return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
@@ -530,7 +529,7 @@ def _slice(
     first, last, _ = window.indices(q.shape[dim])
     last = max(first, last)
     if (first, last, step) == (0, q.shape[dim], 1):
-        return _detach.__wrapped__(q)  # type: ignore[attr-defined]
+        return _detach(q)
     return _slice_contraction(q, first, last, step) if dim == q.axis else _slice_rows(q, dim, first, last, step)
 
 
@@ -595,29 +594,26 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
             "a leading axis", "What is left would have no contraction axis; dequantize first.",
         )  # fmt: skip
     index = index % q.shape[dim]
-    row = _slice.__wrapped__(q, dim, index, index + 1)  # type: ignore[attr-defined]
+    row = _slice(q, dim, index, index + 1)
     shape = [size for position, size in enumerate(q.shape) if position != dim]
     if q.dim() == 2:  # a row of a matrix, whichever its contraction axis is
         return _view_of(row, row.codes, row.scale, row.tensor_scale, shape=shape, axis=0)
-    return _regroup.__wrapped__(row, shape)  # type: ignore[attr-defined]
+    return _regroup(row, shape)
 
 
 @_view(aten.split.Tensor)
 def _split(q: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
     extent = q.shape[dim]
     starts = range(0, max(extent, 1), max(split_size, 1))
-    return [_slice.__wrapped__(q, dim, start, min(start + split_size, extent)) for start in starts]  # type: ignore[attr-defined]
+    return [_slice(q, dim, start, min(start + split_size, extent)) for start in starts]
 
 
 @_view(aten.split_with_sizes.default)
 def _split_with_sizes(q: QuantizedTensor, split_sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     stops = [sum(split_sizes[: position + 1]) for position in range(len(split_sizes))]
-    return [
-        _slice.__wrapped__(q, dim, stop - size, stop)  # type: ignore[attr-defined]
-        for stop, size in zip(stops, split_sizes, strict=True)
-    ]
+    return [_slice(q, dim, stop - size, stop) for stop, size in zip(stops, split_sizes, strict=True)]
 
 
 @_view(aten.unbind.int)
 def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
-    return [_select.__wrapped__(q, dim, index) for index in range(q.shape[dim])]  # type: ignore[attr-defined]
+    return [_select(q, dim, index) for index in range(q.shape[dim])]

@@ -5,7 +5,7 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -21,13 +21,14 @@ from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
+Seed: TypeAlias = int | Sequence[int] | torch.Tensor | None
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 _ACCUMULATE = ("fast", "split", "exact")
 
 
 def quantize(
     x: torch.Tensor, cast: Cast | ScaledFormat | str, *, axis: int = -1,
-    seed: int | Sequence[int] | torch.Tensor | None = None, stream: int = 0, amax: float | torch.Tensor | None = None,
+    seed: Seed = None, stream: int = 0, amax: float | torch.Tensor | None = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> QuantizedTensor:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
@@ -51,8 +52,8 @@ def quantize(
 
 
 def quantize_values(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any,
-    backend: str,
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Seed, stream: int,
+    amax: float | torch.Tensor | None, scale_enc: float | torch.Tensor | None, backend: str,
 ) -> QuantizedTensor:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     cast = as_cast(cast)
@@ -126,10 +127,10 @@ def multiply_values(
 
 
 def _traced_quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Any, stream: int, amax: Any, scale_enc: Any,
-    backend: str,
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Seed, stream: int,
+    amax: float | torch.Tensor | None, scale_enc: float | torch.Tensor | None, backend: str,
 ) -> QuantizedTensor:  # fmt: skip
-    """What `quantize` is to a compiler: one opaque operator; values are checked when it runs."""
+    """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
     resolved, token = _operators.constant_cast(cast), _operators.constant_token(cast)
     check_tensor("x", x)
     if resolved.rounding == "stochastic":
@@ -220,7 +221,7 @@ def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -
 
 def fake_quantize(
     x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int = -1,
-    seed: int | Sequence[int] | torch.Tensor | None = None, *, backend: str = "auto",
+    seed: Seed = None, *, backend: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
 

@@ -6,7 +6,9 @@ Which operations it knows, and how, stands in `_tensor_ops`; every other one rai
 
 import copy
 import dataclasses
-from typing import Any
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -61,7 +63,7 @@ class QuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Any, dtype: torch.dtype, root: "QuantizedTensor | None" = None,
+        axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> "QuantizedTensor":  # fmt: skip
         wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(shape), strides=_strides(codes, axis, shape, cast.format), dtype=dtype, device=codes.device
@@ -71,7 +73,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Any, dtype: torch.dtype, root: "QuantizedTensor | None" = None,
+        axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> None:  # fmt: skip
         self.codes, self.scale, self.tensor_scale = codes, scale, tensor_scale
         # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
@@ -83,7 +85,8 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def from_parts(
         cls, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, format: ScaledFormat | str,
-        *, axis: int = -1, shape: Any = None, dtype: torch.dtype = torch.float32, hadamard: Hadamard | None = None,
+        *, axis: int = -1, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32,
+        hadamard: Hadamard | None = None,
     ) -> "QuantizedTensor":  # fmt: skip
         """Wrap codes and scales that exist already, for instance those of a checkpoint. Nothing is copied.
 
@@ -116,7 +119,7 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def from_operand(
-        cls, operand: Operand, cast: Cast, *, axis: int, shape: Any, dtype: torch.dtype
+        cls, operand: Operand, cast: Cast, *, axis: int, shape: Sequence[int], dtype: torch.dtype
     ) -> "QuantizedTensor":
         """Give an operand form the leading axes of the original `shape`; `axis` is normalised (>= 0)."""
         shape = tuple(shape)
@@ -179,7 +182,9 @@ class QuantizedTensor(torch.Tensor):
         """The Cast as a string, which is how compiled code carries it."""
         return _operators.token_of(self.cast)
 
-    def map_parts(self, function: Any, dtype: torch.dtype | None = None) -> "QuantizedTensor":
+    def map_parts(
+        self, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
         parts = {name: function(part) for name, part in self.parts().items()}
         return QuantizedTensor(
@@ -200,12 +205,14 @@ class QuantizedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         from microfloat.torch._tensor_ops import dispatch
 
         return dispatch(func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Cast, int, torch.dtype, bool]]:
         return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None)
 
     def _stable_hash_for_caching(self) -> str:
@@ -213,14 +220,17 @@ class QuantizedTensor(torch.Tensor):
         return f"{self.token} {self.axis} {self.dtype} {tuple(self.shape)} {parts}"
 
     @staticmethod
-    def __tensor_unflatten__(parts: Any, context: Any, outer_size: Any, outer_stride: Any) -> "QuantizedTensor":
+    def __tensor_unflatten__(
+        parts: dict[str, torch.Tensor], context: tuple[Cast, int, torch.dtype, bool], outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> "QuantizedTensor":  # fmt: skip
         cast, axis, dtype, is_slice = context
         return QuantizedTensor(
             parts["codes"], parts["scale"], parts.get("tensor_scale"), cast, axis=axis, shape=outer_size, dtype=dtype,
             root=UNKNOWN if is_slice else None,
         )  # fmt: skip
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         def described(part: torch.Tensor) -> str:
             return f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}"
 
@@ -238,7 +248,7 @@ class QuantizedTensor(torch.Tensor):
             return self
         return self.map_parts(lambda part: part.clone(memory_format=torch.contiguous_format))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Parts may be replaced by parts that fit; what says how to read them is fixed."""
         if name in _FIXED and name in self.__dict__:
             raise NotSupportedError(
@@ -257,7 +267,7 @@ class QuantizedTensor(torch.Tensor):
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
-    def data(self, value: Any) -> None:
+    def data(self, value: object) -> None:
         if not isinstance(value, QuantizedTensor):
             got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
             raise invalid_type(
@@ -303,13 +313,15 @@ class QuantizedTensor(torch.Tensor):
                 setattr(result, name, copy.deepcopy(value, memo))
         return result  # type: ignore[return-value]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., object], tuple[object, ...]]:
         is_parameter = isinstance(self, torch.nn.Parameter)
         description = {
             "cast": cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
             "requires_grad": self.requires_grad if is_parameter else None,
         }  # fmt: skip
-        whole: Any = self if self.root is None else self.clone()  # a slice is saved as a tensor of its own
+        whole = (
+            self if self.root is None else typing.cast(QuantizedTensor, self.clone())
+        )  # a slice is saved as a tensor of its own
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
@@ -317,7 +329,7 @@ class QuantizedTensor(torch.Tensor):
 def _rebuild_quantized_tensor(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: dict[str, Any]
 ) -> QuantizedTensor:
-    """What a file or a pickle says in place of a QuantizedTensor; checks the parts, since a file may be damaged."""
+    """The tensor that a file or a pickle describes; checks the parts, since a file may be damaged."""
     cast = cast_from_data(description["cast"])
     if cast is None:
         raise invalid_value("cast", "None in a saved tensor", "a description of a Cast", "The file is damaged.")
@@ -337,8 +349,8 @@ def _refuse_methods() -> None:
     and what asks for memory would read address zero, since a QuantizedTensor has no storage but those of its parts.
     """
 
-    def refusing(name: str, *remedy: str) -> Any:
-        def method(self: QuantizedTensor, *arguments: Any, **options: Any) -> Any:
+    def refusing(name: str, *remedy: str) -> Callable[..., NoReturn]:
+        def method(self: QuantizedTensor, *arguments: object, **options: object) -> NoReturn:
             raise self._refusal(name, *remedy)
 
         method.__name__ = name
@@ -406,7 +418,7 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
         )  # fmt: skip
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
+def _as_shape(shape: object) -> tuple[int, ...]:
     """`shape` as a tuple of sizes."""
     if not isinstance(shape, tuple | list) or not all(
         isinstance(size, int | torch.SymInt) and not isinstance(size, bool) and size >= 0 for size in shape
@@ -417,7 +429,7 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _strides(codes: torch.Tensor, axis: int, shape: Any, fmt: ScaledFormat) -> tuple[int, ...]:
+def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:
     """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost."""
     *leading, last = codes.stride()
     if codes.is_contiguous():  # padding of a row shows where rows are strided only
