@@ -17,6 +17,7 @@ __all__ = [
     "check_keys",
     "check_name",
     "check_number",
+    "check_sizes",
     "normalize_axis",
 ]
 
@@ -83,6 +84,20 @@ def check_keys(argument: str, data: object, keys: Iterable[str], *, all_of_them:
         found += [f"with {unknown}"] if unknown else []
         raise invalid_value(argument, f"a dictionary {' and '.join(found)}", f"the keys {expected} and no others")
     return data
+
+
+def check_sizes(
+    argument: str, sizes: object, needed: str, remedy: str = "", *, count: int | None = None,
+    kinds: type | tuple[type, ...] = int,
+) -> tuple[int, ...]:  # fmt: skip
+    """`sizes` as a tuple: `count` of them, each of one of `kinds` (an int, a compiler's symbol) and not negative."""
+    if (
+        isinstance(sizes, tuple | list)
+        and count in (None, len(sizes))
+        and all(isinstance(size, kinds) and not isinstance(size, bool) and size >= 0 for size in sizes)
+    ):
+        return tuple(sizes)
+    raise invalid_value(argument, repr(sizes), needed, remedy)
 
 
 def normalize_axis(axis: int, ndim: int) -> int:

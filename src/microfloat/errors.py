@@ -39,7 +39,7 @@ class PlacementError(InvalidValueError):
 
 
 class NotSupportedError(MicrofloatError, RuntimeError):
-    """What was explicitly asked for cannot run here; the message is the `Support.reason`."""
+    """The thing that was explicitly asked for cannot run here; the message is the `Support.reason`."""
 
 
 class MissingPackageError(MicrofloatError, ModuleNotFoundError):

@@ -72,9 +72,10 @@ class ElementFormat:
         stock = ELEMENTS.get(self.name)
         if stock is not None and stock != self:
             raise invalid_value(
-                "ElementFormat.name", f"{self.name!r} for other numbers than those of the stock element",
+                "ElementFormat.name",
+                f"{self.name!r} for other numbers than those of the stock element",
                 "a name of its own",
-            )  # fmt: skip
+            )
 
     def _check_max(self) -> None:
         """`max` is a normal value of the format, and the codes above it are exactly infinity and NaN."""
@@ -95,11 +96,12 @@ class ElementFormat:
         taken = 1 << self.mantissa_bits if self.has_inf else above if self.has_nan else 0
         if above != taken or (self.has_nan and not above) or (self.has_inf and not self.has_nan):
             raise invalid_value(
-                "ElementFormat.max", f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, "
-                f"has_nan={self.has_nan}", "no code above max without infinity and NaN, at least one with NaN alone, "
+                "ElementFormat.max",
+                f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, has_nan={self.has_nan}",
+                "no code above max without infinity and NaN, at least one with NaN alone, "
                 "those of the largest exponent with infinity and NaN (never infinity alone)",
                 f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}.",
-            )  # fmt: skip
+            )
 
     def _magnitude(self, code: int) -> float:
         """The value of a positive code, were all codes numbers."""
@@ -154,7 +156,7 @@ class ElementFormat:
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What one block shares: `bits` wide; a stored scale always multiplies on the way out (docs/numerics.md 1.3)."""
+    """The scale that one block shares, `bits` wide; it always multiplies on the way out (docs/numerics.md 1.3)."""
 
     name: str
     bits: int
@@ -201,9 +203,10 @@ class ScaledFormat:
         )
         if not sizes_fine or (self.block[0] is None and self.block[1] is not None):
             raise invalid_value(
-                "ScaledFormat.block", self.block, "(rows, columns) with positive sizes; (1, None) = per row, "
-                "(None, None) = per tensor",
-            )  # fmt: skip
+                "ScaledFormat.block",
+                self.block,
+                "(rows, columns) with positive sizes; (1, None) = per row, (None, None) = per tensor",
+            )
         object.__setattr__(self, "block", tuple(self.block))
         if self.tensor_scale is not None:
             check_choice("ScaledFormat.tensor_scale", self.tensor_scale, ("tensor", "row"))

@@ -1,4 +1,4 @@
-"""What quantization did to an array: one definition each, NumPy arrays in, floats out.
+"""Measures of what quantization did to an array: one definition each, NumPy arrays in, floats out.
 
 In every formula x is the original, y what it became, both of one shape; sums run over all elements in float64.
 """
@@ -110,7 +110,7 @@ def block_dynamic_range(x: np.ndarray, block: int = 32, *, largest: bool = False
 
 @dataclass(frozen=True)
 class ScaleHistogram:
-    """How stored block scales spread: ``fractions[i]`` of them lie in ``[2^exponents[i], 2^(exponents[i] + 1))``.
+    """The spread of stored block scales: ``fractions[i]`` of them lie in ``[2^exponents[i], 2^(exponents[i] + 1))``.
 
     `zero`, `nan`: fractions of scales that are zero or NaN; `at_lowest`, `at_highest`: at the format's limits (E8M0:
     2^-127 and 2^127; E4M3: 2^-9 and 448; FP32: the clamps 2^-126 and below, 2^126 and above).
@@ -155,7 +155,7 @@ def _scale_values(stored: np.ndarray, scale_format: ScaleFormat) -> tuple[np.nda
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two arrays first differ (C order), the raw bits of both there, and how many elements differ in all."""
+    """The first place where two arrays differ (C order), the raw bits of both there, and the count of differences."""
 
     index: tuple[int, ...]
     a: int

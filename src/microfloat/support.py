@@ -1,4 +1,4 @@
-"""What runs here and how: the value that `explain` shows and every refusal carries."""
+"""Answers about what runs here and how: the value that `explain` shows and every refusal carries."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something runs (`available`), runs on tensor cores of its format (`accelerated`), and why.
+    """An answer: something runs (`available`), on tensor cores of its format (`accelerated`), and the reason.
 
     Unpacks into ``(available, reason)`` and its truth value is `available`, so both
     ``available, reason = is_nvfp4_available()`` and ``if is_nvfp4_available():`` mean what they say.

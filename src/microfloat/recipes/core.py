@@ -159,10 +159,11 @@ class Cast(HashOnce):
             )  # fmt: skip
         if self._chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
-                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
+                "scale_rule",
+                f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
-            )  # fmt: skip
+            )
         if isinstance(self.scaling, Delayed) and not (self.format.is_per_tensor and self.scale_rule == "amax"):
             raise invalid_value(
                 "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
@@ -228,20 +229,22 @@ def check_takes_amax(cast: Cast) -> None:
     """Raise InvalidValueError for a cast that measures no amax which a given one could replace."""
     if not cast.takes_amax:
         raise invalid_value(
-            "amax", f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
+            "amax",
+            f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
             "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
             "Delayed scaling takes scale_enc= instead." if cast.is_delayed else "",
-        )  # fmt: skip
+        )
 
 
 def check_scale_enc(scale_enc: object, is_delayed: bool) -> None:
     """Raise InvalidValueError unless an encode scale is given exactly where scaling is delayed."""
     if (scale_enc is not None) != is_delayed:
         raise invalid_value(
-            "scale_enc", "None" if is_delayed else "a value",
+            "scale_enc",
+            "None" if is_delayed else "a value",
             "a float32 for a cast with Delayed scaling, None otherwise",
             "The first step uses 1.0." if is_delayed else "Leave it out here.",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -318,10 +321,11 @@ class Gemm(HashOnce):
     def _check_pair(lhs: Cast, rhs: Cast) -> None:
         if lhs.format.scale != rhs.format.scale:
             raise invalid_value(
-                "Gemm", f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
+                "Gemm",
+                f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
                 "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
                 "Dequantize one of them by giving None for its Cast.",
-            )  # fmt: skip
+            )
         if lhs.format.element == E5M2 and rhs.format.element == E5M2:
             raise invalid_value("Gemm", "E5M2 x E5M2", "at least one E4M3 operand", "No such GEMM exists in hardware.")
         if lhs.hadamard != rhs.hadamard:
@@ -472,9 +476,7 @@ def recipe_table(recipe: Recipe) -> str:
         else:
             transform = f"{cast.hadamard.size}, {cast.hadamard.sign_mask:#06x}" if cast.hadamard else "-"
             fmt = cast.format
-            described = (
-                fmt.name, fmt.block_text, str(cast.scale_rule), cast.rounding, transform, _scaling_text(cast),
-            )  # fmt: skip
+            described = (fmt.name, fmt.block_text, str(cast.scale_rule), cast.rounding, transform, _scaling_text(cast))
         modes = ("-", "-") if gemm.is_high_precision else (gemm.accumulate, gemm.path)
         rows.append((gemm_name, f"{name} [{axes[0]},{axes[1]}]", *described, *modes))
     return "\n".join([repr(recipe), *text_table(rows)])

@@ -84,9 +84,10 @@ class Placement:
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
             raise PlacementError(
-                "placement: got patterns that match no layer: " + ", ".join(map(repr, unmatched))
+                "placement: got patterns that match no layer: "
+                + ", ".join(map(repr, unmatched))
                 + f"; needed patterns over these names: {shown or 'none'}. Correct or remove them."
-            )  # fmt: skip
+            )
         chosen: dict[str, Recipe | None] = {}
         for name in names:
             for pattern, recipe in self.rules:

@@ -202,10 +202,11 @@ def _check_kinds(
     ]
     if kinds[0] != kinds[1]:
         raise invalid_value(
-            operation, f"{source.format} of shape {got}, axis {source.axis}",
+            operation,
+            f"{source.format} of shape {got}, axis {source.axis}",
             f"{q.format} of shape {needed}, axis {q.axis}, and the same Hadamard and scales",
             "Copy from source.dequantize() to quantize anew.",
-        )  # fmt: skip
+        )
 
 
 def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
@@ -310,10 +311,11 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
     indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
     if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
         raise invalid_value(
-            "indices", f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "indices",
+            f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
             "indices of leading axes, the contraction axis being the last, and blocks of one row",
             "Write whole slices, or quantize the changed values anew.",
-        )  # fmt: skip
+        )
     numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
     rows = numbers[tuple(slice(None) if index is None else index for index in indices)]
     is_shared = _shares_a_scale(q) or getattr(q, _upper(q)).dim() == 0
@@ -402,10 +404,11 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
         unit, inner = first.format.block[0] or 1, math.prod(first.codes.shape[1:-1])
     if (along > 0 and first.format.is_tile) or any(q.shape[dim] * inner % unit for q in tensors[:-1]):
         raise invalid_value(
-            "tensors", f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
+            "tensors",
+            f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
             f"whole blocks: multiples of {unit} along the first or the contraction axis, but for the last length",
             "Blocks cannot be torn apart; quantize the joined tensor.",
-        )  # fmt: skip
+        )
 
 
 def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
@@ -444,10 +447,11 @@ def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     for name, q, axis in (("a", a, 1), ("b", b, 0)):
         if q.axis != axis:
             raise invalid_value(
-                name, f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
+                name,
+                f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
                 f"blocks along axis {axis}, which a @ b contracts",
                 "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
-            )  # fmt: skip
+            )
     return scaled_matmul(a, _permute(b, (1, 0)), bias=bias[0] if bias else None)
 
 
@@ -467,11 +471,12 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     last_stays = (shape[-1] if shape else 1) == length
     if not last_stays or q.axis != max(q.dim() - 1, 0):
         raise invalid_value(
-            "shape", f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
+            "shape",
+            f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
             f"a shape whose last axis is the contraction axis, {length} long",
             "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
             "FSDP flatten parameters: build their layers without quantized_model_init.",
-        )  # fmt: skip
+        )
     axis, scale = max(len(shape) - 1, 0), q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
@@ -503,10 +508,11 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
         return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
     if order[-1] != q.dim() - 1 or q.format.is_tile:
         raise invalid_value(
-            "dims", f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "dims",
+            f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
             "the contraction axis to stay last, and blocks of one row",
             "Beyond matrices only leading axes may be permuted; dequantize first.",
-        )  # fmt: skip
+        )
     scale = q.scale if q.format.is_per_tensor else q.scale.permute(order)
     row_scales = _rows_permuted(q, order)
     is_copy = row_scales is not q.tensor_scale

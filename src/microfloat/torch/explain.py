@@ -1,6 +1,6 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import overload
 
@@ -298,7 +298,7 @@ def explain(
     *,
     backend: str = "auto",
 ) -> Explanation | ModelExplanation:
-    """Which backend and kernel each GEMM of `recipe` takes on `device`, whether it is accelerated, and why.
+    """Explain which backend and kernel each GEMM of `recipe` takes on `device`, if it is accelerated, and why.
 
     `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
     or its architecture: "h200", "ampere", "sm_100"; that answer assumes that all packages are installed there, while
@@ -329,7 +329,7 @@ def _explain(
     chip = chip_named(device) if isinstance(device, str) else None
     target = _device(device) if chip is None else torch.device("cuda")
     if shape is not None:
-        shape = check_shape(tuple(shape) if isinstance(shape, Sequence) else shape)
+        shape = check_shape(shape)
     sizes, there = _gemm_shapes(shape), chip is not None or _is_present(target)
     rows = tuple(
         gemm_row(recipe, name, backend, target, sizes.get(name), chip) if there else _absent(recipe, name)
@@ -406,7 +406,7 @@ def _availability(recipe: Recipe, device: torch.device | str | None) -> Support:
 
 
 def is_fp8_available(device: torch.device | str | None = None) -> Support:
-    """Whether per-tensor FP8 runs on `device` (it does everywhere), and whether tensor cores take it.
+    """Support of per-tensor FP8 on `device`: it runs everywhere, on tensor cores where they take it.
 
     The answer unpacks into ``(available, reason)``; its truth value is `available`.
     """

@@ -188,23 +188,26 @@ def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
         )
     if a.format.scale != b.format.scale:
         raise invalid_value(
-            "b", f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a",
+            "b",
+            f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a",
             "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
             "Quantize both with formats of one family, or dequantize both.",
-        )  # fmt: skip
+        )
     if a.hadamard != b.hadamard:
         raise invalid_value(
-            "b", f"hadamard {b.hadamard} against {a.hadamard} of a",
+            "b",
+            f"hadamard {b.hadamard} against {a.hadamard} of a",
             "the same Hadamard on both operands, or on neither",
             "Quantize both with one Cast.hadamard, or dequantize the transformed operand first.",
-        )  # fmt: skip
+        )
     left, right = a.to_operand(), b.to_operand()
     if left.stored_length != right.stored_length:
         raise invalid_value(
-            "b", f"contraction length {right.stored_length} (shape {tuple(b.shape)}, axis {b.axis})",
+            "b",
+            f"contraction length {right.stored_length} (shape {tuple(b.shape)}, axis {b.axis})",
             f"{left.stored_length}, as a has (shape {tuple(a.shape)}, axis {a.axis})",
             "Both operands contract their quantization axis: y = a @ b.T.",
-        )  # fmt: skip
+        )
 
 
 def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -> None:
@@ -220,9 +223,8 @@ def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -
 
 
 def fake_quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int = -1,
-    seed: Seed = None, *, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int = -1, seed: Seed = None, *, backend: str = "auto"
+) -> torch.Tensor:
     """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
 
     The straight-through estimate, in every order of differentiation, also where a value saturates. Arguments and errors

@@ -1,4 +1,4 @@
-"""Is a Linear large enough for low precision to pay? A prediction from measured figures, the same on every machine.
+"""Predict from measured figures, the same on every machine, which Linears are large enough for low precision to pay.
 
     time = max(time of the GPU, time of the host that feeds it);  speed-up = time in bfloat16 / time under the recipe
 
@@ -9,7 +9,7 @@ of them leaves in high precision on a laptop is what it leaves there on a GPU.
 
 from dataclasses import dataclass
 
-from microfloat.errors import invalid_value
+from microfloat.arguments import check_sizes
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe
 
@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def is_small(self) -> bool:
-        """Whether bfloat16 is faster in eager mode, where a larger Linear would gain from the recipe."""
+        """True where bfloat16 is faster in eager mode, though a larger Linear would gain from the recipe."""
         return self.eager < 1.0 <= self.limit
 
     def __str__(self) -> str:
@@ -58,18 +58,15 @@ class Prediction:
 
 def check_shape(shape: object, argument: str = "shape") -> tuple[int, int, int]:
     """(M, K, N) of a Linear, or InvalidValueError."""
-    if not (
-        isinstance(shape, tuple)
-        and len(shape) == 3
-        and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape)
-    ):
-        raise invalid_value(argument, shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
-    return shape
+    needed = "(M, K, N), three sizes of a Linear: rows, in features, out features"
+    rows, inputs, outputs = check_sizes(argument, shape, needed, count=3)
+    return rows, inputs, outputs
 
 
 def predict(recipe: Recipe, shape: tuple[int, int, int]) -> Prediction:
     """The prediction for ``y = x @ w.T``, x [M, K], w [N, K], and both gradients. Source: docs/performance.md."""
-    bf16, ours = _gpu_times(recipe, check_shape(shape))
+    shape = check_shape(shape)
+    bf16, ours = _gpu_times(recipe, shape)
     large_bf16, large_ours = _gpu_times(recipe, _LARGE)
     host = _HOST * (_HOST_PLANNED if _is_planned(recipe) else _HOST_GENERAL)
     return Prediction(shape, max(bf16, _HOST) / max(ours, host), bf16 / ours, large_bf16 / large_ours)
@@ -113,8 +110,8 @@ def _passes(cast: Cast) -> tuple[int, float]:
 
 
 def _is_planned(recipe: Recipe) -> bool:
-    """Whether an eager step on a Hopper runs by plan: all six operands are cast, and none is transformed in a launch of
-    its own, as only the kernels of NVFP4 need not be."""
+    """True where an eager step on a Hopper runs by plan: all six operands are cast, and none is transformed in a launch
+    of its own, as only the kernels of NVFP4 need not be."""
     return all(cast is not None and (cast.hadamard is None or _transforms(cast)) for cast in recipe.casts.values())
 
 

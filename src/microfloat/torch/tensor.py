@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from microfloat.arguments import normalize_axis
+from microfloat.arguments import check_sizes, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import array_layout, leading_axes, scale_shape
@@ -107,7 +107,8 @@ class QuantizedTensor(torch.Tensor):
             shape = (*codes.shape[:-1], last)
             if normalize_axis(axis, len(shape)) != len(shape) - 1:
                 shape = (shape[1], shape[0])
-        shape = _as_shape(shape)
+        needed, remedy = "a tuple of sizes, ints >= 0", "It is the shape of the original tensor."
+        shape = check_sizes("shape", shape, needed, remedy, kinds=(int, torch.SymInt))
         axis = normalize_axis(axis, len(shape))
         if dtype not in _DTYPES:
             raise invalid_type("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
@@ -391,10 +392,11 @@ def _check_parts(
             raise invalid_type(name, part.dtype, needed, "View or convert it first.")
         if tuple(part.shape) != tuple(expected.shape):
             raise invalid_value(
-                name, f"shape {tuple(part.shape)}",
+                name,
+                f"shape {tuple(part.shape)}",
                 f"shape {tuple(expected.shape)} for {fmt.name} of shape {shape}, axis {axis}",
                 "Stored parts are in operand form, unpadded, the contraction axis last.",
-            )  # fmt: skip
+            )
         if part.device != codes.device:
             raise invalid_value(name, f"a tensor on {part.device}", f"one on {codes.device}, where the codes are")
         if any(size > 1 and not stride for size, stride in zip(part.shape, part.stride(), strict=True)):
@@ -416,17 +418,6 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
             "codes", f"a byte of {largest:#x}", f"unpacked {fmt.element.bits}-bit codes for {fmt.name}, one per byte",
             "Unpack packed codes first.",
         )  # fmt: skip
-
-
-def _as_shape(shape: object) -> tuple[int, ...]:
-    """`shape` as a tuple of sizes."""
-    if not isinstance(shape, tuple | list) or not all(
-        isinstance(size, int | torch.SymInt) and not isinstance(size, bool) and size >= 0 for size in shape
-    ):
-        raise invalid_value(
-            "shape", repr(shape), "a tuple of sizes, ints >= 0", "It is the shape of the original tensor."
-        )
-    return tuple(shape)
 
 
 def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ _TABLES: dict[tuple[ElementFormat, torch.device], torch.Tensor] = {}
 
 
 def has_float8_dtype(element: ElementFormat) -> bool:
-    """Whether torch has a dtype for these codes."""
+    """True where torch has a dtype for these codes."""
     return element in _FLOAT8
 
 

@@ -67,7 +67,7 @@ _kept = threading.local()
 
 
 def _records_instead_of_running() -> bool:
-    """Whether a dispatch mode is active (fake tensors, tracing), whose tensors must not outlive it."""
+    """True while a dispatch mode is active (fake tensors, tracing), whose tensors must not outlive it."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -141,10 +141,11 @@ class Grid:
             for column in range(0, self.columns, column_step):
                 column_stop = min(column + column_step, self.columns)
                 yield Chunk(
-                    slice(row, row_stop), slice(column, column_stop),
+                    slice(row, row_stop),
+                    slice(column, column_stop),
                     slice(row // block_rows, -(-row_stop // block_rows)),
                     slice(column // block_columns, -(-column_stop // block_columns)),
-                )  # fmt: skip
+                )
 
     def padded(self, chunk: Chunk) -> tuple[int, int]:
         """Rows and columns of a chunk, filled up to whole blocks."""

@@ -22,7 +22,7 @@ from microfloat.torch.reference._elements import (
     pack_fp4,
     random_bytes,
     unpack_fp4,
-)  # fmt: skip
+)
 from microfloat.torch.reference._grid import Chunk, Grid, Workspace, is_stored_across
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.reference._scales import INFINITY_BITS, BlockScales, TensorLevel, four_over_six_scales
@@ -32,7 +32,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class _Noise:
-    """What stochastic rounding draws from: seed int64 [2], and the two upper counter words."""
+    """The source of stochastic rounding: seed int64 [2], and the two upper counter words."""
 
     seed: torch.Tensor
     stream: int

@@ -45,7 +45,7 @@ def _like(value: torch.Tensor | float, other: torch.Tensor) -> torch.Tensor:
 
 
 def saturates(cast: Cast) -> bool:
-    """Whether an encoded finite value can exceed the element's max, so that it must be clamped."""
+    """True where an encoded finite value can exceed the element's max, so that it must be clamped."""
     if cast.format.scale.name != "E8M0":
         return True
     largest_mantissa = int((cast.format.element.max / 2.0**cast.format.element.emax - 1.0) * 2**23)
