@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from microfloat.formats import E4M3, ScaledFormat
-from microfloat.recipes import Cast, Delayed
+from microfloat.formats import E4M3
+from microfloat.recipes import Cast
 from microfloat.scale_rules import check_kind
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference import _scales
@@ -45,11 +45,35 @@ class _Noise:
         return random_bytes(self.seed, *windows, stream=self.stream, batch=self.batch, contraction=contraction)
 
 
+def quantize(
+    x: torch.Tensor, cast: Cast, *, transposed: bool = False, seed: torch.Tensor | None = None, stream: int = 0,
+    batch: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """Quantize matrix `x` (float32, bfloat16 or float16, any strides) in operand form x, or x.T if `transposed`.
+
+    `seed`: int64 [2], the words of the call seed, low first, for stochastic casts; `stream`, `batch`: counter words.
+    `amax`: float32 () or [R, 1] in place of the measured one; `scale_enc`: float32 (), for delayed casts. All on x's
+    device. Arguments are not validated here (`microfloat.torch.quantize` does). Source: docs/numerics.md, 2 to 5.
+    """
+    operand = quantize_operand(
+        x.t() if transposed else x, cast, seed=seed, stream=stream, batch=batch, amax=amax, scale_enc=scale_enc
+    )
+    operand.codes, operand.scale = _row_major(operand.codes), _row_major(operand.scale)
+    if operand.tensor_scale is not None:
+        operand.tensor_scale = _row_major(operand.tensor_scale)
+    return operand
+
+
+def _row_major(part: torch.Tensor) -> torch.Tensor:
+    """`part` with the strides of a new tensor, also along axes of size 1."""
+    return part.reshape(-1).view(part.shape)
+
+
 def quantize_operand(
     x_RC: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0,
     amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of the package's `quantize`.
+    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of `quantize`.
 
     Codes and scales lie in memory as x does: of an x that is read across they are transposed views.
     """
@@ -82,8 +106,7 @@ def quantize_operand(
             stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
-    two_level = cast.rule.two_level
-    tensor_scale = level.handed if level is not None and two_level is not None and two_level.tensor_scale else None
+    tensor_scale = level.handed if level is not None and cast.tensor_scale is not None else None
     if across:
         codes, stored = codes.t(), stored.t() if stored.dim() == 2 else stored
         tensor_scale = tensor_scale.t() if tensor_scale is not None and tensor_scale.dim() == 2 else tensor_scale
@@ -91,7 +114,7 @@ def quantize_operand(
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 (): amax of all of matrix `x`. NaN is ignored, infinity counts."""
+    """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
     x = x.detach()
     return _amax_bits(x.t() if is_stored_across(x) else x)[1].view(torch.float32)
 
@@ -204,7 +227,7 @@ def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor, cast:
     """E4M3 block scales: a block that contains a NaN stores the NaN scale; so does, where there is no tensor scale to
     tell of it, a block of a gradient with an infinity.
     """
-    if cast.is_gradient and cast.rule.two_level is not None and not cast.rule.two_level.tensor_scale:
+    if cast.is_gradient and cast.tensor_scale is None:
         scales = replace(scales, stored=scales.stored.masked_fill(raw >= INFINITY_BITS, E4M3.nan_code))
     if raw is clean:
         return scales
@@ -275,16 +298,17 @@ def quantize_both(
     if row_cast is not None and row_cast == column_cast and row_cast.transposes:
         shared = quantize_operand(x, row_cast, amax=amax, scale_enc=scale_enc)
         return shared, transpose_operand(shared)
-    if amax is None and row_cast is not None and column_cast is not None:
-        amax = _common_amax(x, row_cast, column_cast)
+    casts = [cast for cast in (row_cast, column_cast) if cast is not None]
+    measure_alike = [cast.takes_amax and cast.tensor_scale != "row" and cast.hadamard is None for cast in casts]
+    if amax is None and measure_alike == [True, True]:
+        amax = tensor_amax(x)
     operands = []
     for cast, x_RC, stream in ((row_cast, x, row_stream), (column_cast, x.t(), column_stream)):
         if cast is None:
             operands.append(None)
             continue
-        given = amax if _takes_amax(cast) else None
-        encode_scale = scale_enc if isinstance(cast.scaling, Delayed) else None
-        operands.append(quantize_operand(x_RC, cast, seed=seed, stream=stream, amax=given, scale_enc=encode_scale))
+        one_amax, encode_scale = amax if cast.takes_amax else None, scale_enc if cast.is_delayed else None
+        operands.append(quantize_operand(x_RC, cast, seed=seed, stream=stream, amax=one_amax, scale_enc=encode_scale))
     return operands[0], operands[1]
 
 
@@ -308,22 +332,3 @@ def transpose_operand(operand: Operand) -> Operand:
         codes, scale, operand.tensor_scale, operand.format, operand.length, operand.rows,
         power_of_two=operand.power_of_two,
     )  # fmt: skip
-
-
-def _common_amax(x: torch.Tensor, row_cast: Cast, column_cast: Cast) -> torch.Tensor | None:
-    """The tensor amax that both casts would measure, measured once; None where they do not want the same one."""
-    wanting = [_takes_amax(cast) and not _is_row_scaled(cast.format) for cast in (row_cast, column_cast)]
-    transformed = any(cast.hadamard is not None for cast in (row_cast, column_cast))
-    return tensor_amax(x) if all(wanting) and not transformed else None
-
-
-def _takes_amax(cast: Cast) -> bool:
-    constants = cast.rule.two_level
-    if constants is not None:
-        return constants.tensor_scale
-    per_tensor_fp32 = cast.format.is_per_tensor and cast.format.scale.name == "FP32"
-    return per_tensor_fp32 and not isinstance(cast.scaling, Delayed)
-
-
-def _is_row_scaled(fmt: ScaledFormat) -> bool:
-    return fmt.tensor_scale == "row"
