@@ -13,9 +13,8 @@ if find_spec("torch") is None:
 from microfloat import formats, recipes
 from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe, get_default_recipe
 from microfloat.support import Support
-from microfloat.torch.autocast import autocast
+from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast
 from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
-from microfloat.torch.deprecated import fp8_autocast, fp8_model_init
 from microfloat.torch.explain import (
     explain,
     is_fp8_available,
@@ -23,10 +22,9 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.torch.model_init import quantized_model_init
+from microfloat.torch.model_init import fp8_model_init, quantized_model_init
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
-from microfloat.torch.recompute import checkpoint
 from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor

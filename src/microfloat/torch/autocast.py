@@ -7,18 +7,20 @@ the innermost autocast, nothing (high precision). Backward never reads this: it 
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 
-from microfloat.errors import NotSupportedError, invalid_type
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
-from microfloat.torch.context import Ambient, ambient, reset_ambient, set_ambient
+from microfloat.torch.context import Ambient, Tape, ambient, entered, reset_ambient, set_ambient
 
-__all__ = ["autocast"]
+__all__ = ["autocast", "checkpoint", "fp8_autocast"]
 
 _default_recipe = functools.cache(get_default_recipe)
 
@@ -230,3 +232,54 @@ def _stepped_async(function: Any, enter: Callable[[], autocast]) -> Any:
                 step, sent = generator.athrow, error
 
     return steps
+
+
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Any = None
+) -> autocast:
+    """Deprecated name of an older TransformerEngine: `autocast(enabled, recipe, calibrating, amax_reduction_group)`."""
+    warnings.warn(
+        "fp8_autocast is deprecated; use microfloat.torch.autocast(recipe=...).", DeprecationWarning, stacklevel=2
+    )
+    return autocast(enabled, fp8_recipe, calibrating, fp8_group)
+
+
+def _in_eager_mode(function: Callable) -> Callable:
+    """Let Dynamo break the graph at `function`, and give the reason under fullgraph."""
+    # It imports Dynamo no sooner than it is called.
+    wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+    wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
+    wrapped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "microfloat.torch.checkpoint cannot be compiled; use torch.utils.checkpoint, which can, with layers whose "
+        "recipe microfloat.torch.convert has pinned"
+    )
+    return wrapped
+
+
+@_in_eager_mode
+def checkpoint(
+    function: Callable, *args: Any, use_reentrant: bool = False, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """``function(*args, **kwargs)`` whose activations are recomputed in backward, with the bits of the first pass.
+
+    Like `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which knows nothing of this library's autocast: the
+    recomputation runs under the recipe of its forward, with the same call seeds and the same delayed encode scales, and
+    records nothing (docs/numerics.md 3.3, 5.3). Compiled code runs it, and `function`, in eager mode. Raises
+    InvalidTypeError if `function` is not callable, InvalidValueError for use_reentrant=True.
+    """
+    if not callable(function):
+        raise invalid_type("function", type(function), "a callable")
+    if use_reentrant is not False:
+        raise invalid_value(
+            "use_reentrant", repr(use_reentrant), "False, the form that can replay what its forward drew and measured",
+            "Leave it out. torch.utils.checkpoint has the reentrant form, for layers pinned by convert.",
+        )  # fmt: skip
+    state = ambient()
+
+    def contexts() -> tuple[Any, Any]:
+        tape = Tape(None if state is None else state.record_tape)
+        return entered(state, record_tape=tape), entered(state, record_tape=None, replay=tape.replay())
+
+    return torch_checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs
+    )

@@ -17,7 +17,8 @@ from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Gemm, Recipe
-from microfloat.torch import backends, context, scaling, tokens
+from microfloat.torch import backends, context, scaling
+from microfloat.torch import context as tokens
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.linear import (
     LinearCall,

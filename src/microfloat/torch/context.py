@@ -1,16 +1,24 @@
-"""The ambient state that `autocast` sets: a context variable per thread and task, and what compiled code sees of it."""
+"""The ambient state that `autocast` sets: a context variable per thread and task, and what compiled code sees of it.
+
+Dynamo can neither trace a context variable nor guard it, but it guards attributes of a module, and strings by their
+value. So compiled code reads attributes of this module, in which a recipe is a string, its token: equal recipes never
+recompile, and a changed one always does.
+"""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import InvalidValueError, NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.torch import scaling
-from microfloat.torch.tokens import PLAIN, token_of
 
-__all__ = ["Ambient", "Tape", "ambient", "entered", "reset_ambient", "set_ambient"]
+__all__ = [
+    "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_stochastic", "keeps_x",
+    "recipe_of", "reset_ambient", "set_ambient", "token_of",
+]  # fmt: skip
 
 
 class Tape:
@@ -95,6 +103,54 @@ def entered(state: Ambient | None, **changes: Any) -> Iterator[None]:
         reset_ambient(token, owner)
 
 
+PLAIN = ""  # the token of high precision
+_RECIPES: dict[str, Recipe] = {}
+_TOKENS: dict[Recipe, str] = {}
+_FIRST: dict[Recipe, Recipe] = {}
+
+
+def canonical(recipe: Recipe) -> Recipe:
+    """One object for all equal recipes, so that what was worked out for a recipe is found without comparing."""
+    return _FIRST.setdefault(recipe, recipe)
+
+
+def token_of(recipe: Recipe | None) -> str:
+    """The token of a recipe, derived from its contents, so that it means the same in another process."""
+    if recipe is None:
+        return PLAIN
+    token = _TOKENS.get(recipe)
+    if token is None:
+        kept = recipe.wgrad.rhs is None
+        traits = ("s" if recipe.is_stochastic else "-") + ("d" if recipe.is_delayed else "-") + ("x" if kept else "-")
+        try:
+            contents = json.dumps(recipe.to_dict(), sort_keys=True)
+        except InvalidValueError:  # a callable amax_compute_algo has no contents to write down
+            contents = f"recipe {len(_TOKENS)} of this process"
+        token = _TOKENS[recipe] = f"{traits} {contents}"
+        _RECIPES[token] = recipe
+    return token
+
+
+def recipe_of(token: str) -> Recipe:
+    """The recipe that `token_of` named."""
+    return _RECIPES[token]
+
+
+def is_stochastic(token: str) -> bool:
+    """Whether the recipe needs a call seed; reads the token only, so that compiled code may ask."""
+    return token[0] == "s"
+
+
+def is_delayed(token: str) -> bool:
+    """Whether the recipe carries delayed-scaling state."""
+    return token[1] == "d"
+
+
+def keeps_x(token: str) -> bool:
+    """Whether backward reads x itself, because wgrad takes it in high precision."""
+    return token[2] == "x"
+
+
 # What compiled code asks of the ambient state, as constants.
 _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
     # The token of the recipe that a layer of no recipe of its own runs.
@@ -108,11 +164,7 @@ _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """The views above as attributes of this module.
-
-    Dynamo can neither trace a context variable nor guard it. An attribute of a module it reads when it traces, and it
-    guards the value: before every call of compiled code the attribute is read again, by the thread and task that call.
-    """
+    """The views above as attributes of this module, read by the thread and task that call the compiled code."""
     view = _VIEWS.get(name)
     if view is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

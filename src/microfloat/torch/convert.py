@@ -230,18 +230,14 @@ def revert(model: nn.Module) -> nn.Module:
                 handle.remove()
         if module.__dict__.pop("_microfloat_nested", False):
             module.use_nested_tensor = True  # type: ignore[assignment]
-    if left:
-        warnings.warn(
-            "revert: these layers are pinned to high precision, but stay microfloat Linears, because their class was "
-            "subclassed or their forward replaced on the instance: " + ", ".join(left) + ".",
-            UserWarning, stacklevel=2,
-        )  # fmt: skip
-    if replaced:
-        warnings.warn(
-            "revert: the weights of these layers are new parameters, because views or weak references to the quantized "
-            "ones are alive. Make optimizers and tie weights anew: " + ", ".join(replaced) + ".",
-            UserWarning, stacklevel=2,
-        )  # fmt: skip
+    for layers, message in (
+        (left, "these layers are pinned to high precision, but stay microfloat Linears, because their class was "
+               "subclassed or their forward replaced on the instance: {}."),
+        (replaced, "the weights of these layers are new parameters, because views or weak references to the quantized "
+                   "ones are alive. Make optimizers and tie weights anew: {}."),
+    ):  # fmt: skip
+        if layers:
+            warnings.warn("revert: " + message.format(", ".join(layers)), UserWarning, stacklevel=2)
     return model
 
 

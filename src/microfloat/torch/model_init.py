@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,7 +12,7 @@ from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 
-__all__ = ["ModelInit", "active_model_init", "quantize_parameter", "quantized_model_init"]
+__all__ = ["ModelInit", "active_model_init", "fp8_model_init", "quantize_parameter", "quantized_model_init"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +87,13 @@ def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
     if request.preserve_high_precision_init_val:
         parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
     layer.weight = parameter
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> quantized_model_init:
+    """Deprecated name of an older TransformerEngine: `quantized_model_init`, the same state."""
+    warnings.warn(
+        "fp8_model_init is deprecated; use microfloat.torch.quantized_model_init.", DeprecationWarning, stacklevel=2
+    )
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

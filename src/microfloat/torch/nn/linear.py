@@ -14,14 +14,13 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract
 from microfloat.torch.compiled import abstract_linear, compiled_linear
-from microfloat.torch.context import Ambient, ambient
+from microfloat.torch.context import Ambient, ambient, canonical, token_of
 from microfloat.torch.kept import KeptWeight
 from microfloat.torch.linear import LinearCall, autocast_dtype, quantized_linear, refuse_transforms
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.planned import counts_of, planned_linear
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
-from microfloat.torch.tokens import canonical, token_of
 
 __all__ = ["UNPINNED", "Linear"]
 
