@@ -66,9 +66,7 @@ def _why_no_gpu():
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
     # A path with "::" collects a part of a file, of which nothing can be said.
-    problems = left_out.problems(items, whole_files=not any("::" in argument for argument in config.args))
-    if problems:
-        raise pytest.UsageError("\n".join(problems))
+    config.stash[left_out.PROBLEMS] = left_out.problems(items, not any("::" in argument for argument in config.args))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if marked else None
     if reason:

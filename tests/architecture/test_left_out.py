@@ -16,6 +16,10 @@ QUICK = item("tests/torch/test_x.py::test_quick", slow=False)
 SLOW = item("tests/torch/test_x.py::test_slow", "takes a minute")
 
 
+def test_all_that_was_collected_keeps_the_rules(request):
+    assert request.config.stash[left_out.PROBLEMS] == []
+
+
 def test_reasons_are_counted():
     assert left_out.reasons([QUICK, SLOW, SLOW]) == {"takes a minute": 2}
     assert left_out.problems([QUICK, SLOW, SLOW]) == []

@@ -67,8 +67,8 @@ def test_it_trains_and_reports(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        pytest.param("delayed", "", marks=pytest.mark.slow("interrupted runs of the examples with further settings")),
-        pytest.param("nvfp4", "", marks=pytest.mark.slow("interrupted runs of the examples with further settings")),
+        pytest.param("delayed", "", marks=pytest.mark.slow("examples: runs with further settings")),
+        pytest.param("nvfp4", "", marks=pytest.mark.slow("examples: runs with further settings")),
         ("delayed", "--last-fraction-bf16 0.4"),  # bf16 from step 3: interrupted just before the switch
     ],
 )
