@@ -24,7 +24,7 @@ from microfloat.jax.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.dot_general import DotGeneral, dot_general
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
-    STATE_NAMES,
+    SLOT_NAMES,
     StateModule,
     check_transformation,
     chosen,
@@ -47,7 +47,6 @@ __all__ = [
 ]  # fmt: skip
 
 SR_STREAM = "sr_rng"
-_NAMES: dict[str, str] = dict(zip(TENSORS, STATE_NAMES, strict=True))
 
 
 def _run(
@@ -63,13 +62,13 @@ def _run(
         words = call_seed(None, module.make_rng(SR_STREAM), repr(op.recipe))
     if isinstance(module, StateModule):
         rules = slot_rules(op.recipe)
-        slots = {tensor: Slot(*module.current_state(name)) for tensor, name in _NAMES.items()}
+        slots = {tensor: Slot(*module.current_state(name)) for tensor, name in SLOT_NAMES.items()}
         state = state_of({tensor: slots[tensor] for tensor, rule in zip(TENSORS, rules, strict=True) if rule}, rules)
         rhs = notice_fixed_state(check_array("rhs", rhs), state)
     y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, words, state)
     if isinstance(module, StateModule) and handed is not None:
         for tensor, slot, _ in slots_of(handed):
-            module.hand_on(_NAMES[tensor], slot)
+            module.hand_on(SLOT_NAMES[tensor], slot)
     return y
 
 

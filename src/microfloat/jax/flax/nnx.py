@@ -29,7 +29,7 @@ from microfloat.jax.array import check_array
 from microfloat.jax.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.dot_general import dot_general, place
 from microfloat.jax.flax.state import (
-    STATE_NAMES,
+    SLOT_NAMES,
     Threaded,
     check_transformation,
     chosen,
@@ -41,7 +41,6 @@ from microfloat.jax.flax.state import (
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
-from microfloat.operands import TENSORS
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -60,7 +59,6 @@ __all__ = [
 ]  # fmt: skip
 
 _LOG = logging.getLogger("microfloat")
-_NAMES: dict[str, str] = dict(zip(TENSORS, STATE_NAMES, strict=True))
 
 
 class ScaleState(nnx.Variable):
@@ -107,7 +105,7 @@ class DotGeneral(nnx.Module):
             for tensor, slot, _ in scaling.slots_of(fresh):
                 for kind, leaf in (("scale", slot.scale_enc.reshape(1)), ("amax_history", slot.amax_history)):
                     each = ScaleState(jnp.broadcast_to(leaf, (*stacked, *leaf.shape)))
-                    setattr(self, f"{_NAMES[tensor]}_{kind}", each)
+                    setattr(self, f"{SLOT_NAMES[tensor]}_{kind}", each)
 
     @property
     def recipe(self) -> Recipe:
@@ -120,7 +118,7 @@ class DotGeneral(nnx.Module):
             return {}
         return {
             tensor: (getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
-            for (tensor, name), rule in zip(_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
+            for (tensor, name), rule in zip(SLOT_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
             if rule is not None
         }
 
@@ -503,7 +501,7 @@ class Optimizer(nnx.Optimizer):
             for leaf, variable in collected.items():
                 variable.set_value(jnp.where(stepped, jnp.zeros_like(gradients[leaf]), gradients[leaf]))
         slots = {
-            tensor: Slot(*(gradients[f"{_NAMES[tensor]}_{kind}"] for kind in ("scale", "amax_history")))
+            tensor: Slot(*(gradients[f"{SLOT_NAMES[tensor]}_{kind}"] for kind in ("scale", "amax_history")))
             for tensor in op.variables()
         }
         old = cast(DelayedState, op.state())  # the recipe is delayed
@@ -530,7 +528,7 @@ def _delayed_ops(model: nnx.Module) -> list[tuple[tuple, DotGeneral]]:
 def _leaves(op: DotGeneral) -> dict[str, ScaleState]:
     """The state variables of an op by name."""
     return {
-        f"{_NAMES[tensor]}_{kind}": variable
+        f"{SLOT_NAMES[tensor]}_{kind}": variable
         for tensor, pair in op.variables().items()
         for kind, variable in zip(("scale", "amax_history"), pair, strict=True)
     }

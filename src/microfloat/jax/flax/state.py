@@ -25,13 +25,15 @@ from microfloat.jax.transformations import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed
 
 __all__ = [
-    "OVERWRITE_WITH_GRADIENT", "STATE_NAMES", "StateModule", "Threaded", "check_transformation", "chosen",
+    "OVERWRITE_WITH_GRADIENT", "SLOT_NAMES", "STATE_NAMES", "StateModule", "Threaded", "check_transformation", "chosen",
     "has_stepped", "larger", "max_accumulate", "merge_state", "next_state", "refuse_multi_steps_outside",
     "reset_state", "step_counts", "trace_state",
 ]  # fmt: skip
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-STATE_NAMES = ("input", "kernel", "output_grad")
+# The names of the slots of x, w and dy in Flax, and of its operators.
+SLOT_NAMES = {"x": "input", "w": "kernel", "dy": "output_grad"}
+STATE_NAMES = tuple(SLOT_NAMES.values())
 
 
 class Threaded(NamedTuple):
