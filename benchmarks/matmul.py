@@ -56,9 +56,9 @@ class Maker:
         """x and w as this GEMM reads them."""
         if self.backend == "reference":
             return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
-        from microfloat.torch.backends.routes import chip_of, route_of
+        from microfloat.routes import route_of
 
-        route = route_of(self.gemm, chip_of(torch.device("cuda", torch.cuda.current_device())))
+        route = route_of(self.gemm, backends.chip_of(torch.device("cuda", torch.cuda.current_device())))
         made = []
         for matrix, cast, form in ((x, self.gemm.lhs, route.lhs), (w, self.gemm.rhs, route.rhs)):
             operand, _ = self.module.prepare_both(

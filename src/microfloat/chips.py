@@ -16,19 +16,30 @@ class Chip:
         return self.capability[0] * 16 + self.capability[1]
 
     @property
+    def is_known(self) -> bool:
+        """True for NVIDIA's chips from Volta to Blackwell; others, such as AMD's 9.4, get no tensor cores of ours."""
+        return self.capability in ((8, 9), (9, 0)) or self.capability[0] in (10, 11, 12) or self.capability < (8, 9)
+
+    @property
     def has_fp8(self) -> bool:
         """FP8 GEMM: Ada, Hopper and newer."""
-        return self.capability >= (8, 9)
+        return self.is_known and self.capability >= (8, 9)
 
     @property
     def has_fp8_blocks(self) -> bool:
         """FP8 GEMM with 1x128 and 128x128 scales: Hopper only; newer chips take them as MX."""
-        return self.capability[0] == 9
+        return self.capability == (9, 0)
 
     @property
     def has_block_scales(self) -> bool:
         """MX and NVFP4 GEMM: Blackwell."""
-        return self.capability[0] >= 10
+        return self.is_known and self.capability[0] >= 10
+
+    def lacks(self, what: str) -> str:
+        """In words, that this chip does not have it."""
+        if not self.is_known:
+            return f"{self.name} is none that microfloat knows, so it gets no {what}"
+        return f"{self.name} has no {what}"
 
     @property
     def is_tried(self) -> bool:
@@ -38,10 +49,11 @@ class Chip:
     @property
     def name(self) -> str:
         """Its generation, for people."""
-        generations = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
+        generations = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
         if self.capability == (8, 9):
             return "Ada"
-        return generations.get(self.capability[0], f"compute capability {self.capability[0]}.{self.capability[1]}")
+        major, minor = self.capability
+        return generations.get(major if self.is_known else 0, f"compute capability {major}.{minor}")
 
     @property
     def architecture(self) -> str:

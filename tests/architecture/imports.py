@@ -16,7 +16,7 @@ LAYERS = (
     ("layout",),
     ("metrics", "reference"),
     ("kernels", "checkpoint"),
-    ("passes",),
+    ("passes", "routes"),
     ("torch", "jax"),
     ("cli",),
 )

@@ -15,14 +15,13 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
-from microfloat.torch import reference  # noqa: E402
-from microfloat.torch.backends.native import _block_gemm, _products  # noqa: E402
-from microfloat.torch.backends.native._gemm import fp8_matmul  # noqa: E402
+from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
+from microfloat.torch import gemms, reference  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 
 HOPPER = Chip((9, 0))
-needs_kernel = pytest.mark.skipif(not _block_gemm.is_there(), reason="needs Triton 3.6, compiled, with a new assembler")
+needs_kernel = pytest.mark.skipif(not gemms.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
 
 
 def _compile(tiles, dtype):
@@ -48,13 +47,13 @@ def _compile(tiles, dtype):
 
         __enter__ = __exit__ = lambda self, *exception: None
 
-    _block_gemm._processors = lambda device: 132
+    gemms._processors = lambda device: 132
     torch.cuda.device = Anywhere
     a, b = (torch.zeros(1024, 1024).to(torch.float8_e4m3fn) for _ in range(2))
     scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
-    start = _block_gemm._start
-    _block_gemm._start = lambda function, *rest: start(Compiler(), *rest)
-    _block_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
+    start = gemms._start
+    gemms._start = lambda function, *rest: start(Compiler(), *rest)
+    gemms.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
@@ -74,7 +73,7 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
     tiles, (instructions, _) = program
     words = [line.split() for line in instructions]
     operations = [line[line[0][0] == "@"].split(".")[0] for line in words]
-    shape = _block_gemm.OWN_GEMMS[tiles]
+    shape = OWN_GEMMS[tiles]
     chunks = shape.warpgroups * shape.parts
     assert operations.count("QGMMA") == 4 * chunks  # 32 of K each
     # An element of a partial sum takes one multiply-add for the row's factor and one for its column's.
@@ -91,72 +90,82 @@ def test_the_assembler_is_swapped_for_this_kernel_alone(program):
 
 
 class TestChoice:
-    def test_large_products_on_hopper(self, monkeypatch):
-        monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
+    @pytest.fixture(autouse=True)
+    def _products_are_made_anew(self):
+        gemms._stored_product.cache_clear()
+
+    def test_large_products_on_hopper(self):
         large = (16384, 4096, 14336)
-        assert _block_gemm.is_faster(large, False, torch.bfloat16, HOPPER)
-        for chip in (Chip((8, 9)), Chip((10, 0)), Chip((12, 0))):
-            assert not _block_gemm.is_faster(large, False, torch.bfloat16, chip)
+        assert own_gemm_is_faster(large, False, HOPPER)
+        for chip in (Chip((8, 9)), Chip((9, 4)), Chip((10, 0)), Chip((12, 0))):
+            assert not own_gemm_is_faster(large, False, chip)
         for shape in ((1024, 1024, 1024), (16383, 4096, 14336), (16384, 4100, 14336), (16384, 4096, 14340)):
-            assert not _block_gemm.is_faster(shape, False, torch.bfloat16, HOPPER)
-        for dtype in (torch.float16, torch.float32):
-            assert not _block_gemm.is_faster(large, False, dtype, HOPPER)
+            assert not own_gemm_is_faster(shape, False, HOPPER)
 
-    def test_not_without_the_assembler(self, monkeypatch):
-        monkeypatch.setattr(_block_gemm, "is_there", lambda: False)
-        assert not _block_gemm.is_faster((16384, 4096, 14336), False, torch.bfloat16, HOPPER)
-
-    def test_rounds_that_are_nearly_empty_do_not_pay(self, monkeypatch):
-        monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
-        rows, columns = _block_gemm.OWN_GEMMS[False].tile
+    def test_rounds_that_are_nearly_empty_do_not_pay(self):
+        rows, columns = OWN_GEMMS[False].tile
         whole = rows * 12, 2**20, columns * 11  # 132 tiles
-        assert _block_gemm.is_faster(whole, False, torch.bfloat16, HOPPER)
-        assert not _block_gemm.is_faster((rows * 13, *whole[1:]), False, torch.bfloat16, HOPPER)
-        assert not _block_gemm.is_faster(whole, False, torch.bfloat16, HOPPER, processors=114)
+        assert own_gemm_is_faster(whole, False, HOPPER)
+        assert not own_gemm_is_faster((rows * 13, *whole[1:]), False, HOPPER)
+        assert not own_gemm_is_faster(whole, False, HOPPER, processors=114)
+
+    def test_only_where_the_kernel_can_be_built_and_gives_bfloat16(self, monkeypatch):
+        large, device = (16384, 8192, 14336), torch.device("cuda:0")
+        monkeypatch.setattr(gemms, "_chip", lambda device: HOPPER)
+        monkeypatch.setattr(gemms, "_processors", lambda device: 132)
+        for is_there in (False, True):
+            monkeypatch.setattr(gemms, "own_gemm_is_there", lambda is_there=is_there: is_there)
+            assert gemms.own_gemm_serves(device, large, False, torch.bfloat16) is is_there
+            for dtype in (torch.float16, torch.float32):
+                assert not gemms.own_gemm_serves(device, large, False, dtype)
+            assert not gemms.own_gemm_serves(torch.device("cpu"), large, False, torch.bfloat16)
 
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
     @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-    def test_the_general_path_hands_over_what_the_kernel_reads(self, monkeypatch, tiles, bias):
-        monkeypatch.setattr(_block_gemm, "_is_faster_here", lambda *arguments: True)
-        monkeypatch.setattr(_block_gemm, "own_block_matmul", _as_documented)
+    def test_stored_operands_are_handed_over_as_the_kernel_reads_them(self, monkeypatch, tiles, bias):
+        monkeypatch.setattr(gemms, "own_gemm_serves", lambda *arguments: True)
+        monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
         a, b = _operands(40, 144, 400, ("e4m3", "e4m3"), tiles)
         added = torch.randn(144) if bias else None
-        y = fp8_matmul(a, b, bias=added, out_dtype=torch.float32, fast=False)
+        y = gemms.scaled_matmul(a, b, HOPPER, bias=added, out_dtype=torch.float32, accumulate="split")
         torch.testing.assert_close(y, reference.scaled_matmul(a, b, bias=added, out_dtype=torch.float32))
 
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
-    def test_so_do_plans(self, monkeypatch, tiles):
-        monkeypatch.setattr(_block_gemm, "is_there", lambda: True)
-        monkeypatch.setattr(_block_gemm, "own_block_matmul", _as_documented)
-        monkeypatch.setattr(_block_gemm, "_chip", lambda device: HOPPER)
-        monkeypatch.setattr(_block_gemm, "_processors", lambda device: 132 + device)
-        asked, is_faster = [], _block_gemm.is_faster
-        monkeypatch.setattr(_block_gemm, "is_faster", lambda *question: asked.append(question) or is_faster(*question))
-        gemm = Gemm(Cast("fp8_1x128"), Cast("fp8_128x128" if tiles else "fp8_1x128"))
+    def test_products_ask_once(self, monkeypatch, tiles):
+        asked = []
+        monkeypatch.setattr(gemms, "own_gemm_is_there", lambda: True)
+        monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
+        monkeypatch.setattr(gemms, "_chip", lambda device: HOPPER)
+        monkeypatch.setattr(gemms, "_processors", lambda device: 132 + device)
+        monkeypatch.setattr(
+            gemms, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
+        )
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
-        multiply = _products.product(gemm, ("codes", "codes"), large, None, torch.bfloat16, device)
-        a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
-        b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
-        y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
-        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16))
-        assert asked == [(large, tiles, torch.bfloat16, HOPPER, 132)]  # once, with the processors that are there
+        y = self._product(large, device, tiles)
+        assert asked == [(large, tiles, HOPPER, 132)]  # with the processors that are there
+        torch.testing.assert_close(*y)
 
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
-    def test_plans_do_without_a_private_function_of_torch(self, monkeypatch, tiles):
+    def test_products_do_without_a_private_function_of_torch(self, monkeypatch, tiles):
         def scaled_mm(a, b, a_scale, a_kind, b_scale, b_kind, *, output_dtype):
             kinds = torch.nn.functional.ScalingType
             assert (a_kind, b_kind) == (kinds.BlockWise1x128, kinds.BlockWise128x128 if tiles else a_kind)
             return _as_documented(a, a_scale, b, b_scale, output_dtype, tiles)
 
-        monkeypatch.setattr(_products, "_scaled_mm_v2", None)
+        monkeypatch.setattr(gemms, "_scaled_mm_v2", None)
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+        torch.testing.assert_close(*self._product((40, 512, 144), torch.device("cpu"), tiles))
+
+    @staticmethod
+    def _product(shape, device, tiles):
+        """The result of a product for this shape, on other operands, and the one of the reference."""
         gemm = Gemm(Cast("fp8_1x128"), Cast("fp8_128x128" if tiles else "fp8_1x128"))
-        shape = (40, 512, 144)
-        multiply = _products.product(gemm, ("codes", "codes"), shape, None, torch.bfloat16, torch.device("cpu"))
+        multiply = gemms.product(gemm, route_of(gemm, HOPPER), shape, None, torch.bfloat16, device)
+        assert multiply.direct
         a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
         b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
-        y = multiply(a.codes, a.scale.t().contiguous().t(), b.codes.t(), b_scale, None)
-        torch.testing.assert_close(y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16))
+        y = multiply(a.codes, a.scale.t().contiguous().t(), None, b.codes.t(), b_scale, None, None)
+        return y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16)
 
 
 def _as_documented(a, a_scale, b, b_scale, dtype, tiles):
@@ -197,9 +206,7 @@ def _check(a, b, dtype, tiles):
     arguments.append((b.scale if tiles else b.scale.t().contiguous()).cuda().t())
     codes, scale, right, right_scale = arguments
     torch.full((a.rows, b.rows), float("nan"), dtype=dtype, device="cuda")  # what an unwritten element would show
-    runs = [
-        _block_gemm.own_block_matmul(codes, scale.t(), right.t(), right_scale, dtype, tiles).cpu() for _ in range(3)
-    ]
+    runs = [gemms.own_block_matmul(codes, scale.t(), right.t(), right_scale, dtype, tiles).cpu() for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
     error = (runs[0].double() - exact).abs()
     name = str(dtype).removeprefix("torch.")

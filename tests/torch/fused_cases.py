@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import microfloat.torch as mf
+from microfloat.chips import Chip
 from microfloat.recipes import Cast, CustomRecipe, Gemm, from_name
 from microfloat.torch import backends, fused, scaling
 from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, fused_kernels, norm_gradients
+from tests.torch.planned.setting import block_gemms
 
 TOKENS, WIDTH, HIDDEN, OUT = 40, 48, 80, 32
 
@@ -92,18 +94,14 @@ RECIPES = {
 def on_cpu_too(backend):
     """In Triton's interpreter a backend with kernels runs on CPU tensors too.
 
-    The native one as on a Hopper chip, with the reference's products in place of the vendor's FP8 GEMMs.
+    The native one as on a Hopper chip, with a stand-in for the vendor's GEMM of blocks.
     """
-    from microfloat.torch import reference
-    from microfloat.torch.backends import native, routes, triton
-
-    def multiply(a, b, *, bias, out_dtype, fast):
-        return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
+    from microfloat.torch.backends import native, triton
 
     chosen = {(backend, torch.device("cpu")): {"native": native, "triton": triton}[backend]}
     with (
-        mock.patch.dict(backends._CHOSEN, chosen), mock.patch.object(native, "fp8_matmul", multiply),
-        mock.patch.object(native, "chip_of", return_value=routes.Chip((9, 0))),
+        mock.patch.dict(backends._CHOSEN, chosen), block_gemms("cpu", []),
+        mock.patch.object(backends, "chip_of", return_value=Chip((9, 0))),
         mock.patch.object(native.FoldCounts, "note"),
     ):  # fmt: skip
         yield

@@ -17,10 +17,9 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
-from microfloat.torch import backends  # noqa: E402
+from microfloat.torch import backends, gemms  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
-from microfloat.torch.backends.native import _blackwell  # noqa: E402
 
 AS_THEY_ARE = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
 AS_MXFP8 = ("mxfp6_e2m3", "mxfp6_e3m2", "fp8_1x128", "fp8_128x128", "fp8_1x128_e5m2")
@@ -29,7 +28,7 @@ AS_MXFP8 = ("mxfp6_e2m3", "mxfp6_e3m2", "fp8_1x128", "fp8_128x128", "fp8_1x128_e
 @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (5, 48), (257, 320)], ids=str)
 def test_swizzle_is_the_oracles(shape: tuple[int, int]) -> None:
     scale = torch.randint(0, 256, shape, dtype=torch.uint8)
-    assert np.array_equal(_blackwell.swizzle_scales(scale).numpy(), reference.swizzle_scales(scale.numpy()))
+    assert np.array_equal(gemms.swizzle_scales(scale).numpy(), reference.swizzle_scales(scale.numpy()))
 
 
 def _codes(quantized, as_fp8: bool) -> np.ndarray:
@@ -58,7 +57,7 @@ def _bytes_of_scales(quantized) -> np.ndarray:
 def test_bytes_and_kinds(name: str, shape: tuple[int, int]) -> None:
     x, w = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, (shape[0], 1)), torch.randn(20, shape[1])
     right = name.removesuffix("_e5m2")
-    arguments = _blackwell.block_scaled_arguments(
+    arguments = gemms.block_scaled_arguments(
         torch_reference.quantize(x, Cast(name)), torch_reference.quantize(w, Cast(right)), torch.bfloat16
     )
     width = -(-shape[1] // 32) * 32
@@ -147,9 +146,8 @@ def on_blackwell():
     gemm = BlockScaledGemm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "choose", lambda name, device: native)
-        patch.setattr(native, "chip_of", lambda device: Chip((10, 0)))
+        patch.setattr(backends, "chip_of", lambda device: Chip((10, 0)))
         patch.setattr(native, "_kernels", lambda *casts: torch_reference)
-        patch.setattr(native, "_KINDS", {})
         patch.setattr(torch.nn.functional, "scaled_mm", gemm.scaled_mm)
         yield gemm
 

@@ -378,13 +378,13 @@ def _as_ampere():
     """This process takes its GPU for one without FP8. Triton knows better, and compiles what the GPU can run."""
     from unittest import mock
 
-    from microfloat.torch.backends import routes
+    from microfloat.torch import backends
     from microfloat.torch.backends.triton import _launch
 
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         _launch.compiled_conversions(0)
         for device in ("cuda", "cuda:0"):
-            routes.chip_of(torch.device(device))
+            backends.chip_of(torch.device(device))
 
 
 def _without_fp8():

@@ -15,6 +15,7 @@ import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
+from microfloat.layout import folded_format
 from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Gemm, Recipe
 from microfloat.torch import backends, context, scaling
@@ -373,7 +374,7 @@ def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layo
     tensor_scale = ((rows, 1) if row_scaled else (), torch.float32, False) if two_level else None
     fmt = cast.format
     if form != "codes":
-        fmt = module.folded_format(fmt, form)
+        fmt = folded_format(fmt, form)
     element = fmt.element
     code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
     codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)

@@ -22,10 +22,11 @@ from microfloat.recipes import (
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
+from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of
 from microfloat.support import Notes, Support, text_table, wrapped
-from microfloat.torch.backends import check_name, resolve, support
-from microfloat.torch.backends.routes import UNTRIED, Route, chip_of, own_gemm_is_faster, route_of
+from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
+from microfloat.torch.gemms import own_gemm_serves
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -69,21 +70,21 @@ def gemm_row(
     gemm: Gemm = getattr(recipe, name)
     operands = operands_of(gemm)
     if gemm.is_high_precision:
-        reason = "the recipe keeps this GEMM in high precision; it runs in the compute dtype"
-        return GemmRow(name, operands, "torch", "torch matmul", Support(True, True, reason))
+        route = route_of(gemm, None)
+        return GemmRow(name, operands, "torch", route.kernel, Support(True, True, route.reason))
     backend, verdict = _backend(backend, device, chip)
-    refusal = next((why for _, why in _families(gemm) if why), "")
+    refusal = next((why for cast in gemm.casts if cast is not None and (why := family_of(cast)[1])), "")
     if verdict and backend == "triton" and refusal:
         verdict = Support(False, False, f"the triton backend has no kernel for {refusal}")
     if not verdict:
         return GemmRow(name, operands, backend, "-", verdict)
-    if backend == "native":
-        return GemmRow(name, operands, backend, *_native(gemm, device, shape, chip))
-    if None in gemm.casts:
-        return GemmRow(name, operands, backend, "dequantize one operand, torch matmul", verdict)
-    precision = "float64" if gemm.accumulate == "exact" else "float32"
-    kernel = f"decode to {precision}, {precision} matmul, scales in the epilogue"
-    return GemmRow(name, operands, backend, kernel, verdict)
+    if backend != "native":
+        return GemmRow(name, operands, backend, route_of(gemm, None).kernel, verdict)
+    there = chip_of(device) if chip is None else chip
+    route = route_of(gemm, there)
+    untried = "" if there.is_tried or UNTRIED in route.reason else f"; {UNTRIED}"
+    verdict = Support(route.kind != "refused", route.accelerated, route.reason + untried)
+    return GemmRow(name, operands, backend, _named(route, gemm, shape, there, None if chip else device), verdict)
 
 
 def cast_rows(recipe: Recipe, backend: str, device: torch.device, chip: Chip | None = None) -> tuple[CastRow, ...]:
@@ -127,28 +128,12 @@ def _backend(backend: str, device: torch.device, chip: Chip | None) -> tuple[str
     return "native", Support(True, True, "")
 
 
-def _families(gemm: Gemm) -> list[tuple[str, str]]:
-    return [family_of(cast) for cast in gemm.casts if cast is not None]
-
-
 def _kernel_of(cast: Cast, form: str) -> str:
     """The fused kernel of a cast, by its module in `microfloat.kernels`, and what it writes where that is not codes."""
     if form in ("folded", "tiles"):
         return f"kernels.fold (FP8, {'128x128' if form == 'tiles' else '1x128'} scales)"
     name = f"kernels.{family_of(cast)[0]}"
     return f"{name} (decoded to bfloat16)" if form == "values" else name
-
-
-def _native(
-    gemm: Gemm, device: torch.device, shape: tuple[int, int, int] | None, chip: Chip | None
-) -> tuple[str, Support]:
-    """The kernel and the support of a GEMM of M, K, N on the native backend."""
-    there = chip_of(device) if chip is None else chip
-    route = route_of(gemm, there)
-    untried = not there.is_tried and UNTRIED not in route.reason
-    reason = f"{route.reason}; {UNTRIED}" if untried else route.reason
-    kernel = _named(route, gemm, shape, there, None if chip else device)
-    return kernel, Support(True, route.accelerated, reason)
 
 
 def _named(
@@ -171,11 +156,8 @@ def _named(
 
 def _is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, device: torch.device | None) -> bool:
     if device is None:
-        return own_gemm_is_faster(shape, tiles, torch.bfloat16, chip)
-    from microfloat.torch.backends.native._block_gemm import is_faster_on
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return is_faster_on(index, shape, tiles, torch.bfloat16)
+        return own_gemm_is_faster(shape, tiles, chip)
+    return own_gemm_serves(device, shape, tiles, torch.bfloat16)
 
 
 # ---- explain -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.torch import scaling
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.gemms import high_precision_product
 from microfloat.torch.kept import KeptWeight
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
@@ -312,24 +313,10 @@ def _gemm(
     if not isinstance(lhs, torch.Tensor) and not isinstance(rhs, torch.Tensor):
         return backend.scaled_matmul(lhs, rhs, bias=bias, out_dtype=out_dtype, accumulate=gemm.accumulate)
     if isinstance(lhs, torch.Tensor):
-        rhs = rhs.to(lhs.dtype) if isinstance(rhs, torch.Tensor) else backend.dequantize(rhs, lhs.dtype)
+        rhs = rhs if isinstance(rhs, torch.Tensor) else backend.dequantize(rhs, lhs.dtype)
     else:
         lhs = backend.dequantize(lhs, rhs.dtype)
-    return _high_precision_gemm(lhs, rhs, bias, out_dtype)
-
-
-def _high_precision_gemm(
-    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """``lhs @ rhs.T (+ bias)`` with float32 accumulation and one rounding to `out_dtype`."""
-    if lhs.device.type == "cpu":
-        # Products of 16-bit floats are exact in float32, and CPUs without bf16 units multiply float32 3-5x faster.
-        product = torch.nn.functional.linear(lhs.float(), rhs.float(), bias.float() if bias is not None else None)
-        return product.to(out_dtype)
-    if out_dtype in (lhs.dtype, torch.float16, torch.bfloat16):
-        return torch.nn.functional.linear(lhs, rhs, bias.to(lhs.dtype) if bias is not None else None).to(out_dtype)
-    product = torch.mm(lhs, rhs.t(), out_dtype=out_dtype)
-    return product if bias is None else product + bias.to(out_dtype)
+    return high_precision_product(lhs, rhs, bias, out_dtype)
 
 
 class _Saver:

@@ -130,7 +130,7 @@ def _listened(plan: Any, counts: Any, x: Any, weight: Any, bias: Any) -> Any:
     key = tuple(forms.values())
     if key not in plan.variants:
         plan.variants[key] = plan.module.linear_plan(
-            plan.recipe, x.detach(), weight.detach(), bias, plan.wants_dx, plan.wants_dw, forms
+            plan.recipe, x.detach(), weight.detach(), bias, plan.wants_dx, plan.wants_dw, counts
         )
     return plan.variants[key]
 

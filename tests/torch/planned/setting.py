@@ -10,9 +10,9 @@ import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
 from microfloat.chips import Chip
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
-from microfloat.torch import backends, planned, rolling
+from microfloat.torch import backends, gemms, planned, rolling
 from microfloat.torch.backends import native
-from microfloat.torch.backends.native import _plan, _products
+from microfloat.torch.backends.native import _plan
 from microfloat.torch.backends.triton import _delayed, _direct, _launch
 
 M, K, N = 32, 48, 64
@@ -25,15 +25,15 @@ def native_on(device: str):
     if device == "cuda":
         yield
         return
-    saved = backends.choose, planned._ON_CPU_TOO, native.chip_of, rolling._update_kernel
+    saved = backends.choose, planned._ON_CPU_TOO, backends.chip_of, rolling._update_kernel
     rolling._update_kernel = lambda device: _delayed
     backends.choose = lambda name, device: native
     planned._ON_CPU_TOO = True
-    native.chip_of = lambda device: Chip((9, 0))
+    backends.chip_of = lambda device: Chip((9, 0))
     try:
         yield
     finally:
-        backends.choose, planned._ON_CPU_TOO, native.chip_of, rolling._update_kernel = saved
+        backends.choose, planned._ON_CPU_TOO, backends.chip_of, rolling._update_kernel = saved
         planned._PLANS.clear()
 
 
@@ -176,12 +176,12 @@ def block_gemms(device, seen):
         kinds = [F.ScalingType(kind) for kind in (*a_kinds, *b_kinds)]
         return scaled_mm(a, b, *a_scales, kinds[0], *b_scales, kinds[1], output_dtype=dtype)
 
-    saved = F.scaled_mm, _products._scaled_mm_v2
-    F.scaled_mm, _products._scaled_mm_v2 = scaled_mm, scaled_mm_v2
+    saved = F.scaled_mm, gemms._scaled_mm_v2
+    F.scaled_mm, gemms._scaled_mm_v2 = scaled_mm, scaled_mm_v2
     try:
         yield
     finally:
-        F.scaled_mm, _products._scaled_mm_v2 = saved
+        F.scaled_mm, gemms._scaled_mm_v2 = saved
 
 
 def compare(device, recipe, steps, *, planned_steps=None, run=None, guard=contextlib.nullcontext, **options):

@@ -5,6 +5,7 @@ A backend is a module with ``quantize, quantize_both, dequantize, scaled_matmul,
 chosen, and nothing falls back in silence: `choose` returns what was asked for, or raises with the `Support.reason`.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from types import ModuleType
 
 import torch
 
+from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_type, unknown_name
 from microfloat.support import Support
 
-__all__ = ["NAMES", "check_name", "choose", "resolve", "support"]
+__all__ = ["NAMES", "check_name", "chip_of", "choose", "resolve", "support"]
 
 
 def _reference_support(device: torch.device) -> Support:
@@ -56,6 +58,16 @@ _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
     "reference": (_reference_support, "microfloat.torch.reference"),
 }
 NAMES = ("auto", *reversed(_REGISTRY))
+
+
+@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """The chip behind a CUDA device. Raises NotSupportedError for a GPU of another maker."""
+    if torch.version.hip is not None:
+        raise NotSupportedError(
+            f"{device}: got a ROCm build of torch, for AMD GPUs, needed an NVIDIA GPU. Use backend='reference'."
+        )
+    return Chip(torch.cuda.get_device_capability(device))
 
 
 def check_name(backend: str, argument: str = "backend") -> str:

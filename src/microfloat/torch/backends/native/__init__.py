@@ -1,28 +1,23 @@
 """The native backend: fused casts feeding the vendor's GEMMs on a CUDA device.
 
-`backends.routes` decides in which form each operand enters its GEMM (what `explain` prints and `prepare_both` makes),
-`_gemm` calls the GEMMs of Ada and Hopper and the exact bfloat16 products of every other chip, `_blackwell` the
-block-scaled ones.
+`microfloat.routes` decides in which form each operand enters its GEMM (what `explain` prints and `prepare_both` makes),
+`microfloat.torch.gemms` calls the GEMMs.
 """
 
 import sys
-from dataclasses import replace
 
 import torch
 
-from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.formats import E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2, ScaledFormat
+from microfloat.errors import NotSupportedError
 from microfloat.kernels.families import is_stock
-from microfloat.recipes import Cast, Gemm, Recipe
-from microfloat.torch import reference
+from microfloat.operands import GEMMS, operands_of
+from microfloat.recipes import Cast, Recipe
+from microfloat.torch import backends, gemms, reference
 from microfloat.torch.backends import triton as casts
 from microfloat.torch.backends.base import Operand, Values, record_amax_
-from microfloat.torch.backends.native._blackwell import block_scaled_matmul
-from microfloat.torch.backends.native._gemm import fp8_matmul, values_matmul
-from microfloat.torch.backends.native._lossy import READERS, FoldCounts, gemm_forms
 from microfloat.torch.backends.native._plan import LinearPlan
 from microfloat.torch.backends.native._plan import linear_plan as make_plan
-from microfloat.torch.backends.routes import chip_of, route_of
+from microfloat.torch.folding import FoldCounts, routes_of
 
 __all__ = [
     "FoldCounts",
@@ -38,13 +33,6 @@ __all__ = [
 
 amax = casts.amax
 COLUMN_MAJOR_BLOCK_SCALES = True
-_SIGN_AND_MANTISSA = ~0x7F800000  # of a float32
-
-
-def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
-    """The FP8 format that an MX operand becomes in the form "folded" or "tiles"."""
-    formats = {"folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2)}[form]
-    return formats[fmt.element == E5M2]
 
 
 def _kernels(*wanted: Cast | None) -> object:
@@ -118,7 +106,8 @@ def _folded_both(
     if counts is not None:
         made = (("row", row), ("column", column))
         counts.note({
-            READERS[slot, orientation]: (slot, orientation, form, x.numel()) for orientation, operand in made if operand
+            reader.key: (slot, orientation, form, x.numel())
+            for reader, (orientation, operand) in zip(operands_of(slot), made, strict=True) if operand
         })  # fmt: skip
         counts.places(slot)[form == "tiles"].copy_(lossy, non_blocking=True)
     return row, column
@@ -139,26 +128,21 @@ def _values_both(
 
 def call_forms(recipe: Recipe, device: torch.device, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:
     """The forms in which the operands of each GEMM of a call enter it on `device`."""
-    return gemm_forms(recipe, chip_of(device), counts)
+    routes = routes_of(recipe, backends.chip_of(device), counts)
+    return {name: route.forms for name, route in zip(GEMMS, routes, strict=True)}
 
 
 def linear_plan(
     recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool,
-    forms: dict[str, tuple[str, str]] | None = None,
+    counts: FoldCounts | None = None,
 ) -> LinearPlan | None:  # fmt: skip
-    """How an eager Linear of this kind runs with little host time; None where only the general path serves it.
-
-    `forms`: of the operands of each GEMM; None = those of a layer that has not folded yet.
-    """
-    chip = chip_of(x.device)
-    routes = (route_of(gemm, chip) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    if (
-        not chip.has_fp8
-        or chip.has_block_scales
-        or any(route.lhs == "codes" and not route.accelerated for route in routes)
-    ):
+    """How an eager Linear of this kind runs with little host time; None where only the general path serves it."""
+    chip = backends.chip_of(x.device)
+    routes = routes_of(recipe, chip, counts)
+    direct = chip.has_fp8 and not chip.has_block_scales
+    if not direct or any(route.lhs == "codes" and not route.accelerated for route in routes):
         return None
-    plan = make_plan(recipe, forms or gemm_forms(recipe, chip, None), x, weight, bias, wants_dx, wants_dw)
+    plan = make_plan(recipe, routes, x, weight, bias, wants_dx, wants_dw)
     if plan is not None:
         plan.module = sys.modules[__name__]
     return plan
@@ -169,77 +153,6 @@ def scaled_matmul(
     out_dtype: torch.dtype = torch.float32, accumulate: str = "split",
 ) -> torch.Tensor:  # fmt: skip
     """``round(a @ b.T + bias)``: [M, N] in `out_dtype`, one rounding; on the format's tensor cores where they exist."""
-    if accumulate == "exact":
-        raise invalid_value(
-            "accumulate",
-            "'exact'",
-            "'fast' or 'split' on the native backend",
-            "Use backend='reference' for exact sums.",
-        )
-    if isinstance(a, Values) and isinstance(b, Values):
-        return values_matmul(a, b, bias=bias, out_dtype=out_dtype)
-    assert isinstance(a, Operand)
-    assert isinstance(b, Operand)
-    kind, a, b = _kind_of(a, b), _by_rows(a), _by_rows(b)
-    if kind in ("fp8", "blocks"):
-        return fp8_matmul(a, b, bias=bias, out_dtype=out_dtype, fast=accumulate == "fast")
-    if kind == "block_scaled":
-        return block_scaled_matmul(a, b, bias=bias, out_dtype=out_dtype)
-    if kind == "values":
-        return values_matmul(_decoded(a), _decoded(b), bias=bias, out_dtype=out_dtype)
-    return reference.scaled_matmul(a, b, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-
-
-def _by_rows(operand: Operand) -> Operand:
-    """The operand with codes and scales that lie row by row, as GEMMs read them; the reference backend's lie as x did.
-
-    Kernels write both as the GEMM wants them, so that scales beside contiguous codes stay as they are.
-    """
-    codes, scale = operand.codes, operand.scale
-    return operand if codes.is_contiguous() else replace(operand, codes=codes.contiguous(), scale=scale.contiguous())
-
-
-# By identity of the formats, which live as long as the entry: see `gemm_forms`.
-_KINDS: dict[tuple[int, int, bool, bool | None, bool | None, torch.device], tuple[str, object, object]] = {}
-
-
-def _kind_of(a: Operand, b: Operand) -> str:
-    """Which GEMM multiplies two operands of codes: `Route.kind`."""
-    device = a.codes.device
-    if a.format.block[1] == 128 and not chip_of(device).has_fp8_blocks:
-        _look_at_scales(a)
-        _look_at_scales(b)
-    key = (id(a.format), id(b.format), a.hadamard is None, a.power_of_two, b.power_of_two, device)
-    known = _KINDS.get(key)
-    if known is None:
-        if a.format.element == b.format.element == E5M2:  # no hardware multiplies these, no recipe may ask for them
-            kind = "values" if a.format.scale.name == b.format.scale.name == "E8M0" else "float32"
-        else:
-            lhs, rhs = (Cast(operand.format, _rule(operand), hadamard=operand.hadamard) for operand in (a, b))
-            kind = route_of(Gemm(lhs, rhs, path="exact"), chip_of(device)).kind
-        known = _KINDS[key] = (kind, a.format, b.format)
-    return known[0]
-
-
-def _rule(operand: Operand) -> str | None:
-    if operand.format.scale.name != "FP32":
-        return None
-    return "amax_pow2" if operand.power_of_two else "amax"
-
-
-def _look_at_scales(operand: Operand) -> None:
-    """Whether float32 scales of unknown origin, such as a checkpoint's, are powers of two: asked of the scales."""
-    if operand.power_of_two is not None or operand.format.scale.name != "FP32":
-        return
-    if not (operand.codes.is_cuda and torch.cuda.is_current_stream_capturing()):
-        operand.power_of_two = not bool((operand.scale.view(torch.int32) & _SIGN_AND_MANTISSA).any())
-
-
-def _decoded(operand: Operand) -> Values:
-    """Element times block scale in bfloat16, exact where normal; tensor scales, and FP32 scales of rows, stay apart."""
-    scale, tensor_scale = operand.scale, operand.tensor_scale
-    if operand.format.scale.name == "FP32" and operand.format.block[1] is None:
-        scale, tensor_scale = torch.ones_like(scale), scale
-    bare = Operand(operand.codes, scale, None, operand.format, operand.rows, operand.stored_length, None)
-    values = dequantize(bare, torch.bfloat16)
-    return Values(values, tensor_scale, operand.format, operand.rows, operand.length, operand.hadamard)
+    device = (a.codes if isinstance(a, Operand) else a.values).device
+    chip = backends.chip_of(device)
+    return gemms.scaled_matmul(a, b, chip, bias=bias, out_dtype=out_dtype, accumulate=accumulate)

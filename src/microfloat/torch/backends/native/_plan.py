@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from microfloat.errors import NotSupportedError
+from microfloat.layout import folded_format
+from microfloat.operands import GEMMS, OPERANDS
 from microfloat.passes import OperandSpec
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Cast, Gemm, Recipe
+from microfloat.routes import Route
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.backends.native._lossy import READERS, FoldCounts
-from microfloat.torch.backends.native._products import Product, product
 from microfloat.torch.backends.triton._seeds import split_words
+from microfloat.torch.folding import FoldCounts, Routes
+from microfloat.torch.gemms import product
 from microfloat.torch.program import CastInputs, Program, cast_program, fast_empty, pair_program, scratch
 from microfloat.torch.seeds import fold_rank_
 
@@ -36,7 +39,6 @@ _USES = {
     "w": (("fprop", 1, 1), ("dgrad", 1, 3)),
     "dy": (("dgrad", 0, 2), ("wgrad", 0, 4)),
 }
-_Forms = dict[str, tuple[str, str]]
 _Given = tuple[CastInputs, CastInputs, CastInputs]
 _Saved = tuple[torch.Tensor | None, ...]
 
@@ -63,9 +65,10 @@ class LinearPlan:
     given, nothing_given = CastInputs, (CastInputs(), CastInputs(), CastInputs())  # of x, w and dy
 
     def __init__(
-        self, recipe: Recipe, forms: _Forms, x: torch.Tensor, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
+        self, recipe: Recipe, routes: Routes, x: torch.Tensor, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
     ) -> None:
-        self.recipe, self.forms, self.wants_dx, self.wants_dw = recipe, forms, wants_dx, wants_dw
+        self.recipe, self.routes, self.wants_dx, self.wants_dw = recipe, routes, wants_dx, wants_dw
+        self.forms = forms = {name: route.forms for name, route in zip(GEMMS, routes, strict=True)}
         self.dtype, self.device = x.dtype, x.get_device()
         self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
         self.rows, self.in_features, self.out_features = x.numel() // x.shape[-1], x.shape[-1], weight.shape[0]
@@ -79,9 +82,9 @@ class LinearPlan:
         # What the weight's operands depend on besides the weight: plans that agree in it may keep them for each other.
         self.weight_key = (id(recipe), forms["fprop"][1], forms["dgrad"][1])
         self._empty = fast_empty(x.device)
-        self._fprop: Product | None = None
-        self._dgrad: Product | None = None
-        self._wgrad: Product | None = None
+        self._fprop: Any = None
+        self._dgrad: Any = None
+        self._wgrad: Any = None
         self._x: _Side | None = None
         self._w: _Side | None = None
         self._both: tuple[Program | None, Program | None] = (None, None)
@@ -89,11 +92,11 @@ class LinearPlan:
 
     def prepare(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Work out programs and products; False where one of them does not exist."""
-        recipe, forms, device = self.recipe, self.forms, x.device
+        recipe, routes, device = self.recipe, self.routes, x.device
         m, k, n = self.rows, self.in_features, self.out_features
-        self._fprop = product(recipe.fprop, forms["fprop"], (m, k, n), bias, self.dtype, device)
-        self._dgrad = product(recipe.dgrad, forms["dgrad"], (m, n, k), None, self.dtype, device)
-        self._wgrad = product(recipe.wgrad, forms["wgrad"], (n, m, k), None, self.dtype, device)
+        self._fprop = _product(recipe.fprop, routes.fprop, (m, k, n), bias, self.dtype, device)
+        self._dgrad = _product(recipe.dgrad, routes.dgrad, (m, n, k), None, self.dtype, device)
+        self._wgrad = _product(recipe.wgrad, routes.wgrad, (n, m, k), None, self.dtype, device)
         if not all((self._fprop, self._dgrad or not self.wants_dx, self._wgrad or not self.wants_dw)):
             return False
         x_wants, w_wants = self._wants("x", True, self.wants_dw), self._wants("w", True, self.wants_dx)
@@ -124,8 +127,8 @@ class LinearPlan:
         wanted = {("x", "column"): self.wants_dw, ("w", "column"): self.wants_dx, ("dy", "row"): self.wants_dx}
         wanted["dy", "column"] = self.wants_dw
         found = {}
-        for (slot, orientation), (gemm, side) in READERS.items():
-            form = self.forms[gemm][side == "rhs"]
+        for gemm, side, slot, transposed, _ in OPERANDS:
+            form, orientation = self.forms[gemm][side == "rhs"], "column" if transposed else "row"
             if form in ("folded", "tiles") and wanted.get((slot, orientation), True):
                 found[gemm, side] = (slot, orientation, form, sizes[slot])
         return found
@@ -233,7 +236,7 @@ class LinearPlan:
         if form == "values":
             return Values(codes.t(), scale, cast.format, self.in_features, length, cast.hadamard)
         assert scale is not None
-        fmt = cast.format if form == "codes" else self.module.folded_format(cast.format, form)
+        fmt = cast.format if form == "codes" else folded_format(cast.format, form)
         if scale.dim() and fmt.block != (1, 128):
             blocks = -(-length // (fmt.block[1] or length))  # fewer than the GEMM wants them filled up to
             scale = scale[:blocks].t().contiguous()
@@ -280,6 +283,21 @@ class _Side:
         )  # fmt: skip
 
 
+def _product(
+    gemm: Gemm, route: Route, shape: tuple[int, int, int], bias: torch.Tensor | None, dtype: torch.dtype,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """A direct product of (a, its scale or tensor scale, b, its scale or tensor scale, bias); None where none is."""
+    if None in gemm.casts or route.kind in ("float32", "refused", "block_scaled"):
+        return None
+    multiply = product(gemm, route, shape, bias, dtype, device)
+    if not multiply.direct:
+        return None
+    if route.forms == ("values", "values"):
+        return lambda a, a_level, b, b_level, bias: multiply(a, None, a_level, b, None, b_level, bias)
+    return lambda a, a_scale, b, b_scale, bias: multiply(a, a_scale, None, b, b_scale, None, bias)
+
+
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows_too: bool) -> bool:
     """Whether dtypes, devices, sizes, strides and addresses are those that FP8 GEMMs and prepared launches take.
 
@@ -301,7 +319,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows
 
 
 def linear_plan(
-    recipe: Recipe, forms: _Forms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool,
+    recipe: Recipe, routes: Routes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool,
     wants_dw: bool,
 ) -> LinearPlan | None:  # fmt: skip
     """The plan of a call, or None where only the general path serves it.
@@ -310,12 +328,12 @@ def linear_plan(
     """
     casts = [cast for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for cast in gemm.casts]
     in_blocks = any(cast is not None and cast.format.block[1] == 128 for cast in casts)
-    in_blocks = in_blocks or any("folded" in pair for pair in forms.values())
+    in_blocks = in_blocks or any("folded" in route.forms for route in routes)
     if any(cast is None or cast.is_delayed != recipe.is_delayed for cast in casts) or not _fits(
         x, weight, bias, wants_dw or in_blocks
     ):
         return None
     if recipe.is_delayed and (recipe.is_stochastic or any(cast.format.block != (None, None) for cast in casts if cast)):
         return None
-    plan = LinearPlan(recipe, forms, x, weight, wants_dx, wants_dw)
+    plan = LinearPlan(recipe, routes, x, weight, wants_dx, wants_dw)
     return plan if plan.prepare(x, weight, bias) else None

@@ -6,25 +6,21 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from microfloat.chips import Chip
-from microfloat.recipes import Recipe
-from microfloat.torch.backends.routes import route_of
+from microfloat.operands import GEMMS, TENSORS
+from microfloat.recipes import Gemm, Recipe
+from microfloat.routes import Route, route_of
 
-__all__ = ["LOSSY_LIMIT", "READERS", "FoldCounts", "gemm_forms"]
+__all__ = ["LOSSY_LIMIT", "FoldCounts", "Routes", "routes_of"]
 
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
 
-# tensor and orientation -> GEMM and side that read it
-READERS = {
-    ("x", "row"): ("fprop", "lhs"), ("x", "column"): ("wgrad", "rhs"), ("w", "row"): ("fprop", "rhs"),
-    ("w", "column"): ("dgrad", "rhs"), ("dy", "row"): ("dgrad", "lhs"), ("dy", "column"): ("wgrad", "lhs"),
-}  # fmt: skip
-_SLOTS, _FORMS = ("x", "w", "dy"), ("folded", "tiles")
+_SLOTS, _FORMS = TENSORS, ("folded", "tiles")
 # A count for every slot, form and orientation: a cast of a slot in one form writes two words, row and column.
 _WORDS = len(_SLOTS) * len(_FORMS) * 2
 
@@ -125,35 +121,42 @@ class FoldCounts:
         }
 
 
-# Recipes are asked by identity: hashing one costs as much as a launch. The recipe is kept, so its id stays its own.
-_STATIC: dict[tuple[int, Chip], tuple[Recipe, dict[str, tuple[str, str]], bool]] = {}
+class Routes(NamedTuple):
+    """The routes of the three GEMMs of a Linear."""
+
+    fprop: Route
+    dgrad: Route
+    wgrad: Route
 
 
-def gemm_forms(recipe: Recipe, chip: Chip, counts: FoldCounts | None) -> dict[str, tuple[str, str]]:
-    """The forms of both operands of each GEMM for one call of a layer: its forward decides, its backward keeps them."""
-    known = _STATIC.get((id(recipe), chip))
-    if known is None or known[0] is not recipe:
-        routes = {name: route_of(getattr(recipe, name), chip) for name in ("fprop", "dgrad", "wgrad")}
-        static = {name: (route.lhs, route.rhs) for name, route in routes.items()}
-        folds = any("folded" in forms for forms in static.values())
-        known = _STATIC[id(recipe), chip] = (recipe, static, folds)
-    _, static, folds = known
+# By recipe and chip: the routes of a layer that has not folded yet, and whether any operand folds.
+_STATIC: dict[tuple[Recipe, Chip | None], tuple[Routes, bool]] = {}
+
+
+def routes_of(recipe: Recipe, chip: Chip | None, counts: FoldCounts | None) -> Routes:
+    """The routes of one call of a layer: its forward decides, its backward keeps them. `chip` None: no tensor cores."""
+    known = _STATIC.get((recipe, chip))
+    if known is None:
+        static = Routes(*(route_of(getattr(recipe, name), chip) for name in GEMMS))
+        known = _STATIC[recipe, chip] = static, any("folded" in route.forms for route in static)
+    static, folds = known
     if not folds or counts is None or counts.is_quiet:
         return static
-    return {name: _listened(name, recipe, chip, forms, counts) for name, forms in static.items()}
+    assert chip is not None
+    return Routes(
+        *(
+            _listened(name, getattr(recipe, name), chip, route, counts)
+            for name, route in zip(GEMMS, static, strict=True)
+        )
+    )
 
 
-def _listened(name: str, recipe: Recipe, chip: Chip, forms: tuple[str, str], counts: FoldCounts) -> tuple[str, str]:
-    """The forms of one GEMM after a look at what folding changed in the step before."""
-    lhs, rhs = forms
-    if lhs != "folded":
-        return forms
+def _listened(name: str, gemm: Gemm, chip: Chip, route: Route, counts: FoldCounts) -> Route:
+    """The route of one GEMM after a look at what folding changed in the step before."""
+    if route.lhs != "folded":
+        return route
     if (name, "rhs") in counts.narrow or counts.exceeded(name, "rhs", "tiles"):
         counts.narrow.add((name, "rhs"))
-        rhs = "folded"
-    lossy = counts.exceeded(name, "lhs", "folded") or (rhs == "folded" and counts.exceeded(name, "rhs", "folded"))
-    gemm = getattr(recipe, name)
-    if gemm.path == "auto" and lossy:
-        route = route_of(gemm, chip, fold=False)
-        return route.lhs, route.rhs
-    return lhs, rhs
+        route = route._replace(rhs="folded")
+    lossy = counts.exceeded(name, "lhs", "folded") or (route.rhs == "folded" and counts.exceeded(name, "rhs", "folded"))
+    return route_of(gemm, chip, fold=False) if gemm.path == "auto" and lossy else route

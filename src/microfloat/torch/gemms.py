@@ -1,0 +1,725 @@
+"""Products: every GEMM of quantized operands, with all decided but its tensors.
+
+A product is a function ``(a, a_scale, a_level, b, b_scale, b_level, bias) -> [M, N]`` of the parts of both operands:
+codes or values, scales, tensor scale (None where there is none), in the layouts of `microfloat.layout`; `b` is turned
+where `Route.turned` says so. It is *direct* where a GEMM takes them as they are, and says why not otherwise.
+
+* **fp8**, **blocks**: the vendor's GEMMs of Ada and Hopper take a K and N of multiples of 16, and of 8 rows where
+  scales are 1x128; other operands are filled up with codes of zero. Large products with 1x128 scales run on a kernel of
+  microfloat's, which needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older
+  ones keep float32 arithmetic and tensor cores from overlapping.
+* **values**: bfloat16 products, float32 sums, tensor scales in an epilogue; exact operands (docs/numerics.md 8.2).
+* **block_scaled**: Blackwell's GEMMs, written against the documented layouts (128x4 scale tiles, FP4 two per byte) and
+  tested on the CPU down to what is passed; not yet run on the hardware.
+* all others: plain torch operations.
+
+Legend: M, N = rows of the operands, K = contraction length, R = rows of one operand.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from microfloat.chips import Chip
+from microfloat.errors import invalid_value
+from microfloat.formats import E4M3, decode, encode
+from microfloat.kernels.families import is_stock
+from microfloat.layout import folded_format
+from microfloat.recipes import Gemm
+from microfloat.routes import OWN_GEMMS, Encoding, Route, encoding_of, own_gemm_is_faster, route_between
+from microfloat.torch import backends, reference
+from microfloat.torch.backends.base import Operand, Values
+
+__all__ = [
+    "Product", "block_scaled_arguments", "high_precision_product", "own_gemm_serves", "product", "scaled_matmul",
+    "swizzle_scales",
+]  # fmt: skip
+
+Shape = tuple[int, int, int]
+
+_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+# What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
+_scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
+_SIDE = 128
+_BYTES = 16  # what addresses are multiples of
+# Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
+_LARGEST_SUM, _ROWS = 1 << 26, 256
+
+
+class Product(Protocol):
+    """A GEMM with all decided but its tensors; `reason`: why it is not direct."""
+
+    direct: bool
+    reason: str
+
+    def __call__(
+        self, a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any, /
+    ) -> torch.Tensor:
+        """[M, N]."""
+        ...
+
+
+class _Bias(NamedTuple):
+    """What a bias looks like; `aligned`: it begins at a multiple of 16 bytes."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+
+class _Task(NamedTuple):
+    """One GEMM to be worked out."""
+
+    lhs: Any  # Encoding, or None in high precision
+    rhs: Any
+    route: Route
+    accumulate: str
+    shape: Shape
+    bias: _Bias | None
+    out_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def adds_bias(self) -> bool:
+        """True where a GEMM may add the bias; one of another dtype than the result would be rounded to it first."""
+        return self.bias is None or (self.bias.dtype == self.out_dtype and self.out_dtype != torch.float32)
+
+    @property
+    def length(self) -> int:
+        """K as it is stored."""
+        k = self.shape[1]
+        return -(-k // 16) * 16 if self.lhs.hadamard is not None else k
+
+
+def product(
+    gemm: Gemm, route: Route, shape: Shape, bias: torch.Tensor | None, out_dtype: torch.dtype, device: torch.device
+) -> Product:
+    """The product of a GEMM of M, K, N by its route; `bias`: what it looks like.
+
+    All tensors but the bias begin at multiples of 16 bytes. Products run on the current device, which is `device`.
+    Raises InvalidValueError for a route that is refused.
+    """
+    lhs, rhs = (encoding_of(cast) for cast in gemm.casts)
+    folded = [
+        one._replace(format=folded_format(one.format, form)) if one is not None and form in ("folded", "tiles") else one
+        for one, form in zip((lhs, rhs), route.forms, strict=True)
+    ]
+    return _made(_Task(*folded, route, gemm.accumulate, shape, _looks(bias), out_dtype, device))
+
+
+def _looks(bias: torch.Tensor | None) -> _Bias | None:
+    return None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+
+
+def _made(task: _Task) -> Product:
+    kind, (m, k, n) = task.route.kind, task.shape
+    if kind == "refused":
+        needed = "'fast' or 'split' on the native backend"
+        raise invalid_value("accumulate", "'exact'", needed, "Use backend='reference' for exact sums.")
+    if not m * k * n:
+        return _as_product(functools.partial(_empty, task), "nothing is multiplied")
+    ways = {"fp8": _fp8, "blocks": _blocks, "values": _values, "block_scaled": _block_scaled, "plain": _plain}
+    return ways.get(kind, _decoded)(task)
+
+
+def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Product:
+    made: Any = function
+    made.direct, made.reason = not reason, reason
+    return made
+
+
+def _empty(task: _Task, *parts: Any) -> torch.Tensor:
+    """Sums of no products."""
+    y = torch.zeros((task.shape[0], task.shape[2]), dtype=torch.float32, device=task.device)
+    return (y if parts[-1] is None else y + parts[-1].float()).to(task.out_dtype)
+
+
+# FP8 tensor cores with a scale per tensor or row.
+
+
+def _fp8(task: _Task) -> Product:
+    (m, k, n), fast, dtype = task.shape, task.accumulate == "fast", task.out_dtype
+    rows_of_a, rows_of_b = (one.format.block == (1, None) for one in (task.lhs, task.rhs))
+    if rows_of_a != rows_of_b:
+        return _with_repeated_scale(task, task.rhs if rows_of_b else task.lhs)
+    sizes = (m, _up(k, 16), _up(n, 16))
+    if sizes[1] != task.length or sizes[2] != n:
+        return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
+    if task.adds_bias:
+        return _as_product(
+            lambda a, a_scale, a_level, b, b_scale, b_level, bias: _scaled_mm(
+                a, b, a_scale, b_scale, bias, None, dtype, fast
+            )
+        )
+    finish = _epilogue(m, n, (None, None), task.bias, dtype, task.device)
+    return _as_product(
+        lambda a, a_scale, a_level, b, b_scale, b_level, bias: finish(
+            _scaled_mm(a, b, a_scale, b_scale, None, None, torch.float32, fast), None, None, bias
+        )
+    )
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
+    """The scale of a whole tensor, repeated for its rows beside an operand that has one for each."""
+    multiply = _fp8(task._replace(lhs=by_row, rhs=by_row))
+    m, _, n = task.shape
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        a_scale = a_scale if a_scale.dim() else a_scale.expand(m, 1).contiguous()
+        b_scale = b_scale if b_scale.dim() else b_scale.expand(1, n).contiguous()
+        return multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
+
+    return _as_product(multiplied, "the scale of a tensor is repeated for its rows")
+
+
+def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis: int | None) -> Product:
+    """Operands filled up to the sizes that a GEMM takes, by code 0 and scale 1, which changes no value.
+
+    `axis`: along which the scales of the rows of `b` lie, None where there are none.
+    """
+    (m, _, n), (rows, length, columns), bias = task.shape, sizes, task.bias
+    bare = [one._replace(hadamard=None) for one in (task.lhs, task.rhs)]
+    aligned = None if bias is None else bias._replace(aligned=bias.aligned or columns != n)
+    multiply = make(_Task(*bare, task.route, task.accumulate, sizes, aligned, task.out_dtype, task.device))
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        a, b = _fill(a, rows, length), _fill(b.t(), columns, length).t()
+        if rows != m:
+            a_scale = F.pad(a_scale.t(), (0, rows - m), value=1.0).t()
+        if columns != n:
+            if axis == 1:
+                b_scale = F.pad(b_scale, (0, columns - n), value=1.0)
+            elif axis == 0:
+                b_scale = F.pad(b_scale.t(), (0, columns - n), value=1.0).t()
+            bias = None if bias is None else F.pad(bias, (0, columns - n))
+        y = multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
+        return y if y.shape == (m, n) else y[:m, :n].contiguous()
+
+    sides = (("M", m, rows, 8), ("K", task.length, length, 16), ("N", n, columns, 16))
+    ragged = ", ".join(f"{name} = {size} is no multiple of {of}" for name, size, filled, of in sides if size != filled)
+    return _as_product(multiplied, f"{ragged}: filled up with zeros")
+
+
+def _fill(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    more = (0, columns - codes.shape[1], 0, rows - codes.shape[0])
+    return F.pad(codes.view(torch.uint8), more).view(codes.dtype) if any(more) else codes
+
+
+# FP8 tensor cores with scales for 1x128 and 128x128.
+
+
+def _blocks(task: _Task) -> Product:
+    (m, k, n), dtype = task.shape, task.out_dtype
+    tiles = task.rhs.format.block == (_SIDE, _SIDE)
+    sizes = (_up(m, 8), _up(k, 16), _up(n, 16))
+    if sizes != (m, task.length, n):
+        return _filled_up(_blocks, task, sizes, axis=None if tiles else 0)
+    multiply = _block_multiplication(task, tiles, dtype if task.bias is None else torch.float32)
+    # Rows of 128x128 scales are filled up to a multiple of four, as folded ones already are.
+    more = (-k // _SIDE) % 4 if tiles and task.route.rhs == "codes" else 0
+    if task.bias is None and not more:
+        return _as_product(
+            lambda a, a_scale, a_level, b, b_scale, b_level, bias: multiply(a, a_scale, b, b_scale, dtype)
+        )
+    finish = None if task.bias is None else _epilogue(m, n, (None, None), task.bias, dtype, task.device)
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        if more:
+            b_scale = F.pad(b_scale.t(), (0, more)).t()
+        if finish is None:
+            return multiply(a, a_scale, b, b_scale, dtype)
+        return finish(multiply(a, a_scale, b, b_scale, torch.float32), None, None, bias)
+
+    return _as_product(multiplied)
+
+
+_NONE: list[Any] = []
+_BY_BLOCKS, _BY_TILES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
+
+
+def _block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_BLOCKS, _NONE, None, dtype)
+
+
+def _tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
+
+
+def _public_matmul(tiles: bool, a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    kinds = F.ScalingType
+    b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
+    return F.scaled_mm(a, b, a_scale, kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype)
+
+
+def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Any:
+    """``(a, a_scale, b, b_scale, dtype) -> a @ b`` by the vendor's kernel or our own, asked once."""
+    vendor: Any = functools.partial(_public_matmul, tiles)
+    if _scaled_mm_v2 is not None:
+        vendor = _tile_matmul if tiles else _block_matmul
+    e4m3 = all(one.format.element.name != "E5M2" for one in (task.lhs, task.rhs))
+    if not (e4m3 and own_gemm_serves(task.device, task.shape, tiles, dtype)):
+        return vendor
+
+    def own(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+        if all(t.is_contiguous() and t.data_ptr() % _BYTES == 0 for t in (a, a_scale.t(), b.t(), b_scale.t())):
+            return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
+        return vendor(a, a_scale, b, b_scale, dtype)
+
+    return own
+
+
+def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:
+    """True if microfloat's FP8 GEMM can be built, serves a product of M, K, N in `dtype`, and beats the vendor's."""
+    index = _index(device)
+    if index < 0 or dtype != torch.bfloat16:
+        return False
+    return own_gemm_is_faster(shape, tiles, _chip(index), _processors(index)) and own_gemm_is_there()
+
+
+def _index(device: torch.device) -> int:
+    """The number of a CUDA device, -1 for any other."""
+    return -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _chip(device: int) -> Chip:
+    return Chip(torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def own_gemm_is_there() -> bool:
+    """True if this Triton can build the kernel."""
+    import triton
+
+    from microfloat.torch.backends.triton._launch import INTERPRETED
+
+    return not INTERPRETED and tuple(triton.__version__.split(".")[:2]) == ("3", "6") and _assembler() is not None
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """The path of an assembler that is new enough."""
+    from triton import knobs
+
+    for name in ("ptxas", "ptxas_blackwell"):
+        try:
+            tool = getattr(knobs.nvidia, name)
+        except (AttributeError, RuntimeError):
+            continue
+        if tuple(int(part) for part in tool.version.split(".")[:2]) >= (12, 9):
+            return tool.path
+    return None
+
+
+def own_block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
+) -> torch.Tensor:
+    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size. K and N multiples of 16, M of 4."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels.gemm import block_gemm as kernels
+
+    (m, k), n = a.shape, b.shape[1]
+    cut = OWN_GEMMS[tiles]
+    c = torch.empty((m, n), dtype=dtype, device=a.device)
+    codes, flat = kernels.codes_layout, kernels.scale_layout
+    a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    # With tiles the descriptor of B's scales is not read.
+    b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    size = c.element_size()
+    arguments = (
+        TensorDescriptor(a, [m, k], [k, 1], [kernels.PART, _SIDE], codes),
+        TensorDescriptor(b, [n, k], [k, 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        b_scale.stride(1) if tiles else 0,
+        TensorDescriptor(c, [m, n], [n, 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)), m, n, k,
+        cut.warpgroups, cut.parts, kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers,
+    )  # fmt: skip
+    device = a.get_device()
+    rows, columns = cut.tile
+    programs = min(-(-m // rows) * -(-n // columns), _processors(device))
+    with torch.cuda.device(device):
+        _start(kernels.block_gemm, programs, arguments, (tiles, a.dtype, b.dtype, dtype, device))
+    return c
+
+
+_LOCK = threading.Lock()
+_COMPILED: set[tuple] = set()
+
+
+def _start(function: Any, programs: int, arguments: tuple, kind: tuple) -> None:
+    """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
+    if kind in _COMPILED:
+        function[(programs,)](*arguments, num_warps=4)
+        return
+    from triton import knobs
+
+    assembler = _assembler()
+    with _LOCK, knobs.nvidia.scope():
+        if assembler is not None:
+            knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
+        function[(programs,)](*arguments, num_warps=4)
+    _COMPILED.add(kind)
+
+
+# Operands decoded to bfloat16.
+
+
+def _values(task: _Task) -> Product:
+    (m, _, n), device = task.shape, task.device
+    outer = [_is_outer(task.lhs) and task.route.lhs == "codes", _is_outer(task.rhs) and task.route.rhs == "codes"]
+    levels = tuple(
+        ("row" if one.format.block == (1, None) else "tensor") if is_outer else one.level
+        for one, is_outer in zip((task.lhs, task.rhs), outer, strict=True)
+    )
+    multiply = _product_of_values(task, levels)
+    if task.route.forms == ("values", "values"):
+        return multiply
+    decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
+    decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        if decode_a is not None:
+            a, a_level = decode_a(a, a_scale, a_level)
+        if decode_b is not None:
+            b, b_level = decode_b(b, b_scale, b_level)
+            b = b.t()
+        return multiply(a, None, a_level, b, None, b_level, bias)
+
+    return _as_product(multiplied, "codes are decoded to bfloat16 first")
+
+
+def _is_outer(one: Encoding) -> bool:
+    """An FP32 scale for each row or for all of them: it multiplies the sum, as tensor scales do."""
+    return one.format.scale.name == "FP32" and one.format.block[1] is None
+
+
+def _decoder(
+    one: Encoding, rows: int, length: int, device: torch.device
+) -> Callable[[Any, Any, Any], tuple[torch.Tensor, torch.Tensor | None]]:
+    """(codes, scale, level) -> element times block scale in bfloat16, exact where normal; the scale that is left."""
+    dequantize, is_outer = _dequantizer(one, device), _is_outer(one)
+
+    def decode(codes: Any, scale: Any, level: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if is_outer:
+            scale, level = torch.ones_like(scale), scale
+        return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), level
+
+    return decode
+
+
+def _dequantizer(one: Encoding, device: torch.device) -> Callable[[Operand, torch.dtype], torch.Tensor]:
+    """The kernel where there is one for these codes on `device`, else the reference."""
+    if device.type != "cuda" or not is_stock(one.format.element) or not backends.support("triton", device):
+        return reference.dequantize
+    from microfloat.torch.backends.triton._dequantize import dequantize_operand
+
+    return dequantize_operand
+
+
+def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
+    (m, _, n), bias, dtype = task.shape, task.bias, task.out_dtype
+    unscaled = levels == (None, None)
+    if unscaled and dtype == torch.bfloat16 and task.adds_bias:
+        if bias is None:
+            return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: torch.mm(a, b))
+        return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: torch.addmm(bias, a, b))
+    multiply = _float32_product if task.device.type == "cuda" else _float32_product_on_cpu
+    if unscaled and bias is None and dtype == torch.float32:
+        return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: multiply(a, b))
+    step = max(_LARGEST_SUM // n // _ROWS, 1) * _ROWS
+    finish = _epilogue(min(m, step), n, levels, bias, dtype, task.device)
+    if m <= step:
+        return _as_product(
+            lambda a, a_scale, a_level, b, b_scale, b_level, bias: finish(multiply(a, b), a_level, b_level, bias)
+        )
+    last = m - m % step
+    finish_last = _epilogue(m - last, n, levels, bias, dtype, task.device) if last != m else finish
+
+    def in_parts(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        y = torch.empty((m, n), dtype=dtype, device=a.device)
+        for begin in range(0, m, step):
+            rows = slice(begin, begin + step)
+            level = a_level[rows] if levels[0] == "row" else a_level
+            (finish_last if begin == last else finish)(multiply(a[rows], b), level, b_level, bias, y[rows])
+        return y
+
+    return _as_product(in_parts)
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _float32_product_on_cpu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.float() @ b.float()
+
+
+def _epilogue(
+    rows: int, columns: int, levels: tuple[str | None, ...], bias: _Bias | None, dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """``round(accumulator * f32(left * right) + f32(bias))`` of float32 [M, N], with one rounding, in one launch.
+
+    A function of (accumulator, left, right, bias, result = a new one); `levels`: None, "tensor" or "row" for each.
+    """
+    from microfloat.kernels.gemm import epilogue as kernels
+    from microfloat.torch.backends.triton._launch import INTERPRETED
+    from microfloat.torch.program import fast_empty, kernel_of
+
+    if device.type != "cuda" and not INTERPRETED:
+        return functools.partial(_plain_epilogue, dtype)
+    index = _index(device)
+    kinds = {None: kernels.NONE.value, "tensor": kernels.ONE.value, "row": kernels.VECTOR.value}
+    left, right = (kinds[level] for level in levels)
+    constants = (left, right, bias is not None, dtype == torch.bfloat16, *_EPILOGUE_TILE)
+    key = (constants, dtype, bias and bias.dtype, rows % 16 == 0, columns % 16 == 0, rows == 1, columns == 1, index)
+    programs = -(-rows // _EPILOGUE_TILE[0]) * -(-columns // _EPILOGUE_TILE[1])
+    aligned = (True, True, True, bias is None or bias.aligned, True)
+    launch = kernel_of(kernels.scale_and_round).prepared(key, programs, (rows, columns), constants, aligned=aligned)
+    empty, size, stride = fast_empty(device), (rows, columns), (columns, 1)
+
+    def finish(accumulator: Any, left: Any, right: Any, bias: Any, out: Any = None) -> torch.Tensor:
+        if out is None:
+            out = empty(size, stride, dtype)
+        stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
+        launch(stream, accumulator, left, right, bias, out)
+        return out
+
+    return finish
+
+
+_EPILOGUE_TILE = 8, 512  # rows and columns that one of its programs rounds
+
+
+def _plain_epilogue(
+    dtype: torch.dtype, accumulator: Any, left: Any, right: Any, bias: Any, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in torch operations."""
+    factors = [scale for scale in (left, right if right is None or not right.dim() else right.t()) if scale is not None]
+    y = accumulator
+    if factors:
+        y = y * (factors[0] * factors[1] if len(factors) == 2 else factors[0])
+    y = (y if bias is None else y + bias.float()).to(dtype)
+    return y if out is None else out.copy_(y)
+
+
+# Blackwell's block-scaled tensor cores.
+
+
+def _block_scaled(task: _Task) -> Product:
+    (m, k, n), dtype = task.shape, task.out_dtype
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        left = _operand(task.lhs, m, k, a, a_scale, a_level)
+        right = _operand(task.rhs, n, k, b, b_scale, b_level)
+        y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32))
+        y = y if y.shape[1] == n else y[:, :n].contiguous()
+        return y if bias is None else (y + bias.float()).to(dtype)
+
+    return _as_product(multiplied, "torch operations fill up the codes and put the scales into tiles first")
+
+
+def _operand(one: Encoding, rows: int, length: int, codes: Any, scale: Any, level: Any) -> Operand:
+    return Operand(codes, scale, level, one.format, rows, length, one.hadamard, one.power_of_two)
+
+
+def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> dict[str, Any]:
+    """Keyword arguments of `torch.nn.functional.scaled_mm` for ``a @ b.T``: b's rows are padded to a multiple of 16.
+
+    MX operands of FP8, whatever their elements were, but for two of FP4 with a bfloat16 result, which torch multiplies
+    as they are; FP8 with scales for 128 elements, powers of two, as MX (docs/numerics.md 3.4); NVFP4.
+    """
+    packed = a.format.element.bits == b.format.element.bits == 4
+    packed = packed and (out_dtype == torch.bfloat16 or a.format.scale.name == "E4M3")
+    level = a.tensor_scale is not None or b.tensor_scale is not None
+    a_codes, a_scales, a_kinds, a_orders = _block_scaled_side(a, a.rows, packed, level)
+    b_codes, b_scales, b_kinds, b_orders = _block_scaled_side(b, _up(b.rows, 16), packed, level)
+    return {
+        "mat_a": a_codes, "mat_b": b_codes.t(), "scale_a": a_scales, "scale_recipe_a": a_kinds, "scale_b": b_scales,
+        "scale_recipe_b": b_kinds, "swizzle_a": a_orders, "swizzle_b": b_orders, "output_dtype": out_dtype,
+    }  # fmt: skip
+
+
+def _block_scaled_side(
+    operand: Operand, rows: int, packed: bool, level: bool
+) -> tuple[torch.Tensor, list[Any], list[Any], list[Any]]:
+    """(codes, scales, scale kinds, swizzles) of one operand, padded to `rows` and a C of 32 by code 0.
+
+    The scale of what is padded is byte 0, which is 0 or 2^-127. `packed`: FP4 stays FP4. `level`: with a tensor scale.
+    """
+    kinds, swizzles = F.ScalingType, F.SwizzleType
+    fmt, codes, scale = operand.format, operand.codes, operand.scale
+    if fmt.element.bits < 8 and not packed:
+        codes = _as_e4m3(operand)
+    if fmt.scale.name == "FP32":  # the E8M0 bytes of powers of two are their exponent fields
+        scale = scale.view(torch.int32).bitwise_right_shift(23).to(torch.uint8)
+    # One scale for 32 (16) elements of a row in the kernel; in memory, one for a tile of rows or for 128 elements.
+    block_rows, block_columns = fmt.block
+    assert block_rows is not None
+    assert block_columns is not None
+    columns = 16 if fmt.scale.name == "E4M3" else 32
+    scale = scale.repeat_interleave(block_rows, 0)[: operand.rows].repeat_interleave(block_columns // columns, 1)
+    per_byte = 2 if packed else 1
+    width = _up(operand.stored_length, 32)
+    more = (0, width // per_byte - codes.shape[1], 0, rows - operand.rows)
+    codes = F.pad(codes.view(torch.uint8), more).view(torch.float4_e2m1fn_x2 if packed else codes.dtype)
+    scale = scale[:, : width // columns]
+    scale = swizzle_scales(F.pad(scale, (0, width // columns - scale.shape[1], 0, rows - operand.rows)))
+    if fmt.scale.name != "E4M3":
+        return codes, [scale.view(torch.float8_e8m0fnu)], [kinds.BlockWise1x32], [swizzles.SWIZZLE_32_4_4]
+    scales, recipes, orders = [scale.view(torch.float8_e4m3fn)], [kinds.BlockWise1x16], [swizzles.SWIZZLE_32_4_4]
+    if level:
+        one = torch.ones((), dtype=torch.float32, device=codes.device)
+        scales.append(one if operand.tensor_scale is None else operand.tensor_scale)
+        recipes, orders = [*recipes, kinds.TensorWise], [*orders, swizzles.NO_SWIZZLE]
+    return codes, scales, recipes, orders
+
+
+def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scale bytes [R, blocks] as 128x4 tiles in the order that Blackwell reads, padded with 0: 1-D uint8.
+
+    ``out[((r // 128) * nc + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = scale[r, c]``
+    (docs/numerics.md 7.2).
+    """
+    rows, columns = scale.shape
+    padded = F.pad(scale, (0, -columns % 4, 0, -rows % 128))
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def _as_e4m3(operand: Operand) -> torch.Tensor:
+    """Codes of FP6 and FP4 elements as E4M3, which holds each of their values (docs/numerics.md 9.2)."""
+    element = operand.format.element
+    codes = operand.codes
+    if element.codes_per_byte == 2:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : operand.stored_length]
+    table = torch.from_numpy(encode(decode(np.arange(2**element.bits, dtype=np.uint8), element), E4M3)).to(codes.device)
+    return table[codes.long()].view(torch.float8_e4m3fn)
+
+
+# Plain torch operations.
+
+
+def _decoded(task: _Task) -> Product:
+    (m, k, n), lhs, rhs = task.shape, task.lhs, task.rhs
+    options = {"out_dtype": task.out_dtype, "accumulate": task.accumulate}
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        left, right = _operand(lhs, m, k, a, a_scale, a_level), _operand(rhs, n, k, b, b_scale, b_level)
+        return reference.scaled_matmul(left, right, bias=bias, **options)
+
+    return _as_product(multiplied, f"operands are decoded to {task.route.kind}")
+
+
+def _plain(task: _Task) -> Product:
+    (m, k, n), lhs, rhs, dtype = task.shape, task.lhs, task.rhs, task.out_dtype
+    if lhs is None and rhs is None:
+        return _as_product(
+            lambda a, a_scale, a_level, b, b_scale, b_level, bias: high_precision_product(a, b, bias, dtype)
+        )
+    dequantize = _dequantizer(rhs if lhs is None else lhs, task.device)
+
+    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+        if lhs is None:
+            b = dequantize(_operand(rhs, n, k, b, b_scale, b_level), a.dtype)
+        else:
+            a = dequantize(_operand(lhs, m, k, a, a_scale, a_level), b.dtype)
+        return high_precision_product(a, b, bias, dtype)
+
+    return _as_product(multiplied, "the quantized operand is dequantized")
+
+
+def high_precision_product(
+    a_MK: torch.Tensor, b_NK: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``a @ b.T (+ bias)`` in a's dtype, with float32 accumulation and one rounding to `out_dtype`."""
+    if b_NK.dtype != a_MK.dtype:
+        b_NK = b_NK.to(a_MK.dtype)
+    if a_MK.device.type == "cpu":
+        # Products of 16-bit floats are exact in float32, and CPUs without bf16 units multiply float32 3-5x faster.
+        return F.linear(a_MK.float(), b_NK.float(), bias.float() if bias is not None else None).to(out_dtype)
+    if out_dtype in (a_MK.dtype, torch.float16, torch.bfloat16):
+        return F.linear(a_MK, b_NK, bias.to(a_MK.dtype) if bias is not None else None).to(out_dtype)
+    y = torch.mm(a_MK, b_NK.t(), out_dtype=out_dtype)
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+# Stored operands, whose casts nobody knows.
+
+
+def scaled_matmul(
+    a: Operand | Values, b: Operand | Values, chip: Chip, *, bias: torch.Tensor | None, out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:  # fmt: skip
+    """``round(a @ b.T + bias)`` on `chip`: [M, N] in `out_dtype`, one rounding; the product of both operands' parts."""
+    device = (a.codes if isinstance(a, Operand) else a.values).device
+    lhs, rhs = (_encoding_of_stored(one, chip) for one in (a, b))
+    multiply, turned = _stored_product(
+        lhs, rhs, isinstance(a, Values), isinstance(b, Values), chip, accumulate, (a.rows, a.length, b.rows),
+        _looks(bias), out_dtype, device,
+    )  # fmt: skip
+    parts = *_parts(a, False), *_parts(b, turned)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(*parts, bias)
+    return multiply(*parts, bias)
+
+
+@functools.lru_cache(1024)
+def _stored_product(
+    lhs: Encoding, rhs: Encoding, a_is_decoded: bool, b_is_decoded: bool, chip: Chip, accumulate: str, shape: Shape,
+    bias: _Bias | None, out_dtype: torch.dtype, device: torch.device,
+) -> tuple[Product, bool]:  # fmt: skip
+    """The product of two stored operands, and whether it takes the second one turned."""
+    route = route_between(lhs, rhs, chip, accumulate)
+    if a_is_decoded or b_is_decoded:
+        route = route._replace(kind=route.kind if route.kind == "refused" else "values")
+    route = route._replace(lhs="values" if a_is_decoded else "codes", rhs="values" if b_is_decoded else "codes")
+    return _made(_Task(lhs, rhs, route, accumulate, shape, bias, out_dtype, device)), route.turned
+
+
+_SIGN_AND_MANTISSA = ~0x7F800000  # of a float32
+
+
+def _encoding_of_stored(one: Operand | Values, chip: Chip) -> Encoding:
+    level = None if one.tensor_scale is None else "row" if one.tensor_scale.dim() else "tensor"
+    if isinstance(one, Values):
+        return Encoding(one.format, one.hadamard, False, level)
+    fmt = one.format
+    unknown = one.power_of_two is None and fmt.scale.name == "FP32" and fmt.block[1] is not None
+    # Scales of unknown origin, such as a checkpoint's, may be powers of two: that is asked of them where it matters.
+    if unknown and not chip.has_fp8_blocks and not (one.codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+        one.power_of_two = not bool((one.scale.view(torch.int32) & _SIGN_AND_MANTISSA).any())
+    return Encoding(fmt, one.hadamard, bool(one.power_of_two), level)
+
+
+def _parts(one: Operand | Values, turned: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes or values, scale and tensor scale of an operand, in the layouts that products take."""
+    if isinstance(one, Values):
+        return _aligned(one.values.t() if turned else one.values), None, _aligned(one.tensor_scale)
+    codes, scale = one.codes, one.scale
+    if not codes.is_contiguous():  # kernels write both as GEMMs read them, the reference as x lay
+        codes, scale = codes.contiguous(), scale.contiguous()
+    if one.format.block == (1, _SIDE) and scale.dtype == torch.float32:
+        columns_first = scale.stride(0) == 1 and scale.stride(1) == scale.shape[0]
+        scale = scale if columns_first else scale.t().contiguous().t()
+    elif turned and scale.dim():
+        scale = scale.t()
+    return _aligned(codes.t() if turned else codes), _aligned(scale), _aligned(one.tensor_scale)
+
+
+def _aligned(tensor: Any) -> Any:
+    return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()
