@@ -103,12 +103,15 @@ def product(
     All tensors but the bias begin at multiples of 16 bytes. Products run on the current device, which is `device`.
     Raises InvalidValueError for a route that is refused.
     """
-    lhs, rhs = (encoding_of(cast) for cast in gemm.casts)
-    folded = [
-        one._replace(format=folded_format(one.format, form)) if one is not None and form in ("folded", "tiles") else one
-        for one, form in zip((lhs, rhs), route.forms, strict=True)
-    ]
-    return _made(_Task(*folded, route, gemm.accumulate, shape, _looks(bias), out_dtype, device))
+    lhs, rhs = (_entering(encoding_of(cast), form) for cast, form in zip(gemm.casts, route.forms, strict=True))
+    return _made(_Task(lhs, rhs, route, gemm.accumulate, shape, _looks(bias), out_dtype, device))
+
+
+def _entering(one: Encoding | None, form: str) -> Encoding | None:
+    """The encoding that enters the GEMM in `form`."""
+    if one is None or form not in ("folded", "tiles"):
+        return one
+    return one._replace(format=folded_format(one.format, form))
 
 
 def _looks(bias: torch.Tensor | None) -> _Bias | None:
@@ -186,9 +189,9 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
     `axis`: along which the scales of the rows of `b` lie, None where there are none.
     """
     (m, _, n), (rows, length, columns), bias = task.shape, sizes, task.bias
-    bare = [one._replace(hadamard=None) for one in (task.lhs, task.rhs)]
+    lhs, rhs = (one._replace(hadamard=None) for one in (task.lhs, task.rhs))
     aligned = None if bias is None else bias._replace(aligned=bias.aligned or columns != n)
-    multiply = make(_Task(*bare, task.route, task.accumulate, sizes, aligned, task.out_dtype, task.device))
+    multiply = make(task._replace(lhs=lhs, rhs=rhs, shape=sizes, bias=aligned))
 
     def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
         a, b = _fill(a, rows, length), _fill(b.t(), columns, length).t()
