@@ -1,22 +1,27 @@
-"""The delayed-scaling update itself: a slot's history moves on by one place and gives the new encode scale.
+"""Slots of delayed scaling and their update: a history moves on by one place and gives the new encode scale.
 
-Many slots in one launch where a kernel can, else in torch (docs/numerics.md 3.3).
+Many slots are updated in one launch where a kernel can, else in torch (docs/numerics.md 3.3).
 """
 
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
 
-__all__ = ["Update"]
+__all__ = ["NAMES", "Batch", "Job", "Pending", "Slot", "batches_of"]
+
+# Slot -> names of its buffers: encode scale and amax history.
+NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in ("x", "w", "dy")}
 
 _LARGEST_SCALE = 2.0**126
+_MOST_PREPARED = 16
 
 
 def _rolled(
@@ -59,46 +64,116 @@ def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
     return amax.reshape(())
 
 
-class Update:
-    """The update of slots that agree in recipe and device: one launch where a kernel serves them, else in torch.
+class Pending(NamedTuple):
+    """Something was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
 
-    It holds the addresses of the buffers, not the buffers, and serves as long as they stay where they are.
+    delayed: Delayed
+    maximum: float  # of the element
+    group: Any
+    region: Any
+    late: bool = False  # recorded by a forward inside a backward
+
+
+class Slot:
+    """What is known of a slot of a layer besides its buffers."""
+
+    __slots__ = ("history", "name", "pending", "prepared", "previous", "rolled", "scale")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scale, self.history = NAMES[name]
+        self.pending: Pending | None = None
+        # The scales that one update replaced, and which of them is this slot's.
+        self.previous: tuple[torch.Tensor, int] | None = None
+        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
+        self.rolled: Pending | None = None
+        # Updates that begin with this slot, by all of their slots: what they were prepared for, and their parts.
+        self.prepared: dict[tuple[Slot, ...], tuple[list[tuple], list[_Part]]] = {}
+
+
+# One slot to roll, and what was recorded in it.
+Job = tuple[nn.Module, Slot, Pending]
+
+
+class _Part(NamedTuple):
+    """Which of several jobs agree in recipe, reduction group and device, and the launch that rolls their slots.
+
+    `table`: the addresses of their buffers as the kernel takes them, None where none serves them.
     """
 
-    __slots__ = ("_delayed", "_kernel", "_maxima", "_table")
+    kernel: Any
+    table: Any
+    indices: list[int]
 
-    def __init__(
-        self, histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float]
-    ) -> None:
-        self._delayed, self._maxima, self._table = delayed, maxima, None
-        self._kernel: Any = None if callable(delayed.amax_compute_algo) else _update_kernel(scales[0].device)
-        if self._kernel is not None:
-            self._table = self._kernel.slots_of(histories, scales, maxima)
 
-    def live(self, histories: list[torch.Tensor]) -> torch.Tensor:
+class Batch(NamedTuple):
+    """Jobs that agree in recipe, reduction group and device, with the buffers of their slots."""
+
+    part: _Part
+    jobs: list[Job]
+    histories: list[torch.Tensor]
+    scales: list[torch.Tensor]
+
+    def live(self) -> torch.Tensor:
         """The live amaxes, float32 [slots]."""
-        if self._table is None:
-            return torch.stack([history[0] for history in histories])
-        return self._table.gather_live()
+        table = self.part.table
+        return torch.stack([history[0] for history in self.histories]) if table is None else table.gather_live()
 
-    def __call__(
-        self, histories: list[torch.Tensor], scales: list[torch.Tensor], live: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Roll; returns the scales from before, float32 [slots].
+    def roll(self, live: torch.Tensor | None = None) -> list[Job]:
+        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs."""
+        kernel, table, _ = self.part
+        if table is None:
+            previous = _update_by_torch(self, live)
+        else:
+            previous = kernel.update_delayed(table, self.jobs[0][2].delayed, live)
+            torch._C._increment_version(self.histories + self.scales)  # a kernel's writes are not counted by themselves
+        for index, (_, slot, entry) in enumerate(self.jobs):
+            # Nothing that was recorded late has used the scales from before.
+            slot.previous = None if entry.late else (previous, index)
+        return self.jobs
 
-        `live`: the amaxes to roll in, None for those that stand in the histories.
-        """
-        if self._table is None:
-            return _update_by_torch(histories, scales, self._delayed, self._maxima, live)
-        previous = self._kernel.update_delayed(self._table, self._delayed, live)
-        torch._C._increment_version(histories + scales)  # a kernel's writes are not counted by themselves
-        return previous
+    def roll_recorded(self, live: torch.Tensor) -> None:
+        """Roll the slots whose live amax is not negative: those that some other rank has recorded."""
+        _update_by_torch(self, live, where_recorded=True)
 
-    def where_recorded(
-        self, histories: list[torch.Tensor], scales: list[torch.Tensor], live: torch.Tensor
-    ) -> torch.Tensor:
-        """The same for the slots whose live amax is not negative: those that some other rank has recorded."""
-        return _update_by_torch(histories, scales, self._delayed, self._maxima, live, where_recorded=True)
+
+def batches_of(jobs: list[Job]) -> list[Batch]:
+    """The jobs, at least one, as batches; launches are prepared once for the same slots with the same buffers."""
+    histories, scales, asked = [], [], []
+    for layer, slot, entry in jobs:
+        buffers: Any = layer._buffers
+        history, scale = buffers[slot.history], buffers[slot.scale]
+        histories.append(history)
+        scales.append(scale)
+        asked.append((entry.delayed, entry.maximum, entry.group, history.data_ptr(), scale.data_ptr()))
+    slots = tuple([slot for _, slot, _ in jobs])
+    prepared = slots[0].prepared
+    known = prepared.get(slots)
+    if known is None or known[0] != asked:
+        if len(prepared) >= _MOST_PREPARED:  # of a layer that is called together with ever other ones
+            prepared.clear()
+        known = prepared[slots] = asked, _prepare(asked, histories, scales)
+    if len(known[1]) == 1:
+        return [Batch(known[1][0], jobs, histories, scales)]
+    return [Batch(part, *(_pick(values, part) for values in (jobs, histories, scales))) for part in known[1]]
+
+
+def _pick(values: list, part: _Part) -> list:
+    return [values[index] for index in part.indices]
+
+
+def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:
+    alike: dict[tuple, list[int]] = {}
+    for index, (delayed, _, group, *_) in enumerate(asked):
+        alike.setdefault((delayed, group, scales[index].device), []).append(index)
+    parts = []
+    for (delayed, _, device), indices in alike.items():
+        part = _Part(None if callable(delayed.amax_compute_algo) else _update_kernel(device), None, indices)
+        if part.kernel is not None:
+            maxima = [asked[index][1] for index in indices]
+            part = part._replace(table=part.kernel.slots_of(_pick(histories, part), _pick(scales, part), maxima))
+        parts.append(part)
+    return parts
 
 
 @functools.cache
@@ -110,20 +185,18 @@ def _update_kernel(device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def _update_by_torch(
-    histories: list[torch.Tensor], scales: list[torch.Tensor], delayed: Delayed, maxima: list[float],
-    live: torch.Tensor | None, where_recorded: bool = False,
-) -> torch.Tensor:  # fmt: skip
+def _update_by_torch(batch: Batch, live: torch.Tensor | None, where_recorded: bool = False) -> torch.Tensor:
+    _, jobs, histories, scales = batch
     amaxes = [history[0] for history in histories] if live is None else live.unbind()
     alike: dict[tuple[int, float], list[int]] = {}
-    for index, (history, maximum) in enumerate(zip(histories, maxima, strict=True)):
-        alike.setdefault((history.shape[0], maximum), []).append(index)
+    for index, (_, _, entry) in enumerate(jobs):
+        alike.setdefault((histories[index].shape[0], entry.maximum), []).append(index)
     made = []
     for (_, maximum), members in alike.items():
         old, old_scales, recent = (
             torch.stack([tensors[index] for index in members]) for tensors in (histories, scales, amaxes)
         )
-        rolled, fresh = _rolled(old, old_scales, delayed, maximum, recent.clamp(min=0.0))
+        rolled, fresh = _rolled(old, old_scales, jobs[0][2].delayed, maximum, recent.clamp(min=0.0))
         if where_recorded:
             recorded = recent >= 0
             rolled, fresh = torch.where(recorded[:, None], rolled, old), torch.where(recorded, fresh, old_scales)

@@ -22,7 +22,7 @@ from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
 from microfloat.torch.reduction import Key, reduces
-from microfloat.torch.rolling import Update
+from microfloat.torch.rolling import NAMES, Batch, Job, Pending, Slot, batches_of
 
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
@@ -32,36 +32,8 @@ __all__ = [
     "scaled_layers", "update_scaling",
 ]  # fmt: skip
 
-SLOTS = ("x", "w", "dy")
-_NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in SLOTS}
-_ALL_NAMES = [name for names in _NAMES.values() for name in names]
-
-
-class _Pending(NamedTuple):
-    """Something was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
-
-    delayed: Delayed
-    maximum: float  # of the element
-    group: Any
-    region: "Region | None"
-    late: bool = False  # recorded by a forward inside a backward
-
-
-class _Slot:
-    """What is known of a slot besides its buffers."""
-
-    __slots__ = ("history", "name", "pending", "previous", "rolled", "scale", "updates")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.scale, self.history = _NAMES[name]
-        self.pending: _Pending | None = None
-        # The scales that one update replaced, and which of them is this slot's.
-        self.previous: tuple[torch.Tensor, int] | None = None
-        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
-        self.rolled: _Pending | None = None
-        # Updates that begin with this slot, by all of their slots: what they were prepared for, and their parts.
-        self.updates: dict[tuple[_Slot, ...], tuple[list[tuple], list[_Part]]] = {}
+SLOTS = tuple(NAMES)
+_ALL_NAMES = [name for names in NAMES.values() for name in names]
 
 
 class _LayerState:
@@ -81,7 +53,7 @@ class _LayerState:
 
     def reset(self) -> None:
         """Forget what was recorded and rolled."""
-        self.slots = {name: _Slot(name) for name in SLOTS}
+        self.slots = {name: Slot(name) for name in SLOTS}
         # The thread's collection of layers with a dy to roll in which this one stands.
         self.waits_in: Any = None
         # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
@@ -103,7 +75,6 @@ LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
 _DDP = nn.parallel.DistributedDataParallel
-_MOST_UPDATES = 16
 
 
 class Region:
@@ -140,8 +111,8 @@ def _state(layer: nn.Module) -> _LayerState:
     return state if state is not None and state.layer() is layer else _new_state(layer)
 
 
-def _pending(cast: Cast, group: Any, region: "Region | None", late: bool = False) -> _Pending:
-    return _Pending(cast.scaling, cast.format.element.max, group, region, late)  # type: ignore[arg-type]
+def _pending(cast: Cast, group: Any, region: "Region | None", late: bool = False) -> Pending:
+    return Pending(cast.scaling, cast.format.element.max, group, region, late)  # type: ignore[arg-type]
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -151,7 +122,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 def buffer_names(slot: str) -> tuple[str, str]:
     """(scale, amax history) buffer names of a slot."""
-    return _NAMES[slot]
+    return NAMES[slot]
 
 
 def has_buffers(layer: nn.Module) -> bool:
@@ -355,7 +326,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     state = _state(layer)
     state.latest = (CLOSED_REGION, None, _waiting())
     x, w, dy = state.slots.values()
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     if records:
         _await_backward(state)
         jobs.append((layer, x, _pending(x_cast, None, CLOSED_REGION)))
@@ -426,11 +397,7 @@ def record_compiled(
     note_recorded(layer, slot, cast, group=group, region=region)
 
 
-# One slot to roll, and what was recorded in it.
-_Job = tuple[nn.Module, _Slot, _Pending]
-
-
-def _key(job: _Job) -> Key:
+def _key(job: Job) -> Key:
     """The slot, as other ranks know it."""
     layer, slot, entry = job
     return Key(layer.__dict__["_number"], slot.name, _shape(layer), entry.maximum)
@@ -452,13 +419,13 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def _roll(
-    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[_Pending], bool], direction: str | None
+    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None
 ) -> None:
     """Update the named slots of layers where something is pending and `ready(entry)` holds.
 
     `direction`: the point of the program at which all ranks do so; None for one layer by itself.
     """
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     for state in states:
         layer, slots = state.layer(), state.slots
         for name in names:
@@ -472,67 +439,11 @@ def _roll(
             LATE.discard(layer.__dict__["_number"])
 
 
-# A prepared update, and which of the jobs it serves.
-_Part = tuple[Update, list[int]]
-
-
-class _Batch(NamedTuple):
-    """Jobs that agree in recipe, reduction group and device, with the buffers of their slots."""
-
-    update: Update
-    jobs: list[_Job]
-    histories: list[torch.Tensor]
-    scales: list[torch.Tensor]
-
-    def roll(self, live: torch.Tensor | None = None) -> list[_Job]:
-        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs."""
-        previous = self.update(self.histories, self.scales, live)
-        for index, (_, slot, entry) in enumerate(self.jobs):
-            # Nothing that was recorded late has used the scales from before.
-            slot.previous = None if entry.late else (previous, index)
-        return self.jobs
-
-
-def _batches(jobs: list[_Job]) -> list[_Batch]:
-    histories, scales, asked = [], [], []
-    for layer, slot, entry in jobs:
-        buffers: Any = layer._buffers
-        history, scale = buffers[slot.history], buffers[slot.scale]
-        histories.append(history)
-        scales.append(scale)
-        asked.append((entry.delayed, entry.maximum, entry.group, history.data_ptr(), scale.data_ptr()))
-    slots = tuple([slot for _, slot, _ in jobs])
-    updates = slots[0].updates
-    known = updates.get(slots)
-    if known is None or known[0] != asked:
-        if len(updates) >= _MOST_UPDATES:  # of a layer that is called together with ever other ones
-            updates.clear()
-        known = updates[slots] = asked, _parts(asked, histories, scales)
-    if len(known[1]) == 1:
-        return [_Batch(known[1][0][0], jobs, histories, scales)]
-    return [
-        _Batch(update, [jobs[i] for i in indices], [histories[i] for i in indices], [scales[i] for i in indices])
-        for update, indices in known[1]
-    ]
-
-
-def _parts(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:
-    alike: dict[tuple, list[int]] = {}
-    for index, (delayed, _, group, *_) in enumerate(asked):
-        alike.setdefault((delayed, group, scales[index].device), []).append(index)
-    parts: list[_Part] = []
-    for (delayed, *_), indices in alike.items():
-        of_part = [histories[index] for index in indices], [scales[index] for index in indices]
-        update = Update(*of_part, delayed, [asked[index][1] for index in indices])
-        parts.append((update, indices))
-    return parts
-
-
-def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
+def _update(jobs: list[Job], direction: str | None) -> list[Job]:
     """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
-    rolled: list[_Job] = []
-    shared: dict[Any, list[_Batch]] = {}
-    for batch in _batches(jobs) if jobs else ():
+    rolled: list[Job] = []
+    shared: dict[Any, list[Batch]] = {}
+    for batch in batches_of(jobs) if jobs else ():
         entry = batch.jobs[0][2]
         if reduces(entry.delayed, entry.group):
             shared.setdefault(entry.group, []).append(batch)
@@ -545,10 +456,10 @@ def _update(jobs: list[_Job], direction: str | None) -> list[_Job]:
 
 
 @torch.no_grad()
-def _update_shared(group: Any, batches: list[_Batch], direction: str | None) -> list[_Job]:
+def _update_shared(group: Any, batches: list[Batch], direction: str | None) -> list[Job]:
     """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
     jobs = [job for batch in batches for job in batch.jobs]
-    lives = [batch.update.live(batch.histories) for batch in batches]
+    lives = [batch.live() for batch in batches]
     place = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
     live = torch.cat([part.to(place) for part in lives])
     keys = [_key(job) for job in jobs]
@@ -565,18 +476,18 @@ def _update_shared(group: Any, batches: list[_Batch], direction: str | None) -> 
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
     for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, jobs[0][2])):
-        batch.update.where_recorded(batch.histories, batch.scales, live)
+        batch.roll_recorded(live)
     return [job for job, _ in amaxes]
 
 
-def _with_amaxes(amaxes: list[tuple[_Job, torch.Tensor]]) -> Iterator[tuple[_Batch, torch.Tensor]]:
+def _with_amaxes(amaxes: list[tuple[Job, torch.Tensor]]) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Batches of jobs, and their reduced amaxes."""
     reduced = {slot: amax for (_, slot, _), amax in amaxes}
-    for batch in _batches([job for job, _ in amaxes]) if amaxes else ():
+    for batch in batches_of([job for job, _ in amaxes]) if amaxes else ():
         yield batch, torch.stack([reduced[slot] for _, slot, _ in batch.jobs]).to(batch.scales[0].device)
 
 
-def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: _Pending) -> list[tuple[_Job, torch.Tensor]]:
+def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> list[tuple[Job, torch.Tensor]]:
     """Slots that this rank has not recorded in this step, where another rank has (on a GPU: may have), and amaxes."""
     found = []
     for key, amax in others.items():
@@ -593,7 +504,7 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: _Pending) -> l
     return found
 
 
-def _closed(entry: _Pending) -> bool:
+def _closed(entry: Pending) -> bool:
     return entry.region is not None and entry.region.closed and not entry.region.failed
 
 
