@@ -152,7 +152,7 @@ def route_between(
         needed = "accumulate='exact' is for the reference backend: sums of tensor cores are not exact"
         return Route("refused", "codes", "codes", "-", False, needed)
     if chip is None:
-        return route("float32", "no CUDA device: operands are decoded and multiplied in float32", kernel="no chip")
+        return route("float32", "plain operations decode and multiply it in float32", kernel="no chip")
     a, b = lhs.format, rhs.format
     foreign = [fmt.element.name for fmt in (a, b) if not is_stock(fmt.element)]
     if foreign:

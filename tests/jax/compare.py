@@ -3,8 +3,9 @@
 import numpy as np
 
 from microfloat import reference
-from microfloat.jax.backends import cuda, gemms
-from microfloat.jax.backends.reference import kind_of
+from microfloat.chips import Chip
+from microfloat.jax.backends import cuda
+from microfloat.routes import route_of
 
 # docs/numerics.md 8.3, float32 results.
 EMULATED, FP8 = 1e-5, {"fast": 5e-3, "split": 5e-4}
@@ -24,7 +25,8 @@ def relative_error(actual, expected):
 
 def way_of(gemm):
     """Which units multiply the operands of a Gemm where the tests run."""
-    return gemms.choose(kind_of(gemm.lhs, 0), kind_of(gemm.rhs, 0), cuda.capability()).way
+    chip = cuda.capability()
+    return route_of(gemm, None if chip is None else Chip(chip), library="xla").kind
 
 
 def gemm_limit(gemm):

@@ -68,7 +68,7 @@ def test_explain_says_that_it_was_never_run():
         assert {row.kernel for row in table.rows} == {"jax.nn.scaled_matmul"}
     emulated = mj.explain("mxfp6", "cuda")
     assert not emulated.accelerated
-    assert "no block-scaled dot for mxfp6" in emulated.rows[0].support.reason
+    assert "no block-scaled GEMM for mxfp6" in emulated.rows[0].support.reason
 
 
 @pytest.mark.usefixtures("blackwell")

@@ -9,10 +9,20 @@ import pytest
 
 import microfloat.jax as mj
 from microfloat import Support, reference
+from microfloat.chips import Chip
 from microfloat.jax.backends import gemms
 from microfloat.jax.backends import reference as emulation
 from microfloat.jax.explain import dots_of
-from microfloat.recipes import RECIPES, Cast, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name
+from microfloat.recipes import (
+    RECIPES,
+    Cast,
+    Float8CurrentScaling,
+    Gemm,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    from_name,
+)
+from microfloat.routes import route_of
 from tests.jax.compare import relative_error
 
 RNG = np.random.default_rng(17)
@@ -20,35 +30,30 @@ X, W = RNG.standard_normal((40, 72)).astype(np.float32), RNG.standard_normal((24
 PLAIN = (((1,), (1,)), ((), ()))
 
 
-def kinds_of(recipe, gemm="fprop", cols=72):
-    return [emulation.kind_of(cast, cols) for cast in getattr(from_name(recipe), gemm).casts]
-
-
 @pytest.mark.parametrize(
     ("recipe", "chip", "way", "accelerated"),
     [
-        ("fp8_current", None, "reference", False),
-        ("fp8_current", (8, 0), "bf16", False),
+        ("fp8_current", None, "float32", False),
+        ("fp8_current", (8, 0), "values", False),
         ("fp8_current", (8, 9), "fp8", True),
         ("fp8_row", (9, 0), "fp8", True),
-        ("fp8_block", (9, 0), "bf16", False),
-        ("mxfp8", (9, 0), "bf16", False),
-        ("mxfp8", (10, 0), "mx", True),
-        ("mxfp6", (10, 0), "bf16", False),
-        ("nvfp4", (9, 0), "bf16", False),
-        ("nvfp4", (10, 0), "mx", True),
+        ("fp8_block", (9, 0), "values", False),
+        ("mxfp8", (9, 0), "values", False),
+        ("mxfp8", (10, 0), "block_scaled", True),
+        ("mxfp6", (10, 0), "values", False),
+        ("nvfp4", (9, 0), "values", False),
+        ("nvfp4", (10, 0), "block_scaled", True),
     ],
 )
 def test_choice(recipe, chip, way, accelerated):
-    choice = gemms.choose(*kinds_of(recipe), chip)
-    assert (choice.way, choice.support.accelerated) == (way, accelerated)
-    assert choice.support.reason
+    route = route_of(from_name(recipe).fprop, chip and Chip(chip), library="xla")
+    assert (route.kind, route.accelerated) == (way, accelerated)
+    assert route.reason
 
 
 def test_float32_block_scales_do_not_fit_bfloat16():
     cast = Cast("fp8_1x128", "amax")
-    kind = emulation.kind_of(cast, 72)
-    assert gemms.choose(kind, kind, (9, 0)).way == "reference"
+    assert route_of(Gemm(cast, cast), Chip((9, 0)), library="xla").kind == "float32"
 
 
 def quantized(name, x):
@@ -58,8 +63,8 @@ def quantized(name, x):
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("fp8", "fp8_tensor"), ("fp8", "fp8_row"), ("bf16", "fp8_tensor"), ("bf16", "fp8_1x128"), ("bf16", "mxfp8"),
-     ("bf16", "mxfp6_e2m3"), ("bf16", "nvfp4"), ("bf16", "nvfp4_2d")],
+    [("fp8", "fp8_tensor"), ("fp8", "fp8_row"), ("values", "fp8_tensor"), ("values", "fp8_1x128"), ("values", "mxfp8"),
+     ("values", "mxfp6_e2m3"), ("values", "nvfp4"), ("values", "nvfp4_2d")],
 )  # fmt: skip
 def test_gemms_of_every_way(way, name):
     """Each way multiplies the same values; only the order of sums may differ."""
@@ -101,7 +106,7 @@ def test_lowering_for_a_gpu():
     assert dot[1] == "tensor<48x80xf8E4M3FN>, tensor<32x80xf8E4M3FN>", "operands are padded to multiples of 16"
     assert dot[2] == "tensor<48x32xf32>"
     for name, element in (("mxfp8", "f8E4M3FN"), ("nvfp4", "f4E2M1FN")):
-        text = lowered_for_cuda("mx", name)
+        text = lowered_for_cuda("block_scaled", name)
         assert element in text
         assert "block_scaled_dot" in text or "scaled" in text
 

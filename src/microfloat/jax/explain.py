@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from microfloat.chips import chip_named
+from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.backends import gemms, reference
-from microfloat.jax.backends.gemms import GemmPlan, choice_of
+from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
@@ -27,6 +27,7 @@ from microfloat.recipes import (
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
+from microfloat.routes import route_of
 from microfloat.support import Support, text_table
 
 __all__ = [
@@ -147,7 +148,7 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")
         kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
-        if not reason and (gemm, side) in _READ_AT_ONCE and _way(getattr(recipe, gemm), target) == "bf16":
+        if not reason and (gemm, side) in _READ_AT_ONCE and _decodes(getattr(recipe, gemm), target):
             kernel += " (decoded to bfloat16)"
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return tuple(found)
@@ -157,9 +158,8 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
 _READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad", "lhs"))
 
 
-def _way(gemm: Gemm, target: _Target) -> str:
-    kinds = [reference.kind_of(operand, 0) for operand in gemm.casts]
-    return "exact" if gemm.accumulate == "exact" else gemms.choose(kinds[0], kinds[1], target.chip, gemm.path).way
+def _decodes(gemm: Gemm, target: _Target) -> bool:
+    return target.chip is not None and route_of(gemm, Chip(target.chip), library="xla").kind == "values"
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:
@@ -190,24 +190,17 @@ def _target(device: object) -> _Target:
     return _Target(name, chip, None if chip else Support(False, False, "JAX sees no CUDA device on this machine"))
 
 
-_IN_HIGH_PRECISION = Support(True, True, "the recipe keeps this GEMM in high precision; it runs in the operands' dtype")
-
-
 def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> GemmRow:
     gemm = getattr(recipe, name)
     operands = operands_of(gemm)
     if target.missing is not None:
         return GemmRow(name, operands, "-", "-", target.missing)
-    if gemm.is_high_precision:
-        return GemmRow(name, operands, "-", "lax.dot_general", _IN_HIGH_PRECISION)
     cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
     kinds = [reference.kind_of(operand, cols) for operand in gemm.casts]
     plan = GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, backend, np.dtype(np.float32))
-    choice = choice_of(plan, target.chip)
-    support = choice.support
-    if not support.accelerated:
-        support = Support(True, False, f"emulated: {support.reason}")
-    return GemmRow(name, operands, _padding(kinds, cols, shape), choice.kernel, support)
+    route = route_of_plan(plan, target.chip)
+    reason = route.reason if route.accelerated else f"emulated: {route.reason}"
+    return GemmRow(name, operands, _padding(kinds, cols, shape), route.kernel, Support(True, route.accelerated, reason))
 
 
 def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, int, int] | None) -> str:

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from microfloat.chips import Chip
 from microfloat.jax.backends import cuda, gemms, kernels, reference
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
 from microfloat.recipes import Cast, Gemm
+from microfloat.routes import route_of
 
 __all__ = ["CastInputs", "CastOf", "Operands", "cast_both", "decodes"]
 
@@ -108,10 +110,10 @@ def _by_kernel(operand: CastOf | None, inputs: CastInputs, x_RC: Array, backend:
 
 def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
     """True if a kernel casts an operand straight to the bfloat16 that its GEMM reads."""
-    if backend == "reference" or gemm.accumulate == "exact" or kernels.why_no_kernel(cast, shape, backend):
+    chip = cuda.capability()
+    if chip is None or backend == "reference" or kernels.why_no_kernel(cast, shape, backend):
         return False
-    kind_a, kind_b = (reference.kind_of(operand, 0) for operand in gemm.casts)
-    return gemms.choose(kind_a, kind_b, cuda.capability(), gemm.path).way == "bf16"
+    return route_of(gemm, Chip(chip), library="xla").kind == "values"
 
 
 @lru_cache(maxsize=1024)

@@ -1,13 +1,11 @@
-"""The GEMMs of two operands, through XLA's own dots: the choice among them, and each.
-
-Four ways, chosen by `choose` from the formats and the chip alone, never by trying:
+"""The GEMMs of two operands, through XLA's own dots, by the kinds of their routes (`microfloat.routes`).
 
 * `fp8`: the FP8 codes go into one dot, tensor and row scales multiply its float32 result (sm_89 and newer); scales of
   whole tensors may go into the GEMM (`cuda.folds_scales`).
-* `bf16`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
+* `values`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
   GPU).
-* `mx`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
-* `reference`: everything else, and ``backend="reference"``.
+* `block_scaled`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
+* everything else, and ``backend="reference"``: the reference GEMM.
 
 Source: docs/numerics.md 8.2, docs/jax.md.
 """
@@ -22,73 +20,19 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.jax.backends import cuda, kernels, reference
 from microfloat.jax.backends.cuda import capability
 from microfloat.jax.numerics.bits import FLOAT8, where
 from microfloat.jax.numerics.scales import from_tiles, spread, to_tiles
-from microfloat.kernels.families import is_stock
-from microfloat.support import Support
+from microfloat.routes import Route, route_between
 
-__all__ = ["Choice", "GemmPlan", "bf16_values", "capability", "choice_of", "choose", "gemm", "run_gemm"]
+__all__ = ["GemmPlan", "bf16_values", "capability", "gemm", "route_of_plan", "run_gemm"]
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
 _MULTIPLE = 16
-_NO_GPU = Support(True, False, "no CUDA device: the reference backend decodes and multiplies in float32")
-
-
-class Choice(NamedTuple):
-    """The way of one GEMM: `way` is "fp8", "bf16", "mx" or "reference"; `kernel` says the same in words."""
-
-    way: str
-    kernel: str
-    support: Support
-
-
-def choose(
-    kind_a: reference.Kind | None, kind_b: reference.Kind | None, chip: tuple[int, int] | None, path: str = "auto"
-) -> Choice:
-    """The way of a GEMM of two quantized operands on a chip of this compute capability (None: no GPU)."""
-    if chip is None:
-        return Choice("reference", "decode to float32, float32 dot, scales in the epilogue", _NO_GPU)
-    if kind_a is None or kind_b is None:
-        reason = "one operand is in high precision: the other is dequantized to the compute dtype"
-        return Choice("reference", "dequantize one operand, dot", Support(True, False, reason))
-    formats = (kind_a.format, kind_b.format)
-    names = " x ".join(fmt.name for fmt in formats)
-    name = f"sm_{chip[0]}{chip[1]}"
-    foreign = [fmt.element.name for fmt in formats if not is_stock(fmt.element)]
-    if foreign:
-        reason = f"{foreign[0]} is not one of the stock elements: decoded to float32"
-        return Choice("reference", "decode to float32, float32 dot", Support(True, False, reason))
-    if all(reference.scale_is_outer(fmt) for fmt in formats):
-        are_fp8 = all(fmt.element.name in FLOAT8 for fmt in formats)
-        if chip >= (8, 9) and are_fp8:
-            reason = f"FP8 tensor cores of {name}; tensor and row scales multiply the float32 result"
-            return Choice("fp8", "FP8 dot, scales in the epilogue", Support(True, True, reason))
-        missing = f"{name} has no FP8 tensor cores" if are_fp8 else f"no tensor cores multiply {names} by their codes"
-        reason = f"{missing}: decoded to bfloat16, exactly"
-        return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
-    if chip >= (10, 0) and _is_mx_pair(kind_a, kind_b):
-        reason = f"block-scaled dot of {name} through jax.nn.scaled_matmul; not yet run on the hardware"
-        return Choice("mx", "jax.nn.scaled_matmul", Support(True, True, reason))
-    if all(kind.format.scale.name != "FP32" or kind.power_of_two for kind in (kind_a, kind_b)):
-        folded = "; folding is not offered here: XLA has no dot with one scale per 128" if path == "folded" else ""
-        reason = f"no block-scaled dot for {names} on {name}: decoded to bfloat16, exactly{folded}"
-        return Choice("bf16", "decode to bfloat16, bfloat16 dot", Support(True, False, reason))
-    reason = f"XLA has no dot with one float32 scale per block of {names}: decoded to float32"
-    return Choice("reference", "decode to float32, float32 dot", Support(True, False, reason))
-
-
-def _is_mx_pair(kind_a: reference.Kind, kind_b: reference.Kind) -> bool:
-    """Both 1x32 FP8 with E8M0 scales, or both FP4 with E4M3 scales along 16: what cuDNN takes."""
-    a, b = kind_a.format, kind_b.format
-    if a.scale != b.scale or a.block[1] != b.block[1]:
-        return False
-    if a.scale.name == "E8M0":
-        return a.block[1] == 32 and a.element.bits == 8 and b.element.bits == 8
-    return a.block[1] == 16 and a.element.name == b.element.name == "E2M1"
 
 
 class GemmPlan(NamedTuple):
@@ -107,36 +51,38 @@ class GemmPlan(NamedTuple):
     out: np.dtype = np.dtype(np.float32)
 
 
-def choice_of(plan: GemmPlan, chip: tuple[int, int] | None) -> Choice:
-    """The way of `plan` on a chip; NotSupportedError for ``backend="native"`` where no unit of the format does.
+def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None) -> Route:
+    """The route of `plan` on a chip, None without a GPU.
 
-    Two operands in high precision are no matter of a backend.
+    Raises NotSupportedError for ``backend="native"`` where no unit of the format multiplies; two operands in high
+    precision are no matter of a backend.
     """
-    choice = choose(plan.kind_a, plan.kind_b, chip, plan.path)
-    if plan.backend == "reference":
-        return choice._replace(way="reference", kernel="decode to float32, float32 dot, scales in the epilogue")
-    in_high_precision = plan.kind_a is None and plan.kind_b is None
-    if plan.backend == "native" and not choice.support.accelerated and not in_high_precision:
+    chip = None if capability is None or plan.backend == "reference" else Chip(capability)
+    encodings = (None if kind is None else kind.encoding for kind in (plan.kind_a, plan.kind_b))
+    route = route_between(*encodings, chip, plan.accumulate, plan.path, "xla")
+    if capability is None and not route.accelerated:
+        route = route._replace(reason=f"no CUDA device: {route.reason}")
+    if plan.backend == "native" and not route.accelerated:
         raise NotSupportedError(
-            f"backend: got 'native', needed a GEMM that runs on units of its format. {choice.support.reason}. "
+            f"backend: got 'native', needed a GEMM that runs on units of its format. {route.reason}. "
             "Use backend='auto' to emulate it."
         )
-    return choice
+    return route
 
 
 def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: Array | None = None) -> Array:
     """``a @ b.T + bias`` [M, N], summed in float32, in the plan's `out`."""
     if plan.accumulate == "exact":
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
-    choice = choice_of(plan, capability())
+    route = route_of_plan(plan, capability())
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
-    if choice.way == "reference":
+    if route.kind not in ("fp8", "values", "block_scaled"):
         product = emulate(a, b)
     else:
-        # `choose` names another way than the reference only for two quantized operands.
+        # These are kinds of two quantized operands.
         kind_a, kind_b = cast(reference.Kind, plan.kind_a), cast(reference.Kind, plan.kind_b)
         out = plan.out if bias is None else jnp.dtype(jnp.float32)
-        on_gpu = partial(gemm, kind_a=kind_a, kind_b=kind_b, way=choice.way, accumulate=plan.accumulate, out=out)
+        on_gpu = partial(gemm, kind_a=kind_a, kind_b=kind_b, way=route.kind, accumulate=plan.accumulate, out=out)
         # A program may still be lowered for another platform than the default one.
         product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
     product = product if bias is None else product + bias.astype(jnp.float32)[None, :]
@@ -152,8 +98,8 @@ def gemm(
     accumulate: str,
     out: DTypeLike = jnp.float32,
 ) -> Array:
-    """``a @ b.T`` [M, N] by one of the ways of `choose`, summed in float32 and rounded once to `out`."""
-    if way == "bf16":
+    """``a @ b.T`` [M, N] by the way of one kind of route, summed in float32 and rounded once to `out`."""
+    if way == "values":
         return _bf16(a, b, kind_a, kind_b, out).astype(out)
     codes_a, codes_b = cast(reference.Matrix, a), cast(reference.Matrix, b)  # decoded for the way above alone
     if way == "fp8":
@@ -259,7 +205,7 @@ def _mx(a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b
 
 def _mx_operand(matrix: reference.Matrix, kind: reference.Kind) -> tuple[Array, Array]:
     """(data [1, R, K], scales [1, R, K / block]) with K padded to whole blocks (codes 0, scale 1) and rows to 128."""
-    fmt, block = kind.format, cast(int, kind.format.block[1])  # 32 or 16: see `_is_mx_pair`
+    fmt, block = kind.format, cast(int, kind.format.block[1])  # 32 or 16: see `microfloat.routes`
     codes = reference.code_bytes(matrix.codes, fmt.element, kind.length)
     scale = matrix.scale
     if fmt.is_tile:

@@ -35,6 +35,7 @@ from microfloat.jax.numerics.scales import block_scales, from_tiles, spread, ten
 from microfloat.jax.transformations import max_over
 from microfloat.layout import stored_length
 from microfloat.recipes import Cast, Hadamard
+from microfloat.routes import Encoding
 
 __all__ = [
     "Decoded", "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
@@ -213,6 +214,11 @@ class Kind(NamedTuple):
     hadamard: Hadamard | None
     cols: int
     power_of_two: bool = False
+
+    @property
+    def encoding(self) -> Encoding:
+        """What the route of a GEMM depends on."""
+        return Encoding(self.format, self.hadamard, self.power_of_two)
 
     @property
     def length(self) -> int:
