@@ -53,7 +53,8 @@ def _two_levels(level: TwoLevel) -> tuple[TwoLevel, ...]:
     """The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs."""
     capacity, smallest = level.capacity, 2.0**-6
     return (
-        TwoLevel(capacity, level.inverse_six or 1.0), TwoLevel(capacity, None, smallest),
+        TwoLevel(capacity, level.inverse_six or 1.0),
+        TwoLevel(capacity, None, smallest),
         TwoLevel(capacity, None, smallest, tensor_scale=False),
         *(TwoLevel(capacity, smallest_amax=capacity * 2.0**-117, four_over_six=error) for error in ("mae", "mse")),
-    )  # fmt: skip
+    )

@@ -126,7 +126,7 @@ def tile_axes(
 @triton.jit
 def amax_rows_columns(
     x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -142,7 +142,7 @@ def amax_rows_columns(
 @triton.jit
 def tile_amaxes(
     x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """Bits of the largest magnitudes that each lane finds in a tile, and in its Hadamard transform along its columns
     (or rows); for HW the latter four times too large and not yet rounded.
     """

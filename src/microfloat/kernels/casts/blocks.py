@@ -22,15 +22,15 @@ from microfloat.kernels.device.convert import (
     float_of,
     high_half,
     larger_half,
+    largest_of_four,
     low_half,
     magnitude_bits,
     packed_abs,
-    packed_max,
     packed_reduce,
     quantized_pair,
 )
 from microfloat.kernels.device.packed import factor_word, packed_pairs, packed_quads, scale_word
-from microfloat.kernels.device.produce import LOAD, produce_gradients, produce_pair
+from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
 from microfloat.kernels.device.scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
@@ -83,6 +83,14 @@ def rows_amax(
 
 
 @triton.jit
+def largest_bits(phases, V: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Bits of the largest magnitude of four rows, of the first (V = 1) or the second (2) elements of words."""
+    m = tl.maximum(magnitude_bits(phases[0][V], IGNORE_NAN), magnitude_bits(phases[1][V], IGNORE_NAN))
+    n = tl.maximum(magnitude_bits(phases[2][V], IGNORE_NAN), magnitude_bits(phases[3][V], IGNORE_NAN))
+    return tl.maximum(m, n)
+
+
+@triton.jit
 def columns_amax(
     phases, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
     W: tl.constexpr,
@@ -90,25 +98,15 @@ def columns_amax(
     """Amax bits [NB, W] of the first and of the second column of every word; `phases`: [NB * G, Q, W] tiles (raw, low,
     high) of four neighbouring rows.
     """
-    phase0, phase1, phase2, phase3 = phases
-    raw0, low0, high0 = phase0
-    raw1, low1, high1 = phase1
-    raw2, low2, high2 = phase2
-    raw3, low3, high3 = phase3
     if HW and KIND != ELEMENTWISE:
-        m01 = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, IGNORE_NAN)
-        m23 = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, IGNORE_NAN)
-        m = packed_reduce(packed_max(m01, m23, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
+        m = packed_reduce(largest_of_four(phases, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
         m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
         amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
         if IGNORE_NAN:
             amax_low, amax_high = drop_nan(amax_low), drop_nan(amax_high)
         return amax_low, amax_high
     else:
-        m = tl.maximum(magnitude_bits(low0, IGNORE_NAN), magnitude_bits(low1, IGNORE_NAN))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, IGNORE_NAN), magnitude_bits(low3, IGNORE_NAN)))
-        n = tl.maximum(magnitude_bits(high0, IGNORE_NAN), magnitude_bits(high1, IGNORE_NAN))
-        n = tl.maximum(n, tl.maximum(magnitude_bits(high2, IGNORE_NAN), magnitude_bits(high3, IGNORE_NAN)))
+        m, n = largest_bits(phases, 1, IGNORE_NAN), largest_bits(phases, 2, IGNORE_NAN)
         m = tl.max(tl.reshape(tl.max(m, 1), [NB, G, W]), 1)
         return m, tl.max(tl.reshape(tl.max(n, 1), [NB, G, W]), 1)
 
@@ -135,26 +133,13 @@ def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
-    """A tile as `cast_rows` takes it: (local rows, local words, raw, low, high).
+def load_rows(source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
+    """A tile as `cast_rows` takes it, with `produce_rows` of one row: local rows and words, values.
 
     A lane holds 8 neighbours of a row, so that a warp reads and writes whole sectors, or 16 (LANE).
     """
-    r = lane_rows(HOW.BM)
-    w = lane_words(HOW.BN, LANE)
-    raw, low, high = produce_pair(source, r, w, rows, cols, PRODUCER, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
-    return r, w, raw, low, high
-
-
-@triton.jit
-def load_row_gradients(source, rows, cols, LANE: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """`load_rows` of the gradients of gate and of up."""
-    r = lane_rows(HOW.BM)
-    w = lane_words(HOW.BN, LANE)
-    gate, up = produce_gradients(source, r, w, rows, cols, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
-    return (r, w, gate[0], gate[1], gate[2]), (r, w, up[0], up[1], up[2])
+    r, w = lane_rows(HOW.BM), lane_words(HOW.BN, LANE)
+    return r, w, produce_rows(source, r, w, rows, cols, 1, PRODUCER, F, 0, HOW)
 
 
 @triton.jit
@@ -176,7 +161,8 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
-    r, w, raw, low, high = tile
+    r, w, values = tile
+    raw, low, high = values[0]
     amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
     if CAST.TILE:
         amax = over_rows(amax, NB, BM, BLOCK)
@@ -215,37 +201,15 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
 
 
 @triton.jit
-def load_columns(
-    source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
-    """A tile as `cast_columns` takes it, 16 or 32 rows of two columns to a lane: local rows and words, four phases."""
+def load_columns(source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
+    """A tile as `cast_columns` takes it, 16 or 32 rows of two columns to a lane: local rows and words, four phases; of
+    GATE_GRADIENTS the phases of either gradient.
+    """
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
-    LOADS: tl.constexpr = HOW.LOADS
-    EVEN: tl.constexpr = HOW.EVEN
     g = tl.arange(0, HOW.BM // (4 * Q))[:, None, None]
     w = tl.arange(0, HOW.BN // 2)[None, None, :]
     r = g * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
-    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
-    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
-    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, COLUMN_ALIGN, HOW.HW)
-    return r, w, (phase0, phase1, phase2, phase3)
-
-
-@triton.jit
-def load_column_gradients(source, rows, cols, BLOCK: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """`load_columns` of the gradients of gate and of up."""
-    Q: tl.constexpr = 8 if BLOCK >= 32 else 4
-    LOADS: tl.constexpr = HOW.LOADS
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
-    w = tl.arange(0, HOW.BN // 2)[None, None, :]
-    r = tl.arange(0, HOW.BM // (4 * Q))[:, None, None] * (4 * Q) + tl.arange(0, Q)[None, :, None] * 4
-    gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, COLUMN_ALIGN, HW)
-    return (r, w, (gate0, gate1, gate2, gate3)), (r, w, (up0, up1, up2, up3))
+    return r, w, produce_rows(source, r, w, rows, cols, 4, PRODUCER, F, COLUMN_ALIGN, HOW)
 
 
 @triton.jit
@@ -271,11 +235,6 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     rows = R - row0
     cols = C - col0
     r, w, phases = tile
-    phase0, phase1, phase2, phase3 = phases
-    raw0, low0, high0 = phase0
-    raw1, low1, high1 = phase1
-    raw2, low2, high2 = phase2
-    raw3, low3, high3 = phase3
     amax_low, amax_high = columns_amax(phases, KIND, IGNORE_NAN, HW, NB, G, W)
     if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
@@ -294,21 +253,22 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     if CAST.OUTPUT == CODES:
         ld = (R // 2 if QUADS else (R + 1) // 2) if BITS == 4 else R
         quads = tl.arange(0, GROUPS * Q)[None, :]
-        c = tl.arange(0, W)[:, None] * 2
+        column = tl.arange(0, W)[:, None] * 2
         if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
             factors = spread_columns(factor_word(factor_low, factor_high), NB, G, W)
-            codes, codes_high = packed_quads(
-                scale_word(raw0, factors), scale_word(raw1, factors), scale_word(raw2, factors),
-                scale_word(raw3, factors), MB, BIAS,
+            a, b, c, d = (
+                scale_word(phases[0][0], factors), scale_word(phases[1][0], factors),
+                scale_word(phases[2][0], factors), scale_word(phases[3][0], factors),
             )  # fmt: skip
+            codes, codes_high = packed_quads(a, b, c, d, MB, BIAS)
         else:
-            codes = encode_quad(low0 * fl, low1 * fl, low2 * fl, low3 * fl, random_low, MB, BIAS, STOCHASTIC, HW)
-            codes_high = encode_quad(
-                high0 * fh, high1 * fh, high2 * fh, high3 * fh, random_high, MB, BIAS, STOCHASTIC, HW
-            )
-        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), c, quads, rows, cols, ld, BITS, QUADS, EVEN)
+            a, b, c, d = phases[0][1] * fl, phases[1][1] * fl, phases[2][1] * fl, phases[3][1] * fl
+            codes = encode_quad(a, b, c, d, random_low, MB, BIAS, STOCHASTIC, HW)
+            a, b, c, d = phases[0][2] * fh, phases[1][2] * fh, phases[2][2] * fh, phases[3][2] * fh
+            codes_high = encode_quad(a, b, c, d, random_high, MB, BIAS, STOCHASTIC, HW)
+        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), column, quads, rows, cols, ld, BITS, QUADS, EVEN)
         codes = transpose_quads(codes_high, GROUPS, Q, W)
-        store_quads(out_tile, codes, c + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        store_quads(out_tile, codes, column + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
         k = tl.arange(0, NB)[:, None]
         cs = tl.arange(0, W)[None, :] * 2
         blocks = (R + BLOCK - 1) // BLOCK
@@ -326,14 +286,10 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     else:
         vl = spread_columns(value_low, NB, G, W)
         vh = spread_columns(value_high, NB, G, W)
-        a, b = quantized_pair(low0 * fl, high0 * fh, random_low, random_high, MB, BIAS, STOCHASTIC, HW)
-        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r, w, rows, cols, C, 16, PAIRS, EVEN)
-        a, b = quantized_pair(low1 * fl, high1 * fh, random_low >> 8, random_high >> 8, MB, BIAS, STOCHASTIC, HW)
-        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 1, w, rows, cols, C, 16, PAIRS, EVEN)
-        a, b = quantized_pair(low2 * fl, high2 * fh, random_low >> 16, random_high >> 16, MB, BIAS, STOCHASTIC, HW)
-        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 2, w, rows, cols, C, 16, PAIRS, EVEN)
-        a, b = quantized_pair(low3 * fl, high3 * fh, random_low >> 24, random_high >> 24, MB, BIAS, STOCHASTIC, HW)
-        store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + 3, w, rows, cols, C, 16, PAIRS, EVEN)
+        for p in tl.static_range(4):
+            random, random2 = random_low >> (8 * p), random_high >> (8 * p)
+            a, b = quantized_pair(phases[p][1] * fl, phases[p][2] * fh, random, random2, MB, BIAS, STOCHASTIC, HW)
+            store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + p, w, rows, cols, C, 16, PAIRS, EVEN)
 
 
 @triton.jit

@@ -328,7 +328,7 @@ def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.conste
 @triton.jit
 def fold_rows(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
@@ -384,9 +384,7 @@ def count_halves(words):
 
 
 @triton.jit
-def fold_rows_by_steps(
-    out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """`fold_rows` for any element, in float32."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
@@ -411,7 +409,7 @@ def fold_rows_by_steps(
 @triton.jit
 def fold_columns(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """The column operand of a 128 x BN tile; returns the number of lossy elements."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
@@ -468,9 +466,11 @@ def fold_columns(
         if KIND == WORDS_BF16:
             factors = spread_columns(factor_word(fl, fh), 4, 1, W)
             y0, y1, y2, y3 = (
-                scale_word(raw0, factors), scale_word(raw1, factors), scale_word(raw2, factors),
+                scale_word(raw0, factors),
+                scale_word(raw1, factors),
+                scale_word(raw2, factors),
                 scale_word(raw3, factors),
-            )  # fmt: skip
+            )
             low0, low1, low2, low3 = low_half(y0, KIND), low_half(y1, KIND), low_half(y2, KIND), low_half(y3, KIND)
             high0, high1, high2, high3 = (
                 high_half(y0, KIND), high_half(y1, KIND), high_half(y2, KIND), high_half(y3, KIND)
@@ -500,7 +500,7 @@ def fold_columns(
 @triton.jit
 def fold_columns_by_steps(
     out_tile, low, high, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """`fold_columns` for any element, in float32. `low`, `high`: the first and the second columns of words of four
     rows; `factors`, `shifts`: of both.
     """

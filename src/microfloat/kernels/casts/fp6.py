@@ -54,7 +54,8 @@ def quantize_packed(
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
-    _r, w, raw, low, high = load_rows(source, rows, cols, 16, LOAD, 0, HOW)
+    _r, w, values = load_rows(source, rows, cols, 16, LOAD, 0, HOW)
+    raw, low, high = values[0]
     amax = rows_amax(raw, low, high, KIND, False, HW, NB, T, BM)
     stored, factor, _value = block_scale(amax, 0.0, CAST)
     random = 0
@@ -62,9 +63,7 @@ def quantize_packed(
         lanes = col0 // 16 + tl.arange(0, NB * T)[:, None]
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, NB * T, BM)
     factors = spread_rows(factor_word(factor, factor), NB, T, BM)
-    pairs = code_pairs(
-        raw, low, high, spread_rows(factor, NB, T, BM), factors, random, MB, BIAS, STOCHASTIC, KIND, HW
-    )  # fmt: skip
+    pairs = code_pairs(raw, low, high, spread_rows(factor, NB, T, BM), factors, random, MB, BIAS, STOCHASTIC, KIND, HW)
     if not WORDS:  # padding has codes where a NaN makes those of its whole block
         pairs = tl.where(2 * w + 1 < cols, pairs, tl.where(2 * w < cols, pairs & 0x3F, 0))
     first, second = tl.split(tl.reshape(pairs, [NB * T, BM, 2, 2, 2]))

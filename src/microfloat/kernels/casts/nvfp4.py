@@ -220,7 +220,7 @@ def is_modest(amax_ptr, CAST: tl.constexpr):
 @triton.jit
 def nvfp4_rows(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """The row operand of one tile."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
@@ -294,7 +294,7 @@ def nvfp4_rows(
 @triton.jit
 def nvfp4_columns(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """The column operand of one tile."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN

@@ -49,7 +49,7 @@ def measure_tiles(matrix, first, programs, HOW: tl.constexpr):
 @triton.jit
 def measure_axes(
     matrix, row_amax, column_amax, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """Bits of the amaxes of rows and columns, int32 and cleared before, from the same tiles."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -89,9 +89,7 @@ def cast_tiles(
         source = Source(x_tile, x_tile, x_tile, stride_r, stride_c)
         bounds = Bounds(R, C, row0, col0)
         no_generators = (None, 0, 0)  # casts together round to the nearest
-        found = cast_tile(
-            source, outputs, sources, no_generators, epsilon, bounds, ROW, COLUMN, SOURCE, RECORDS, HOW
-        )  # fmt: skip
+        found = cast_tile(source, outputs, sources, no_generators, epsilon, bounds, ROW, COLUMN, SOURCE, RECORDS, HOW)
         amax = tl.maximum(amax, found)
         tile += programs
     return amax
@@ -212,18 +210,14 @@ def cast_pair(
     if SOURCE != GIVEN:
         leave(scratch_ptr)
     elif RECORDS:
-        record_two(
-            x_amax, w_amax, x_record, w_record, scratch_ptr, x_source, x_row_scale, x_column_scale, X, PAIR
-        )  # fmt: skip
+        record_two(x_amax, w_amax, x_record, w_record, scratch_ptr, x_source, x_row_scale, x_column_scale, X, PAIR)
 
 
 # ------------------------------------------------------------------------------------------------------ to NVFP4 values
 
 
 @triton.jit
-def measure_values(
-    matrix, scratch_ptr, transformed_ptr, first, programs, COLUMN: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+def measure_values(matrix, scratch_ptr, transformed_ptr, first, programs, COLUMN: tl.constexpr, HOW: tl.constexpr):
     """Merge the amax of a program's tiles of a matrix, and that of their transform."""
     if COLUMN is not None and COLUMN.SIGNS >= 0:
         plain, transformed = amaxes(matrix, first, programs, COLUMN.SIGNS, False, HOW)
@@ -253,7 +247,7 @@ def cast_values(
 @triton.jit
 def cast_values_by_size(
     matrix, row, column, seed_ptr, streams, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """The same, by the form that the tensor amaxes allow."""
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):

@@ -24,9 +24,8 @@ from microfloat.kernels.device.convert import (
     encode_pair,
     encode_quad,
     larger_half,
+    largest_of_four,
     magnitude_bits,
-    packed_abs,
-    packed_max,
     packed_reduce,
 )
 from microfloat.kernels.device.meeting import (
@@ -37,7 +36,7 @@ from microfloat.kernels.device.meeting import (
     publish_maximum,
     publish_scaled_maximum,
 )
-from microfloat.kernels.device.produce import LOAD, produce_gradients, produce_pair
+from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels.device.scales import fp32_scale
 from microfloat.kernels.device.tiles import prefetch_later, store_pairs, store_quads, tile_of_program
@@ -60,21 +59,13 @@ def words_amax_bits(m, KIND: tl.constexpr):
 
 @triton.jit
 def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
-    """Bits of the largest magnitude of a tile of four row phases, NaN ignored."""
-    phase0, phase1, phase2, phase3 = tile
-    raw0, low0, high0 = phase0
-    raw1, low1, high1 = phase1
-    raw2, low2, high2 = phase2
-    raw3, low3, high3 = phase3
+    """Bits of the largest magnitude of a tile (`load_tile`), NaN ignored."""
     if HW and KIND != ELEMENTWISE:
-        m = packed_max(packed_abs(raw0, KIND), packed_abs(raw1, KIND), KIND, True)
-        n = packed_max(packed_abs(raw2, KIND), packed_abs(raw3, KIND), KIND, True)
-        return words_amax_bits(packed_max(m, n, KIND, True), KIND)
+        return words_amax_bits(largest_of_four(tile, KIND, True), KIND)
     else:
-        m = tl.maximum(magnitude_bits(low0, True), magnitude_bits(high0, True))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(low1, True), magnitude_bits(high1, True)))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(low2, True), magnitude_bits(high2, True)))
-        m = tl.maximum(m, tl.maximum(magnitude_bits(low3, True), magnitude_bits(high3, True)))
+        m = tl.maximum(magnitude_bits(tile[0][1], True), magnitude_bits(tile[0][2], True))
+        for p in tl.static_range(1, 4):
+            m = tl.maximum(m, tl.maximum(magnitude_bits(tile[p][1], True), magnitude_bits(tile[p][2], True)))
         return tl.max(tl.max(tl.max(m, 2), 1), 0)
 
 
@@ -87,7 +78,7 @@ def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, CAST: tl.constexpr)
 @triton.jit
 def cast_tile_rows(
     out_tile, low, high, factor, bounds, generator, PHASE: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+):
     """Codes of one of every four rows (PHASE), as they lie."""
     R, C, row0, col0 = bounds
     r = local_rows(HOW.BM)
@@ -103,8 +94,8 @@ def cast_tile_rows(
 
 @triton.jit
 def cast_tile_columns(
-    out_tile, a, b, c, d, factor, bounds, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+    out_tile, tile, factor, bounds, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
+):
     """Codes of the first or of the second (SECOND = 0 or 1) column of every word, transposed."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -116,9 +107,9 @@ def cast_tile_columns(
     if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         random = column_bytes(load_seed(seed_ptr), column, quad, stream, batch)
-    codes = encode_quad(
-        a * factor, b * factor, c * factor, d * factor, random, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW
-    )
+    V: tl.constexpr = 1 + SECOND
+    a, b, c, d = tile[0][V] * factor, tile[1][V] * factor, tile[2][V] * factor, tile[3][V] * factor
+    codes = encode_quad(a, b, c, d, random, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW)
     codes = tl.reshape(tl.permute(codes, [0, 2, 1]), [BN // 2, BM // 4])
     quads = tl.arange(0, BM // 4)[None, :]
     store_quads(out_tile, codes, local, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
@@ -200,32 +191,10 @@ def local_words(BN: tl.constexpr):
 
 @triton.jit
 def load_tile(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """A tile as `write_tile` takes it: what `produce_pair` gives for each of four neighbouring rows."""
-    LOADS: tl.constexpr = HOW.LOADS
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
-    r = local_rows(HOW.BM)
-    w = local_words(HOW.BN)
-    phase0 = produce_pair(source, r, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    phase1 = produce_pair(source, r + 1, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    phase2 = produce_pair(source, r + 2, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    phase3 = produce_pair(source, r + 3, w, rows, cols, PRODUCER, F, LOADS, EVEN, 0, HW)
-    return phase0, phase1, phase2, phase3
-
-
-@triton.jit
-def load_gradients(source, rows, cols, F: tl.constexpr, HOW: tl.constexpr):
-    """Two tiles from one reading: the gradients of gate and of up."""
-    LOADS: tl.constexpr = HOW.LOADS
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
-    r = local_rows(HOW.BM)
-    w = local_words(HOW.BN)
-    gate0, up0 = produce_gradients(source, r, w, rows, cols, F, LOADS, EVEN, 0, HW)
-    gate1, up1 = produce_gradients(source, r + 1, w, rows, cols, F, LOADS, EVEN, 0, HW)
-    gate2, up2 = produce_gradients(source, r + 2, w, rows, cols, F, LOADS, EVEN, 0, HW)
-    gate3, up3 = produce_gradients(source, r + 3, w, rows, cols, F, LOADS, EVEN, 0, HW)
-    return (gate0, gate1, gate2, gate3), (up0, up1, up2, up3)
+    """A tile as `write_tile` takes it: what `produce_pair` gives for each of four neighbouring rows; of GATE_GRADIENTS
+    two.
+    """
+    return produce_rows(source, local_rows(HOW.BM), local_words(HOW.BN), rows, cols, 4, PRODUCER, F, 0, HOW)
 
 
 @triton.jit
@@ -275,25 +244,18 @@ def write_tile(
     cols = C - col0
     w = local_words(BN)
     r = local_rows(BM)
-    phase0, phase1, phase2, phase3 = tile
-    _raw, low0, high0 = phase0
-    _raw, low1, high1 = phase1
-    _raw, low2, high2 = phase2
-    _raw, low3, high3 = phase3
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     MAX: tl.constexpr = 448.0 if ANY.MB == 3 else 57344.0
-    f0, f1, f2, f3, f_low, f_high = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
+    factors, column_factors = (1.0, 1.0, 1.0, 1.0), (1.0, 1.0)
     if SOURCE == AXES:
         if ROW is not None:
-            scale0, f0 = axis_scale(source_ptr + row0 + r, r < rows, epsilon, MAX, ANY)
-            scale1, f1 = axis_scale(source_ptr + row0 + r + 1, r + 1 < rows, epsilon, MAX, ANY)
-            scale2, f2 = axis_scale(source_ptr + row0 + r + 2, r + 2 < rows, epsilon, MAX, ANY)
-            scale3, f3 = axis_scale(source_ptr + row0 + r + 3, r + 3 < rows, epsilon, MAX, ANY)
+            scales, factors = (), ()
+            for p in tl.static_range(4):
+                scale, factor = axis_scale(source_ptr + row0 + r + p, r + p < rows, epsilon, MAX, ANY)
+                scales, factors = scales + (scale,), factors + (factor,)
             if col0 == 0:
-                tl.store(row_scale + row0 + r, scale0, mask=r < rows)
-                tl.store(row_scale + row0 + r + 1, scale1, mask=r + 1 < rows)
-                tl.store(row_scale + row0 + r + 2, scale2, mask=r + 2 < rows)
-                tl.store(row_scale + row0 + r + 3, scale3, mask=r + 3 < rows)
+                for p in tl.static_range(4):
+                    tl.store(row_scale + row0 + r + p, scales[p], mask=r + p < rows)
         if COLUMN is not None:
             c = 2 * w
             scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, MAX, ANY)
@@ -301,37 +263,36 @@ def write_tile(
             if row0 == 0:
                 tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
+            column_factors = (f_low, f_high)
     else:
         if SOURCE == TILE:
-            scale0, f0 = fp32_scale(amax, epsilon, MAX, ANY.RULE, ANY.GRADIENT)
+            scale, factor = fp32_scale(amax, epsilon, MAX, ANY.RULE, ANY.GRADIENT)
         else:
-            scale0, f0 = given
-        f1, f2, f3, f_low, f_high = f0, f0, f0, f0, f0
+            scale, factor = given
+        factors, column_factors = (factor, factor, factor, factor), (factor, factor)
         at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
         # Of a gradient with a given scale the last program writes it: only then is known whether all was finite.
         FIRST: tl.constexpr = SOURCE != GIVEN or not ANY.GRADIENT
         if FIRST and ((SOURCE == TILE) | ((row0 == 0) & (col0 == 0))):
             if SOURCE == GIVEN:
-                scale0 = tl.div_rn(1.0, f0)
+                scale = tl.div_rn(1.0, factor)
             if ROW is not None:
-                tl.store(row_scale + at_row, scale0)
+                tl.store(row_scale + at_row, scale)
             if COLUMN is not None:
-                tl.store(column_scale + at_column, scale0)
+                tl.store(column_scale + at_column, scale)
     if converts_once(ROW, COLUMN, SOURCE, EVEN, BM):
         row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
-        write_codes_once(row_tile, column_tile, tile, f0, R, C, ROW.MB, ROW.BIAS, SOURCE, HW, BM, BN)
+        write_codes_once(row_tile, column_tile, tile, factors[0], R, C, ROW.MB, ROW.BIAS, SOURCE, HW, BM, BN)
     else:
         if ROW is not None:
             out, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
-            cast_tile_rows(out, low0, high0, f0, bounds, generator, 0, ROW, HOW)
-            cast_tile_rows(out, low1, high1, f1, bounds, generator, 1, ROW, HOW)
-            cast_tile_rows(out, low2, high2, f2, bounds, generator, 2, ROW, HOW)
-            cast_tile_rows(out, low3, high3, f3, bounds, generator, 3, ROW, HOW)
+            for p in tl.static_range(4):
+                cast_tile_rows(out, tile[p][1], tile[p][2], factors[p], bounds, generator, p, ROW, HOW)
         if COLUMN is not None:
             out, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
-            cast_tile_columns(out, low0, low1, low2, low3, f_low, bounds, generator, 0, COLUMN, HOW)
-            cast_tile_columns(out, high0, high1, high2, high3, f_high, bounds, generator, 1, COLUMN, HOW)
+            for second in tl.static_range(2):
+                cast_tile_columns(out, tile, column_factors[second], bounds, generator, second, COLUMN, HOW)
 
 
 @triton.jit

@@ -135,6 +135,14 @@ def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 
 @triton.jit
+def largest_of_four(rows, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
+    """Halfwise largest magnitude of the words of four rows, each (word, first, second)."""
+    m = packed_max(packed_abs(rows[0][0], KIND), packed_abs(rows[1][0], KIND), KIND, IGNORE_NAN)
+    n = packed_max(packed_abs(rows[2][0], KIND), packed_abs(rows[3][0], KIND), KIND, IGNORE_NAN)
+    return packed_max(m, n, KIND, IGNORE_NAN)
+
+
+@triton.jit
 def packed_reduce(words, AXIS: tl.constexpr, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise maximum along an axis."""
     if KIND == WORDS_F16:

@@ -184,3 +184,23 @@ def produce_gradients(
     gate = rounded(p_low * activate_gradient(low, F, HW), p_high * activate_gradient(high, F, HW), OUT, HW)
     _f, f_low, f_high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
     return gate, rounded(z_low * f_low, z_high * f_high, OUT, HW)
+
+
+@triton.jit
+def produce_rows(
+    source, r, w, rows, cols, COUNT: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, ALIGN: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """What `produce_pair` gives for rows r, r + 1, ..., COUNT of them; of GATE_GRADIENTS those of gate and of up."""
+    if PRODUCER == GATE_GRADIENTS:
+        gate, up = (), ()
+        for p in tl.static_range(COUNT):
+            a, b = produce_gradients(source, r + p, w, rows, cols, F, HOW.LOADS, HOW.EVEN, ALIGN, HOW.HW)
+            gate, up = gate + (a,), up + (b,)
+        return gate, up
+    else:
+        made = ()
+        for p in tl.static_range(COUNT):
+            pair = produce_pair(source, r + p, w, rows, cols, PRODUCER, F, HOW.LOADS, HOW.EVEN, ALIGN, HOW.HW)
+            made = made + (pair,)
+        return made

@@ -67,9 +67,11 @@ def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
             )  # fmt: skip
             k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
         return (
-            c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True), c2.to(tl.uint32, bitcast=True),
+            c0.to(tl.uint32, bitcast=True),
+            c1.to(tl.uint32, bitcast=True),
+            c2.to(tl.uint32, bitcast=True),
             c3.to(tl.uint32, bitcast=True),
-        )  # fmt: skip
+        )
     else:
         # A stream of 2^31 and more is a 64-bit argument of the kernel, and counters must be of one width.
         return tl.philox(seed, zero + block, zero + row, (zero + stream).to(tl.int32), (zero + batch).to(tl.int32))

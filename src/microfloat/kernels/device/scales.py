@@ -73,9 +73,7 @@ FOUR_OVER_SIX_MSE = tl.constexpr(4)
 def reciprocal(x, HW: tl.constexpr):
     """f32(1 / x), correctly rounded."""
     if HW:
-        return tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return tl.div_rn(1.0, x)
 

@@ -5,9 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def swizzle_scales(
-    scale_ptr, out_ptr, R, C, stride_r, stride_c, WORDS: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
+def swizzle_scales(scale_ptr, out_ptr, R, C, stride_r, stride_c, WORDS: tl.constexpr, TILES: tl.constexpr):
     """Grid: (row tiles) x (groups of TILES column tiles). `WORDS`: rows are contiguous, aligned groups of four bytes.
 
     Byte (r, c) of a tile goes to ``(r % 32) * 16 + (r // 32) * 4 + c``; what lies outside R x C becomes 0.

@@ -11,14 +11,11 @@ from microfloat.kernels.casts.blocks import (
     cast_columns,
     cast_rows,
     codes_at,
-    load_column_gradients,
     load_columns,
-    load_row_gradients,
     load_rows,
 )
 from microfloat.kernels.casts.scaled import (
     given_scale,
-    load_gradients,
     load_tile,
     local_words,
     measure_tile,
@@ -156,7 +153,7 @@ def produce_scaled(
     HW: tl.constexpr = HOW.HW
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
-    )  # fmt: skip
+    )
     R, C, row0, col0 = bounds
     known, known2 = 0, 0
     if RECORDS:
@@ -166,7 +163,7 @@ def produce_scaled(
     given = given_scale(source, epsilon, ROW, COLUMN, SOURCE)
     if PRODUCER == GATE_GRADIENTS:
         given2 = given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
-        tile, tile2 = load_gradients(at, R - row0, C - col0, F, HOW)
+        tile, tile2 = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
         _amax, arrived2 = measure_tile(
             tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, KIND, HW
         )
@@ -198,7 +195,7 @@ def produce_blocks(
     BN: tl.constexpr = HOW.BN
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
-    )  # fmt: skip
+    )
     R, C, row0, col0 = bounds
     TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
     rows = R - row0
@@ -210,23 +207,21 @@ def produce_blocks(
         )  # fmt: skip
         return
     if ROW is not None:
+        r, w, values = load_rows(at, rows, cols, 16 if ROW.STOCHASTIC else 8, PRODUCER, F, HOW)
         if TWO:
-            words, words2 = load_row_gradients(at, rows, cols, 16 if ROW.STOCHASTIC else 8, F, HOW)
+            values, values2 = values
             tile, generator = codes_at(row_out2, row0, col0, C, ROW), (seed2_ptr, row_stream, 0)
-            cast_rows(words2, tile, row_scale2, generator, epsilon, bounds, ROW, HOW)
-        else:
-            words = load_rows(at, rows, cols, 16 if ROW.STOCHASTIC else 8, PRODUCER, F, HOW)
+            cast_rows((r, w, values2), tile, row_scale2, generator, epsilon, bounds, ROW, HOW)
         tile, generator = codes_at(row_out, row0, col0, C, ROW), (seed_ptr, row_stream, 0)
-        cast_rows(words, tile, row_scale, generator, epsilon, bounds, ROW, HOW)
+        cast_rows((r, w, values), tile, row_scale, generator, epsilon, bounds, ROW, HOW)
     if COLUMN is not None:
+        r, w, values = load_columns(at, rows, cols, COLUMN.BLOCK, PRODUCER, F, HOW)
         if TWO:
-            words, words2 = load_column_gradients(at, rows, cols, COLUMN.BLOCK, F, HOW)
+            values, values2 = values
             tile, generator = codes_at(column_out2, col0, row0, R, COLUMN), (seed2_ptr, column_stream, 0)
-            cast_columns(words2, tile, column_scale2, generator, epsilon, bounds, COLUMN, HOW)
-        else:
-            words = load_columns(at, rows, cols, COLUMN.BLOCK, PRODUCER, F, HOW)
+            cast_columns((r, w, values2), tile, column_scale2, generator, epsilon, bounds, COLUMN, HOW)
         tile, generator = codes_at(column_out, col0, row0, R, COLUMN), (seed_ptr, column_stream, 0)
-        cast_columns(words, tile, column_scale, generator, epsilon, bounds, COLUMN, HOW)
+        cast_columns((r, w, values), tile, column_scale, generator, epsilon, bounds, COLUMN, HOW)
 
 
 @triton.jit
@@ -244,7 +239,7 @@ def produce_values(
     BN: tl.constexpr = HOW.BN
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
-    )  # fmt: skip
+    )
     R, C, row0, col0 = bounds
     w = local_words(BN)
     r = tl.arange(0, BM)[None, :, None]

@@ -63,7 +63,7 @@ def others_have_started(pid, CTAS: tl.constexpr):
     if CTAS > 1:
         tl.inline_asm_elementwise(
             "barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r,r", [pid], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def lane_places(ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def load_band(
     x_band, weight, area, r, w, rank, there, stride_r, BAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+):
     """Words of the pieces held in registers; the others and all weights but those of the first on their way.
 
     `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of rows.
@@ -273,9 +273,7 @@ def load_band(
 
 
 @triton.jit
-def word_of(
-    words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr
-):  # fmt: skip
+def word_of(words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr):
     """Words of rows r + p of piece j. `units`: the addresses of the first units of pieces in shared memory."""
     ROWS: tl.constexpr = BAND.ROWS
     if j < BAND.HELD:
@@ -432,9 +430,7 @@ def norm_pieces(
     if HELD < PIECES:
         wait_for_copies(pid)
     statistics = (mean + row0 if LAYER else inverse, inverse + row0)
-    shifts, scales = band_statistics(
-        words, units, zeros, statistics, area, rank, there, r, eps, C, LAYER, BAND, HOW
-    )  # fmt: skip
+    shifts, scales = band_statistics(words, units, zeros, statistics, area, rank, there, r, eps, C, LAYER, BAND, HOW)
     top, amax, arrived = zeros, tl.zeros([], tl.int32), 0
     for j in tl.static_range(PIECES):
         col0 = (rank + j * CTAS) * BN
@@ -447,7 +443,7 @@ def norm_pieces(
             values = pair_of(word_of(words, units, j, p, CAST, BAND, HOW))
             word, _low, _high = normalized(
                 values, (shifts[p], scales[p]), parameters, r >= 0, tl.bfloat16, PRODUCER, HW
-            )  # fmt: skip
+            )
             made = made + (word,)
         if ROWS == 4:
             tile = (pair_of(made[0]), pair_of(made[1]), pair_of(made[2]), pair_of(made[3]))
@@ -467,7 +463,7 @@ def norm_pieces(
                 generators, bounds = (seed_ptr, row_stream, column_stream), Bounds(R, C, row0, col0)
                 write_tile(
                     tile, given, amax, outputs, (source, source), generators, 0.0, bounds, ROW, COLUMN, SOURCE, HOW
-                )  # fmt: skip
+                )
             else:
                 square_rows, square_words = square_places(BM, BN)
                 cast_squares(
