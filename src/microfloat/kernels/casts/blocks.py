@@ -55,15 +55,12 @@ COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand
 @triton.jit
 def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
     """(stored, encode factor, decode factor) of a block."""
-    MB: tl.constexpr = CAST.MB
-    BIAS: tl.constexpr = CAST.BIAS
     if CAST.FAMILY == E8M0:
-        stored, factor = e8m0_scale(amax_bits, BIAS + (0 if BIAS == 15 else 1), CAST.RULE)
+        stored, factor = e8m0_scale(amax_bits, CAST.BIAS, CAST.RULE)
         value = float_of(tl.where(stored == 0, 0x00400000, stored << 23))
         return stored.to(tl.uint8), factor, tl.where(stored == 255, float("nan"), value)
     else:
-        MAX: tl.constexpr = 448.0 if MB == 3 else 57344.0
-        stored, factor = fp32_scale(amax_bits, epsilon, MAX, CAST.RULE == 1, CAST.GRADIENT)
+        stored, factor = fp32_scale(amax_bits, epsilon, CAST)
         return stored, factor, stored
 
 

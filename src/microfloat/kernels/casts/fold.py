@@ -31,7 +31,7 @@ from microfloat.kernels.device.convert import (
 )
 from microfloat.kernels.device.meeting import arrive, offer_count, publish_two
 from microfloat.kernels.device.packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
-from microfloat.kernels.device.produce import LOAD
+from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
 from microfloat.kernels.device.scales import e8m0_scale
 from microfloat.kernels.device.squares import (
@@ -344,23 +344,21 @@ def fold_rows(
     w = lane_words(128, 32 // T)
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
     amax = rows_amax(raw, low, high, KIND, False, HW, 4, T, BM)
-    byte, factor = e8m0_scale(amax, BIAS + (0 if BIAS == 15 else 1), CAST.RULE)
+    byte, factor = e8m0_scale(amax, BIAS, CAST.RULE)
     largest = tl.max(byte, 0)  # [BM]
     if TILE:
         largest = tl.max(largest, 0)
-        exponent, scale = group_scale(largest, MB, BIAS)
-        shift = group_shift(byte, exponent, largest)
+    exponent, scale = group_scale(largest, MB, BIAS)
+    if not TILE:
+        exponent, largest = exponent[None, :], largest[None, :]
+    shift = group_shift(byte, exponent, largest)
+    if TILE:
         store_tile_scale(scale_ptr, scale, row0 // BM, col0 // 128, (C + 127) // 128, TILE)
     else:
-        exponent, scale = group_scale(largest, MB, BIAS)
-        shift = group_shift(byte, exponent[None, :], largest[None, :])
         rs = tl.arange(0, BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
     if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
-        if TILE:
-            words = shift_word(byte, exponent, largest)
-        else:
-            words = shift_word(byte, exponent[None, :], largest[None, :])
+        words = shift_word(byte, exponent, largest)
         if KIND == WORDS_BF16:
             y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, T, BM))
             low, high = low_half(y, KIND), high_half(y, KIND)
@@ -414,30 +412,19 @@ def fold_columns(
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    QUADS: tl.constexpr = HOW.QUADS
     HW: tl.constexpr = HOW.HW
     BN: tl.constexpr = HOW.BN
     W: tl.constexpr = BN // 2
-    x_tile, _y, _z, stride_r, stride_c = source
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     g = tl.arange(0, 4)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
-    phase0 = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    phase1 = load_pair(x_tile, r + 1, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    phase2 = load_pair(x_tile, r + 2, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    phase3 = load_pair(x_tile, r + 3, w, rows, cols, stride_r, stride_c, KIND, EVEN, 4)
-    raw0, low0, high0 = phase0
-    raw1, low1, high1 = phase1
-    raw2, low2, high2 = phase2
-    raw3, low3, high3 = phase3
-    amax_low, amax_high = columns_amax((phase0, phase1, phase2, phase3), KIND, False, HW, 4, 1, W)
-    EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
-    byte_low, fl = e8m0_scale(amax_low, EMAX, CAST.RULE)
-    byte_high, fh = e8m0_scale(amax_high, EMAX, CAST.RULE)
+    phases = produce_rows(source, r, w, rows, cols, 4, LOAD, 0, 4, HOW)
+    amax_low, amax_high = columns_amax(phases, KIND, False, HW, 4, 1, W)
+    byte_low, fl = e8m0_scale(amax_low, BIAS, CAST.RULE)
+    byte_high, fh = e8m0_scale(amax_high, BIAS, CAST.RULE)
     cs = tl.arange(0, W) * 2
     if TILE:
         largest_low = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
@@ -450,71 +437,67 @@ def fold_columns(
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
         exponent_low, scale = group_scale(largest_low, MB, BIAS)
-        shift_low = group_shift(byte_low, exponent_low[None, :], largest_low[None, :])
+        exponent_low, largest_low = exponent_low[None, :], largest_low[None, :]
+        shift_low = group_shift(byte_low, exponent_low, largest_low)
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs, scale, mask=cs < cols)
         exponent_high, scale = group_scale(largest_high, MB, BIAS)
-        shift_high = group_shift(byte_high, exponent_high[None, :], largest_high[None, :])
+        exponent_high, largest_high = exponent_high[None, :], largest_high[None, :]
+        shift_high = group_shift(byte_high, exponent_high, largest_high)
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
     if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
-        if not TILE:
-            exponent_low, exponent_high = exponent_low[None, :], exponent_high[None, :]
-            largest_low, largest_high = largest_low[None, :], largest_high[None, :]
         words_low = spread_columns(shift_word(byte_low, exponent_low, largest_low), 4, 1, W)
         words_high = spread_columns(shift_word(byte_high, exponent_high, largest_high), 4, 1, W)
-        quads = tl.arange(0, 32)[None, :]
-        c = tl.arange(0, W)[:, None] * 2
+        low, high = (), ()
         if KIND == WORDS_BF16:
-            factors = spread_columns(factor_word(fl, fh), 4, 1, W)
-            y0, y1, y2, y3 = (
-                scale_word(raw0, factors),
-                scale_word(raw1, factors),
-                scale_word(raw2, factors),
-                scale_word(raw3, factors),
-            )
-            low0, low1, low2, low3 = low_half(y0, KIND), low_half(y1, KIND), low_half(y2, KIND), low_half(y3, KIND)
-            high0, high1, high2, high3 = (
-                high_half(y0, KIND), high_half(y1, KIND), high_half(y2, KIND), high_half(y3, KIND)
-            )  # fmt: skip
+            words, factors = (), spread_columns(factor_word(fl, fh), 4, 1, W)
+            for p in tl.static_range(4):
+                words = words + (scale_word(phases[p][0], factors),)
+            for p in tl.static_range(4):
+                low = low + (low_half(words[p], KIND),)
+            for p in tl.static_range(4):
+                high = high + (high_half(words[p], KIND),)
         else:
             fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
-            low0, low1, low2, low3 = low0 * fl, low1 * fl, low2 * fl, low3 * fl
-            high0, high1, high2, high3 = high0 * fh, high1 * fh, high2 * fh, high3 * fh
-        first, lossy0 = fold_pair(low0, low1, words_low)
-        second, lossy1 = fold_pair(low2, low3, words_low)
-        codes = first | (second << 16)
-        store_quads(out_tile, transpose_quads(codes, 4, 8, W), c, quads, rows, cols, R, 8, QUADS, EVEN)
-        lossy = add_f16x2(lossy0, lossy1)
-        first, lossy0 = fold_pair(high0, high1, words_high)
-        second, lossy1 = fold_pair(high2, high3, words_high)
-        codes = first | (second << 16)
-        store_quads(out_tile, transpose_quads(codes, 4, 8, W), c + 1, quads, rows, cols, R, 8, QUADS, EVEN)
-        lossy = add_f16x2(lossy, add_f16x2(lossy0, lossy1))
+            for p in tl.static_range(4):
+                low = low + (phases[p][1] * fl,)
+            for p in tl.static_range(4):
+                high = high + (phases[p][2] * fh,)
+        lossy = fold_quads(low, words_low, out_tile, 0, bounds, HOW)
+        lossy = add_f16x2(lossy, fold_quads(high, words_high, out_tile, 1, bounds, HOW))
         return count_halves(tl.reduce(lossy, 1, add_f16x2))
     else:
-        return fold_columns_by_steps(
-            out_tile, (low0, low1, low2, low3), (high0, high1, high2, high3), (fl, fh), (shift_low, shift_high),
-            generator, bounds, CAST, HOW,
-        )  # fmt: skip
+        return fold_columns_by_steps(out_tile, phases, (fl, fh), (shift_low, shift_high), generator, bounds, CAST, HOW)
 
 
 @triton.jit
-def fold_columns_by_steps(
-    out_tile, low, high, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr
-):
-    """`fold_columns` for any element, in float32. `low`, `high`: the first and the second columns of words of four
-    rows; `factors`, `shifts`: of both.
-    """
+def store_column_quads(codes, out_tile, second, bounds, HOW: tl.constexpr):
+    """Store [4, 8, W] quads of the first or of the second (0 or 1) column of every word."""
+    R, C, row0, col0 = bounds
+    W: tl.constexpr = HOW.BN // 2
+    c = tl.arange(0, W)[:, None] * 2 + second
+    codes = transpose_quads(codes, 4, 8, W)
+    store_quads(out_tile, codes, c, tl.arange(0, 32)[None, :], R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
+
+
+@triton.jit
+def fold_quads(column, shifts, out_tile, second, bounds, HOW: tl.constexpr):
+    """Store the codes of four neighbours of a column; returns their lossy halves (`fold_pair`), added up."""
+    first, lossy = fold_pair(column[0], column[1], shifts)
+    last, more = fold_pair(column[2], column[3], shifts)
+    store_column_quads(first | (last << 16), out_tile, second, bounds, HOW)
+    return add_f16x2(lossy, more)
+
+
+@triton.jit
+def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
+    """`fold_columns` for any element, in float32; `factors`, `shifts`: of the first and the second columns of words."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     TMB: tl.constexpr = MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
-    EVEN: tl.constexpr = HOW.EVEN
-    QUADS: tl.constexpr = HOW.QUADS
     HW: tl.constexpr = HOW.HW
     W: tl.constexpr = HOW.BN // 2
-    R, C, row0, col0 = bounds
-    rows = R - row0
-    cols = C - col0
+    _R, _C, row0, col0 = bounds
     g = tl.arange(0, 4)[:, None, None]
     w = tl.arange(0, W)[None, None, :]
     fl, fh = spread_columns(factors[0], 4, 1, W), spread_columns(factors[1], 4, 1, W)
@@ -525,21 +508,26 @@ def fold_columns_by_steps(
         seed = load_seed(seed_ptr)
         rl = column_quads(seed, col0 + 2 * w, row0 // 16 + g * 2, stream, batch, 2, 4, W)
         rh = column_quads(seed, col0 + 2 * w + 1, row0 // 16 + g * 2, stream, batch, 2, 4, W)
-    a0, b0 = quantized_pair(low[0] * fl, high[0] * fh, rl, rh, MB, BIAS, CAST.STOCHASTIC, HW)
-    a1, b1 = quantized_pair(low[1] * fl, high[1] * fh, rl >> 8, rh >> 8, MB, BIAS, CAST.STOCHASTIC, HW)
-    a2, b2 = quantized_pair(low[2] * fl, high[2] * fh, rl >> 16, rh >> 16, MB, BIAS, CAST.STOCHASTIC, HW)
-    a3, b3 = quantized_pair(low[3] * fl, high[3] * fh, rl >> 24, rh >> 24, MB, BIAS, CAST.STOCHASTIC, HW)
-    a0, a1, a2, a3 = a0 * sl, a1 * sl, a2 * sl, a3 * sl
-    b0, b1, b2, b3 = b0 * sh, b1 * sh, b2 * sh, b3 * sh
-    quads = tl.arange(0, 32)[None, :]
-    c = tl.arange(0, W)[:, None] * 2
-    codes = encode_quad(a0, a1, a2, a3, 0, TMB, TBIAS, False, HW)
-    store_quads(out_tile, transpose_quads(codes, 4, 8, W), c, quads, rows, cols, R, 8, QUADS, EVEN)
-    codes = encode_quad(b0, b1, b2, b3, 0, TMB, TBIAS, False, HW)
-    store_quads(out_tile, transpose_quads(codes, 4, 8, W), c + 1, quads, rows, cols, R, 8, QUADS, EVEN)
-    lossy = is_lossy(a0, TBIAS) + is_lossy(a1, TBIAS) + is_lossy(a2, TBIAS) + is_lossy(a3, TBIAS)
-    lossy += is_lossy(b0, TBIAS) + is_lossy(b1, TBIAS) + is_lossy(b2, TBIAS) + is_lossy(b3, TBIAS)
+    low, high = (), ()
+    for p in tl.static_range(4):
+        a, b = phases[p][1] * fl, phases[p][2] * fh
+        a, b = quantized_pair(a, b, rl >> (8 * p), rh >> (8 * p), MB, BIAS, CAST.STOCHASTIC, HW)
+        low, high = low + (a,), high + (b,)
+    low = (low[0] * sl, low[1] * sl, low[2] * sl, low[3] * sl)
+    high = (high[0] * sh, high[1] * sh, high[2] * sh, high[3] * sh)
+    columns = (low, high)
+    for second in tl.static_range(2):
+        a, b, c, d = columns[second]
+        store_column_quads(encode_quad(a, b, c, d, 0, TMB, TBIAS, False, HW), out_tile, second, bounds, HOW)
+    lossy = lossy_of_four(low, TBIAS) + lossy_of_four(high, TBIAS)
     return tl.sum(tl.sum(tl.sum(lossy, 2), 1), 0)
+
+
+@triton.jit
+def lossy_of_four(values, BIAS: tl.constexpr):
+    """How many of four shifted values are lossy."""
+    a, b, c, d = values
+    return is_lossy(a, BIAS) + is_lossy(b, BIAS) + is_lossy(c, BIAS) + is_lossy(d, BIAS)
 
 
 @triton.jit

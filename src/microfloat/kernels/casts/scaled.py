@@ -70,9 +70,9 @@ def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def axis_scale(amax_ptr, inside, epsilon, MAX: tl.constexpr, CAST: tl.constexpr):
+def axis_scale(amax_ptr, inside, epsilon, CAST: tl.constexpr):
     """(scale, factor) of rows or columns from their float32 amaxes."""
-    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, MAX, CAST.RULE, CAST.GRADIENT)
+    return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, CAST)
 
 
 @triton.jit
@@ -201,12 +201,11 @@ def load_tile(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: 
 def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr):
     """(scale, factor) of a tensor whose encode scale or amax is in memory; ask before the loads of the tile."""
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
-    MAX: tl.constexpr = 448.0 if ANY.MB == 3 else 57344.0
     if SOURCE == GIVEN:
         factor = tl.load(source_ptr)
         return factor, factor  # the scale is the reciprocal, which one program computes
     elif SOURCE == AMAX:
-        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, MAX, ANY.RULE, ANY.GRADIENT)
+        return fp32_scale(bits_of(tl.load(source_ptr)), epsilon, ANY)
     else:
         return 1.0, 1.0
 
@@ -245,28 +244,27 @@ def write_tile(
     w = local_words(BN)
     r = local_rows(BM)
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
-    MAX: tl.constexpr = 448.0 if ANY.MB == 3 else 57344.0
     factors, column_factors = (1.0, 1.0, 1.0, 1.0), (1.0, 1.0)
     if SOURCE == AXES:
         if ROW is not None:
             scales, factors = (), ()
             for p in tl.static_range(4):
-                scale, factor = axis_scale(source_ptr + row0 + r + p, r + p < rows, epsilon, MAX, ANY)
+                scale, factor = axis_scale(source_ptr + row0 + r + p, r + p < rows, epsilon, ANY)
                 scales, factors = scales + (scale,), factors + (factor,)
             if col0 == 0:
                 for p in tl.static_range(4):
                     tl.store(row_scale + row0 + r + p, scales[p], mask=r + p < rows)
         if COLUMN is not None:
             c = 2 * w
-            scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, MAX, ANY)
-            scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, MAX, ANY)
+            scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, ANY)
+            scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, ANY)
             if row0 == 0:
                 tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
             column_factors = (f_low, f_high)
     else:
         if SOURCE == TILE:
-            scale, factor = fp32_scale(amax, epsilon, MAX, ANY.RULE, ANY.GRADIENT)
+            scale, factor = fp32_scale(amax, epsilon, ANY)
         else:
             scale, factor = given
         factors, column_factors = (factor, factor, factor, factor), (factor, factor)

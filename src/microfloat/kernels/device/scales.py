@@ -18,11 +18,12 @@ FP32 = tl.constexpr(1)
 
 
 @triton.jit
-def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr):
+def e8m0_scale(amax_bits, BIAS: tl.constexpr, THRESHOLD: tl.constexpr):
     """MX: the byte ``E - emax + (M >= threshold)`` and ``2^(127 - byte)``; 255 and NaN for a NaN or Inf in the block.
 
     Adding 2^23 - threshold to the bits carries into the exponent exactly where the mantissa reaches the threshold.
     """
+    EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
     bad = amax_bits >= 0x7F800000
     byte = tl.maximum(((amax_bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 0)
     stored = tl.where(bad, 255, byte)
@@ -40,25 +41,26 @@ def unless_infinite(scale, amax, GRADIENT: tl.constexpr):
 
 
 @triton.jit
-def fp32_scale(amax_bits, epsilon, MAX: tl.constexpr, POW2: tl.constexpr, GRADIENT: tl.constexpr):
+def fp32_scale(amax_bits, epsilon, CAST: tl.constexpr):
     """FP32 scales: ``s = f32(max / A)``, stored ``f32(1 / s)``; A = 0 and A = Inf give 1. NaN is already dropped.
-    With GRADIENT what is stored for A = Inf is NaN (docs/numerics.md 8.4).
+    Of a gradient NaN is stored for A = Inf (docs/numerics.md 8.4).
 
-    With `POW2` s is rounded down to a power of two, which needs no division: max is 1.75 * 2^emax, and
+    Under RULE 1 s is rounded down to a power of two, which needs no division: max is 1.75 * 2^emax, and
     ``f32(1.75 / m) < 1`` exactly where the mantissa of A is above 1.75.
     """
+    MAX: tl.constexpr = 448.0 if CAST.MB == 3 else 57344.0
     amax = tl.maximum(float_of(amax_bits), epsilon)
     plain = (amax == 0.0) | (amax == float("inf"))
-    if POW2:
+    if CAST.RULE == 1:
         EMAX: tl.constexpr = 8 if MAX == 448.0 else 15
         exponent = (bits_of(amax) + (0x800000 - 0x600001)) >> 23
         exponent = tl.maximum(exponent - EMAX, 1)  # that of A / max as a power of two, biased; at least 2^-126
         exponent = tl.where(plain, 127, exponent)
-        return unless_infinite(float_of(exponent << 23), amax, GRADIENT), float_of((254 - exponent) << 23)
+        return unless_infinite(float_of(exponent << 23), amax, CAST.GRADIENT), float_of((254 - exponent) << 23)
     else:
         SMALLEST: tl.constexpr = MAX * 2.0**-126
         factor = tl.where(plain, 1.0, tl.div_rn(MAX, tl.maximum(amax, SMALLEST)))
-        return unless_infinite(tl.div_rn(1.0, factor), amax, GRADIENT), factor
+        return unless_infinite(tl.div_rn(1.0, factor), amax, CAST.GRADIENT), factor
 
 
 # How an NVFP4 block amax becomes a scale, as constants of a compiled kernel.
