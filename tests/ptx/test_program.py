@@ -76,11 +76,27 @@ def test_what_is_wrong_is_refused_by_name(text, constraints, says):
 
 
 def texts_of(module):
-    """(line, text, constraints) of the assembly in a module of kernels."""
-    for node in ast.walk(ast.parse(module.read_text())):
+    """(line, text, constraints) of the assembly in a module of kernels: of a name, every text of its last assignment."""
+    nodes = list(ast.walk(ast.parse(module.read_text())))
+    named = {}
+    for node in sorted((n for n in nodes if isinstance(n, ast.AnnAssign)), key=lambda n: n.lineno):
+        named.setdefault(node.target.id, []).append(node)
+
+    def forms(text, line):
+        if not isinstance(text, ast.Name):
+            return [text]
+        assigned = [node for node in named[text.id] if node.lineno < line][-1].value
+        inner = [n for n in ast.walk(assigned) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        branches = [n for part in ast.walk(assigned) if isinstance(part, ast.IfExp) for n in (part.body, part.orelse)]
+        names = [n for n in branches if isinstance(n, ast.Name)]
+        both = [ast.Constant(form.value.replace("FP8", name)) for form in inner for name in ("e4m3", "e5m2")]
+        return both + [form for name in names for form in forms(name, line)]
+
+    for node in nodes:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "inline_asm_elementwise":
             text, constraints = node.args[:2]
-            yield node.lineno, text, constraints
+            for form in forms(text, node.lineno):
+                yield node.lineno, form, constraints
 
 
 def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters(repository):

@@ -7,7 +7,7 @@ height and width and two strides, 0 where all blocks share one: one kernel serve
 import triton
 import triton.language as tl
 
-from microfloat.kernels.device.convert import bf16_word, decode, element_bits, float_of
+from microfloat.kernels.device.convert import bf16_word, decode, element_bits, float_of, fp8_text
 from microfloat.kernels.device.tiles import program
 
 # What a stored scale is.
@@ -32,18 +32,14 @@ def scale_value(stored, KIND: tl.constexpr):
 @triton.jit
 def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
     """The values of the two codes in an int16 (two bytes) or in an int8 (two nibbles)."""
-    if HW and BIAS == 7:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {a, b}, h; "
+    if HW and BIAS >= 7:
+        PTX: tl.constexpr = fp8_text(
+            "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.FP8x2 h, p; mov.b32 {a, b}, h; "
             "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=r,=r,r", [codes.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif HW and BIAS == 15:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e5m2x2 h, p; mov.b32 {a, b}, h; "
-            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=r,=r,r", [codes.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+            MB,
+        )
+        word = codes.to(tl.int32)
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
     elif element_bits(MB, BIAS) == 4:
         pair = codes.to(tl.int32)
         return decode(pair & 15, MB, BIAS), decode((pair >> 4) & 15, MB, BIAS)

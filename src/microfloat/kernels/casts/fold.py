@@ -94,17 +94,15 @@ def scale_of(group):
 @triton.jit
 def sixty_fourth(word):
     """Halfwise 2^-6 of float16."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 m; mov.b32 m, 0x24002400; mul.rn.f16x2 $0, $1, m; }", "=r,r", [word], dtype=tl.int32, is_pure=True,
-        pack=1,
-    )  # fmt: skip
+    PTX: tl.constexpr = "{ .reg .b32 m; mov.b32 m, 0x24002400; mul.rn.f16x2 $0, $1, m; }"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def fold_quad(a, b, c, d, shift, HW: tl.constexpr):
     """Four floats in MX's range -> (int32 of four shifted codes, what `lossy_elements` counts)."""
     if HW:
-        return tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .b16 p, q; .reg .b32 h, g, v, u, m, n; "
             "cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
             "cvt.rn.satfinite.e4m3x2.f32 p, $5, $4; cvt.rn.f16x2.e4m3x2 g, p; "
@@ -113,10 +111,16 @@ def fold_quad(a, b, c, d, shift, HW: tl.constexpr):
             "mov.b32 m, 0x5A005A00; mov.b32 n, 0xDA00DA00; "  # adding and subtracting 192 rounds to an eighth
             "abs.f16x2 h, h; mul.rn.sat.f16x2 h, h, $6; add.rn.f16x2 v, h, m; add.rn.f16x2 v, v, n; "
             "abs.f16x2 g, g; mul.rn.sat.f16x2 g, g, $6; add.rn.f16x2 u, g, m; add.rn.f16x2 u, u, n; "
-            "set.ne.u32.f16x2 v, v, h; set.ne.u32.f16x2 u, u, g; add.u32 $1, v, u; }",
-            "=&r,=&r,r,r,r,r,r,r", [a, b, c, d, shift, sixty_fourth(shift)], dtype=(tl.int32, tl.int32), is_pure=True,
+            "set.ne.u32.f16x2 v, v, h; set.ne.u32.f16x2 u, u, g; add.u32 $1, v, u; }"
+        )
+        return tl.inline_asm_elementwise(
+            PTX,
+            "=&r,=&r,r,r,r,r,r,r",
+            [a, b, c, d, shift, sixty_fourth(shift)],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
             pack=1,
-        )  # fmt: skip
+        )
     else:
         factor = low_half(shift, WORDS_F16) * 0.015625
         p, lossy0 = fold_one(a, factor)

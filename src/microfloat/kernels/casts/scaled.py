@@ -132,13 +132,19 @@ def converts_once(row, column, source, even, rows):
 def turned(a, b, c, d, HW: tl.constexpr):
     """Four words of four bytes each, transposed."""
     if HW:
-        return tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
             "prmt.b32 r, $4, $5, 0x7362; prmt.b32 s, $6, $7, 0x7362; prmt.b32 $0, p, q, 0x5410; "
-            "prmt.b32 $1, p, q, 0x7632; prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }",
-            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            "prmt.b32 $1, p, q, 0x7632; prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }"
+        )
+        return tl.inline_asm_elementwise(
+            PTX,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [a, b, c, d],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
             pack=1,
-        )  # fmt: skip
+        )
     else:
         first = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
         second = ((a >> 8) & 0xFF) | (b & 0xFF00) | ((c << 8) & 0xFF0000) | ((d << 16) & -16777216)

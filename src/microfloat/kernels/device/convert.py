@@ -20,6 +20,12 @@ def element_bits(mb, bias):
     return 1 + (bias + 1).bit_length() + mb
 
 
+@triton.constexpr_function
+def fp8_text(text, mb):
+    """PTX for an FP8 element, whose name takes the place of FP8 in `text`."""
+    return text.replace("FP8", "e4m3" if mb == 3 else "e5m2")
+
+
 # How an input is read: one element at a time (any dtype, any strides), or as words of two bf16 or fp16 elements.
 ELEMENTWISE = tl.constexpr(0)
 WORDS_BF16 = tl.constexpr(1)
@@ -62,10 +68,8 @@ def high_half(word, KIND: tl.constexpr):
 @triton.jit
 def packed_abs(word, KIND: tl.constexpr):
     """|.| of both halves."""
-    if KIND == WORDS_F16:
-        return tl.inline_asm_elementwise("abs.f16x2 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    PTX: tl.constexpr = "abs.f16x2 $0, $1;" if KIND == WORDS_F16 else "abs.bf16x2 $0, $1;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -114,24 +118,12 @@ def packed_max(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 @triton.jit
 def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise maximum of the magnitudes of two words, with a sign that means nothing."""
-    if KIND == WORDS_F16:
-        if IGNORE_NAN:
-            return tl.inline_asm_elementwise(
-                "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
-    else:
-        if IGNORE_NAN:
-            return tl.inline_asm_elementwise(
-                "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
+    F16: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
+    BF16: tl.constexpr = (
+        "max.xorsign.abs.bf16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
+    )
+    PTX: tl.constexpr = F16 if KIND == WORDS_F16 else BF16
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -297,35 +289,23 @@ def encode(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.const
 @triton.jit
 def cvt_pair(low, high, MB: tl.constexpr):
     """Hardware: two floats to two FP8 codes, as int16."""
-    if MB == 3:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; "
-            "mov.b32 $0, {a, b}; }",
-            "=r,r,r,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $3, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $2; "
-            "mov.b32 $0, {a, b}; }",
-            "=r,r,r,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
+    PTX: tl.constexpr = fp8_text(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.FP8x2.f32 a, $3, $1; cvt.rn.satfinite.FP8x2.f32 b, $4, $2; "
+        "mov.b32 $0, {a, b}; }",
+        MB,
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
 def cvt_quad(a, b, c, d, MB: tl.constexpr):
     """Hardware: four floats to four FP8 codes, as int32."""
-    if MB == 3:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $3; "
-            "mov.b32 $0, {p, q}; }",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, q; cvt.rn.satfinite.e5m2x2.f32 p, $2, $1; cvt.rn.satfinite.e5m2x2.f32 q, $4, $3; "
-            "mov.b32 $0, {p, q}; }",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+    PTX: tl.constexpr = fp8_text(
+        "{ .reg .b16 p, q; cvt.rn.satfinite.FP8x2.f32 p, $2, $1; cvt.rn.satfinite.FP8x2.f32 q, $4, $3; "
+        "mov.b32 $0, {p, q}; }",
+        MB,
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -386,10 +366,8 @@ def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
 def encode_e4m3_scale(value, HW: tl.constexpr):
     """The E4M3 byte (int32) of a non-negative float32, saturating: NVFP4's block scale."""
     if HW:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $1; mov.b32 $0, {p, 0}; }",
-            "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        PTX: tl.constexpr = "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $1; mov.b32 $0, {p, 0}; }"
+        return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return encode_integer(value, 0, 3, 7, False)
 
@@ -412,18 +390,14 @@ def round_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def cvt_values(low, high, MB: tl.constexpr):
     """Hardware: two floats rounded to FP8 and back."""
-    if MB == 3:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
-            "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=r,=r,r,r", [low, high], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.e5m2x2.f32 p, $3, $2; cvt.rn.f16x2.e5m2x2 h, p; "
-            "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=r,=r,r,r", [low, high], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+    PTX: tl.constexpr = fp8_text(
+        "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.FP8x2.f32 p, $3, $2; cvt.rn.f16x2.FP8x2 h, p; "
+        "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        MB,
+    )
+    return tl.inline_asm_elementwise(
+        PTX, "=r,=r,r,r", [low, high], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -316,11 +316,11 @@ def stochastic_halves(a, b, random, LOWERED: tl.constexpr):
     """
     if not LOWERED:
         a, b = a * 2.0**-14, b * 2.0**-14
-    return tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .b32 v, m; cvt.rz.f16x2.f32 v, $2, $1; mad.lo.u32 v, $3, 2, v; mov.b32 m, 0x0FFF0FFF; "
-        "min.xorsign.abs.f16x2 $0, v, m; }",
-        "=r,r,r,r", [a, b, random], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "min.xorsign.abs.f16x2 $0, v, m; }"
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r,r", [a, b, random], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -417,12 +417,13 @@ def stochastic_oct(y, FIRST: tl.constexpr, random, bad, LOWERED: tl.constexpr):
     h1 = stochastic_halves(y[FIRST + 4], y[FIRST + 6], choose_bytes(b, 0, 0x4240), LOWERED)
     h2 = stochastic_halves(y[FIRST + 1], y[FIRST + 3], choose_bytes(a, 0, 0x4341), LOWERED)
     h3 = stochastic_halves(y[FIRST + 5], y[FIRST + 7], choose_bytes(b, 0, 0x4341), LOWERED)
-    oct = tl.inline_asm_elementwise(  # lop3 with 0xE4: bits of the first where the third has ones, else the second's
+    # lop3 with 0xE4: bits of the first where the third has ones, else the second's
+    PTX: tl.constexpr = (
         "{ .reg .b32 e, o, c, s, t; prmt.b32 e, $1, $2, 0x7531; prmt.b32 o, $3, $4, 0x7531; "
         "shr.u32 c, e, 1; shl.b32 t, o, 3; lop3.b32 c, c, t, 0x0F0F0F0F, 0xE4; "
-        "shr.u32 s, e, 4; lop3.b32 s, s, o, 0x0F0F0F0F, 0xE4; lop3.b32 $0, c, s, 0x77777777, 0xE4; }",
-        "=r,r,r,r,r", [h0, h1, h2, h3], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "shr.u32 s, e, 4; lop3.b32 s, s, o, 0x0F0F0F0F, 0xE4; lop3.b32 $0, c, s, 0x77777777, 0xE4; }"
+    )
+    oct = tl.inline_asm_elementwise(PTX, "=r,r,r,r,r", [h0, h1, h2, h3], dtype=tl.int32, is_pure=True, pack=1)
     return tl.where(bad, 0x77777777, oct)
 
 

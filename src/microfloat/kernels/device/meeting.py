@@ -24,11 +24,11 @@ RECORD = tl.constexpr(1)
 def peek(scratch_ptr, HW: tl.constexpr):
     """The maximum offered so far (as far as one thread needs to know it): ask before the loads of the tile."""
     if HW:
-        return tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
-            "@p ld.relaxed.gpu.global.b32 $0, [$1]; }",
-            "=r,l", [scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "@p ld.relaxed.gpu.global.b32 $0, [$1]; }"
+        )
+        return tl.inline_asm_elementwise(PTX, "=r,l", [scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return 0
 
@@ -37,11 +37,13 @@ def peek(scratch_ptr, HW: tl.constexpr):
 def offer_maximum(bits, known, scratch_ptr, HW: tl.constexpr):
     """Merge the bits of a magnitude into the first word."""
     if HW:
-        tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $1, $2, p; "
-            "@p red.relaxed.gpu.global.max.s32 [$3], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }",
-            "=r,r,r,l", [bits, known, scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "@p red.relaxed.gpu.global.max.s32 [$3], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }"
+        )
+        tl.inline_asm_elementwise(
+            PTX, "=r,r,r,l", [bits, known, scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         tl.atomic_max(scratch_ptr, bits.to(tl.int64), sem="relaxed")
 
@@ -50,11 +52,13 @@ def offer_maximum(bits, known, scratch_ptr, HW: tl.constexpr):
 def offer_count(count, scratch_ptr, HW: tl.constexpr):
     """Add a count to an int64 word."""
     if HW:
-        tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s64 p, $1, 0, p; "
-            "@p red.relaxed.gpu.global.add.u64 [$2], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }",
-            "=r,l,l", [count.to(tl.int64), scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "@p red.relaxed.gpu.global.add.u64 [$2], $1; @p fence.acq_rel.gpu; mov.b32 $0, 0; }"
+        )
+        tl.inline_asm_elementwise(
+            PTX, "=r,l,l", [count.to(tl.int64), scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         if count > 0:
             tl.atomic_add(scratch_ptr, count.to(tl.int64), sem="relaxed")
@@ -64,11 +68,11 @@ def offer_count(count, scratch_ptr, HW: tl.constexpr):
 def arrive(count_ptr, HW: tl.constexpr):
     """How many programs had arrived (as far as one thread needs to know it): after all offers, before the stores."""
     if HW:
-        return tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, -1; "
-            "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-            "=r,l", [count_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
+        )
+        return tl.inline_asm_elementwise(PTX, "=r,l", [count_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return tl.atomic_add(count_ptr, 1, sem="acq_rel").to(tl.int32)
 
@@ -81,19 +85,23 @@ def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr,
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
         if WHAT == RECORD:
-            tl.inline_asm_elementwise(
+            PTX: tl.constexpr = (
                 "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
                 "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
-                "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; DONE: mov.b32 $0, 0; }",
-                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; DONE: mov.b32 $0, 0; }"
+            )
+            tl.inline_asm_elementwise(
+                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+            )
         else:
-            tl.inline_asm_elementwise(
+            PTX: tl.constexpr = (
                 "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
                 "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
-                "st.global.b32 [$3], v; DONE: mov.b32 $0, 0; }",
-                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                "st.global.b32 [$3], v; DONE: mov.b32 $0, 0; }"
+            )
+            tl.inline_asm_elementwise(
+                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+            )
     else:
         if arrived == programs - 1:
             total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
@@ -114,15 +122,21 @@ def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale
         out, words, at, also = (
             out_ptr.to(tl.int64), scratch_ptr.to(tl.int64), scale_ptr.to(tl.int64), scale2_ptr.to(tl.int64)
         )  # fmt: skip
-        tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
             "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
             "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; "
             "mov.b32 v, 0x7FC00000; @p mov.b32 v, $5; st.global.b32 [$6], v; st.global.b32 [$7], v; "
-            "DONE: mov.b32 $0, 0; }",
-            "=r,r,r,l,l,r,l,l", [arrived, programs - 1, out, words, bits_of(scale), at, also], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "DONE: mov.b32 $0, 0; }"
+        )
+        tl.inline_asm_elementwise(
+            PTX,
+            "=r,r,r,l,l,r,l,l",
+            [arrived, programs - 1, out, words, bits_of(scale), at, also],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         if arrived == programs - 1:
             total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
@@ -139,21 +153,25 @@ def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
         if out_ptr.dtype.element_ty == tl.int64:
-            tl.inline_asm_elementwise(
+            PTX: tl.constexpr = (
                 "{ .reg .pred p; .reg .b64 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
                 "atom.relaxed.gpu.global.exch.b64 v, [$4], 0; st.global.b64 [$3], v; "
                 "atom.relaxed.gpu.global.exch.b64 v, [$4 + 16], 0; st.global.b64 [$3 + 8], v; "
-                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }",
-                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
+                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }"
+            )
             tl.inline_asm_elementwise(
+                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            PTX: tl.constexpr = (
                 "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
                 "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.global.b32 [$3], v; "
                 "atom.relaxed.gpu.global.exch.b32 v, [$4 + 16], 0; st.global.b32 [$3 + 4], v; "
-                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }",
-                "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }"
+            )
+            tl.inline_asm_elementwise(
+                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+            )
     else:
         if arrived == programs - 1:
             first, second = tl.atomic_xchg(scratch_ptr, 0), tl.atomic_xchg(scratch_ptr + 2, 0)

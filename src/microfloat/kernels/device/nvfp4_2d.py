@@ -91,10 +91,8 @@ def merged(a, b, MASK: tl.constexpr, HW: tl.constexpr):
 def store_in_place(at, value, HW: tl.constexpr):
     """Store int64 from the threads that hold them: Triton would gather neighbours in shared memory first."""
     if HW:
-        tl.inline_asm_elementwise(
-            "st.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        PTX: tl.constexpr = "st.global.b64 [$1], $2; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(PTX, "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.store(at, value)
 

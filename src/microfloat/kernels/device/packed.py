@@ -53,28 +53,30 @@ def e2m1_codes(y):
 @triton.jit
 def pack_e2m1_rows(t, y):
     """Four words of a row -> four bytes of two codes each, with the signs of y (the last axis is packed by fours)."""
-    return tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .b32 a, b, l, h; "
         "prmt.b32 a, $1, $2, 0x6420; prmt.b32 b, $3, $4, 0x6420; "
         "prmt.b32 l, a, b, 0x6420; prmt.b32 h, a, b, 0x7531; shl.b32 h, h, 4; or.b32 $0, l, h; "
         "prmt.b32 a, $5, $6, 0x7531; prmt.b32 b, $7, $8, 0x7531; "
         "prmt.b32 l, a, b, 0x6420; prmt.b32 h, a, b, 0x7531; shr.u32 l, l, 4; "
-        "and.b32 l, l, 0x08080808; and.b32 h, h, 0x80808080; or.b32 $0, $0, l; or.b32 $0, $0, h; }",
-        "=&r,r,r,r,r,r,r,r,r", [t, y], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        "and.b32 l, l, 0x08080808; and.b32 h, h, 0x80808080; or.b32 $0, $0, l; or.b32 $0, $0, h; }"
+    )
+    return tl.inline_asm_elementwise(PTX, "=&r,r,r,r,r,r,r,r,r", [t, y], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
 def pack_e2m1_columns(t0, t1, t2, t3, y0, y1, y2, y3):
     """Words of four rows -> int16 of four codes for the first and for the second column."""
-    both = tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .b32 a, b; "
         "prmt.b32 a, $1, $3, 0x6420; prmt.b32 b, $2, $4, 0x6420; shl.b32 b, b, 4; or.b32 $0, a, b; "
         "prmt.b32 a, $5, $7, 0x7531; prmt.b32 b, $6, $8, 0x7531; shr.u32 a, a, 4; "
         "and.b32 a, a, 0x08080808; and.b32 b, b, 0x80808080; or.b32 $0, $0, a; or.b32 $0, $0, b; "
-        "prmt.b32 $0, $0, 0, 0x3120; }",
-        "=&r,r,r,r,r,r,r,r,r", [t0, t1, t2, t3, y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "prmt.b32 $0, $0, 0, 0x3120; }"
+    )
+    both = tl.inline_asm_elementwise(
+        PTX, "=&r,r,r,r,r,r,r,r,r", [t0, t1, t2, t3, y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1
+    )
     return both.to(tl.int16), (both >> 16).to(tl.int16)
 
 
@@ -159,13 +161,15 @@ def fold_pair(low, high, shift):
     `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times that is exact in float16, so
     a shifted value is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
     """
-    return tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .b16 p; .reg .b32 h, u, t, n; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
         "mul.rn.f16x2 h, h, $4; abs.f16x2 u, h; mov.b32 n, 0x3C003C00; min.f16x2 u, u, n; "
         "mov.b32 n, 0x5A005A00; add.rn.f16x2 t, u, n; sub.rn.f16x2 t, t, n; set.ne.f16x2.f16x2 $1, t, u; "
-        "mov.b32 n, 0x24002400; mul.rn.f16x2 h, h, n; cvt.rn.satfinite.e4m3x2.f16x2 p, h; mov.b32 $0, {p, 0}; }",
-        "=r,=r,r,r,r", [low, high, shift], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+        "mov.b32 n, 0x24002400; mul.rn.f16x2 h, h, n; cvt.rn.satfinite.e4m3x2.f16x2 p, h; mov.b32 $0, {p, 0}; }"
+    )
+    return tl.inline_asm_elementwise(
+        PTX, "=r,=r,r,r,r", [low, high, shift], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
 
 
 @triton.jit

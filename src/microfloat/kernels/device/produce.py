@@ -41,11 +41,11 @@ RELU = tl.constexpr(3)
 def sigmoid(x, HW: tl.constexpr):
     """1 / (1 + exp(-x)), to a few units in the last place; results below 2^-126 may become zero."""
     if HW:
-        return tl.inline_asm_elementwise(
+        PTX: tl.constexpr = (
             "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
-            "rcp.approx.ftz.f32 $0, t; }",
-            "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "rcp.approx.ftz.f32 $0, t; }"
+        )
+        return tl.inline_asm_elementwise(PTX, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / (1.0 + tl.exp(-x))
 

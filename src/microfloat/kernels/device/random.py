@@ -43,13 +43,19 @@ def zero_again(data, HW: tl.constexpr):
 @triton.jit
 def philox_round(c0, c1, c2, c3, k0, k1):
     """One round of Philox4x32: two 64-bit products, where Triton's own takes four multiplications."""
-    return tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57; "
         "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; xor.b32 b, b, $5; xor.b32 $0, b, $8; xor.b32 a, a, $7; "
-        "xor.b32 $2, a, $9; }",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [c0, c1, c2, c3, k0, k1],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+        "xor.b32 $2, a, $9; }"
+    )
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [c0, c1, c2, c3, k0, k1],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

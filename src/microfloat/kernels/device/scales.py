@@ -83,11 +83,11 @@ def reciprocal(x, HW: tl.constexpr):
 @triton.jit
 def reciprocal_of_normal(x):
     """f32(1 / x), correctly rounded, of 2^-126 <= x < 2^126; NaN of 0."""
-    return tl.inline_asm_elementwise(
+    PTX: tl.constexpr = (
         "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000; "
-        "fma.rn.f32 $0, r, e, r; }",
-        "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "fma.rn.f32 $0, r, e, r; }"
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 class Level(NamedTuple):

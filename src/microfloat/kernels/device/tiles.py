@@ -98,10 +98,8 @@ def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr):
         row0, _col0, x_tile = tile_at(x_ptr, tile + LATER, across, stride_r, 1, HOW.BM, HOW.BN)
         if row0 < R:
             at = x_tile + (tl.arange(0, HOW.BM)[:, None] * stride_r + tl.arange(0, HOW.BN // 64)[None, :] * 64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
+            PTX: tl.constexpr = "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;"
+            tl.inline_asm_elementwise(PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
