@@ -76,7 +76,7 @@ def test_what_is_wrong_is_refused_by_name(text, constraints, says):
 
 
 def texts_of(module):
-    """(line, text, constraints) of the assembly in a module of kernels: of a name, every text of its last assignment."""
+    """(line, text, constraints) of the assembly in a module of kernels: of a name every text of its last assignment."""
     nodes = list(ast.walk(ast.parse(module.read_text())))
     named = {}
     for node in sorted((n for n in nodes if isinstance(n, ast.AnnAssign)), key=lambda n: n.lineno):

@@ -91,13 +91,11 @@ def tile_axes(
 ):  # fmt: skip
     """Merge the amaxes of one tile's rows and columns into those of the matrix; bounds and HOW as in `tiles`."""
     KIND: tl.constexpr = HOW.KIND
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
-    t = tl.arange(0, BN // 8)[:, None, None]
-    r = tl.arange(0, BM)[None, :, None]
+    t = tl.arange(0, HOW.BN // 8)[:, None, None]
+    r = tl.arange(0, HOW.BM)[None, :, None]
     w = t * 4 + tl.arange(0, 4)[None, None, :]
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
     if HOW.HW and KIND != ELEMENTWISE:
@@ -115,10 +113,10 @@ def tile_axes(
         if ROW:
             rowmax = tl.max(tl.max(tl.maximum(low, high), 2), 0)
     if ROW:
-        at = tl.arange(0, BM)
+        at = tl.arange(0, HOW.BM)
         tl.atomic_max(row_amax + row0 + at, rowmax, mask=at < rows)
     if COLUMN:
-        at = tl.arange(0, BN // 8)[:, None] * 8 + tl.arange(0, 4)[None, :] * 2
+        at = tl.arange(0, HOW.BN // 8)[:, None] * 8 + tl.arange(0, 4)[None, :] * 2
         tl.atomic_max(column_amax + col0 + at, column_low, mask=at < cols)
         tl.atomic_max(column_amax + col0 + at + 1, column_high, mask=at + 1 < cols)
 
@@ -128,11 +126,9 @@ def amax_rows_columns(
     x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):
     """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
-    across, tiles = tiles_of(R, C, BM, BN)
-    row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
+    across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
+    row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, HOW.BM, HOW.BN)
     tile_axes(x_tile, row_amax, column_amax, Bounds(R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
 
 
@@ -147,12 +143,11 @@ def tile_amaxes(
     (or rows); for HW the latter four times too large and not yet rounded.
     """
     KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     if ALONG_ROWS:
-        words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, BN // 16, BM)
+        words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BN // 16, BM)
         plain = row_block_amax(words, block, KIND, True, HW)
         if HW:
             transformed = bits_of(hadamard_amax(block, MASK, KIND))
@@ -160,7 +155,7 @@ def tile_amaxes(
             words, block = hadamard_row_blocks(block, MASK, KIND, HW)
             transformed = row_block_amax(words, block, WORDS_BF16, True, HW)
     else:
-        words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, BM // 16, BN // 2)
+        words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BM // 16, BN // 2)
         a, b = column_block_amax(words, low, high, KIND, True, HW)
         plain = tl.maximum(a, b)
         if HW:

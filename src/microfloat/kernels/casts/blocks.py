@@ -147,20 +147,18 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
     IGNORE_NAN: tl.constexpr = CAST.FAMILY == FP32
     BLOCK: tl.constexpr = CAST.BLOCK
     STOCHASTIC: tl.constexpr = CAST.STOCHASTIC
-    KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     LANE: tl.constexpr = 16 if STOCHASTIC else 8  # elements of a lane: a draw of random bytes serves 16
     T: tl.constexpr = BLOCK // LANE
-    NB: tl.constexpr = BN // BLOCK
+    NB: tl.constexpr = HOW.BN // BLOCK
     BITS: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     r, w, values = tile
     raw, low, high = values[0]
-    amax = rows_amax(raw, low, high, KIND, IGNORE_NAN, HW, NB, T, BM)
+    amax = rows_amax(raw, low, high, HOW.KIND, IGNORE_NAN, HW, NB, T, BM)
     if CAST.TILE:
         amax = over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
@@ -173,7 +171,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
     else:
         random = 0
     if CAST.OUTPUT == CODES:
-        if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
+        if HW and HOW.KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
             codes = packed_pairs(scale_word(raw, factors), MB, BIAS)
         else:
             codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
@@ -217,9 +215,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     IGNORE_NAN: tl.constexpr = CAST.FAMILY == FP32
     BLOCK: tl.constexpr = CAST.BLOCK
     STOCHASTIC: tl.constexpr = CAST.STOCHASTIC
-    KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
-    PAIRS: tl.constexpr = HOW.PAIRS
     QUADS: tl.constexpr = HOW.QUADS
     HW: tl.constexpr = HOW.HW
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
@@ -232,7 +228,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     rows = R - row0
     cols = C - col0
     r, w, phases = tile
-    amax_low, amax_high = columns_amax(phases, KIND, IGNORE_NAN, HW, NB, G, W)
+    amax_low, amax_high = columns_amax(phases, HOW.KIND, IGNORE_NAN, HW, NB, G, W)
     if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
         amax_high = amax_low
@@ -251,7 +247,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
         ld = (R // 2 if QUADS else (R + 1) // 2) if BITS == 4 else R
         quads = tl.arange(0, GROUPS * Q)[None, :]
         column = tl.arange(0, W)[:, None] * 2
-        if HW and KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
+        if HW and HOW.KIND == WORDS_BF16 and not IGNORE_NAN and not STOCHASTIC:
             factors = spread_columns(factor_word(factor_low, factor_high), NB, G, W)
             a, b, c, d = (
                 scale_word(phases[0][0], factors), scale_word(phases[1][0], factors),
@@ -286,7 +282,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
         for p in tl.static_range(4):
             random, random2 = random_low >> (8 * p), random_high >> (8 * p)
             a, b = quantized_pair(phases[p][1] * fl, phases[p][2] * fh, random, random2, MB, BIAS, STOCHASTIC, HW)
-            store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + p, w, rows, cols, C, 16, PAIRS, EVEN)
+            store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + p, w, rows, cols, C, 16, HOW.PAIRS, EVEN)
 
 
 @triton.jit
@@ -295,21 +291,16 @@ def quantize_blocks(
     row_epsilon, column_epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
-    KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
-    if takes(ROW, COLUMN, KIND, EVEN):
-        squares = load_squares(source, rows, cols, LOAD, 0, HW, BM, BN)
+    if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
+        squares = load_squares(source, rows, cols, LOAD, 0, HOW.HW, HOW.BM, HOW.BN)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         cast_squares(
             squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
-            column_scale, bounds, ROW, COLUMN, HW, BM, BN,
+            column_scale, bounds, ROW, COLUMN, HOW.HW, HOW.BM, HOW.BN,
         )  # fmt: skip
     else:
         # All loads first: the second reading of the tile meets the first on its way.

@@ -334,10 +334,8 @@ def fold_rows(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
     """The row operand of a BM x 128 tile; returns the number of lossy elements."""
-    MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
-    HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     x_tile, _y, _z, stride_r, stride_c = source
     R, C, row0, col0 = bounds
@@ -347,12 +345,12 @@ def fold_rows(
     r = lane_rows(BM)
     w = lane_words(128, 32 // T)
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
-    amax = rows_amax(raw, low, high, KIND, False, HW, 4, T, BM)
+    amax = rows_amax(raw, low, high, KIND, False, HOW.HW, 4, T, BM)
     byte, factor = e8m0_scale(amax, BIAS, CAST.RULE)
     largest = tl.max(byte, 0)  # [BM]
     if TILE:
         largest = tl.max(largest, 0)
-    exponent, scale = group_scale(largest, MB, BIAS)
+    exponent, scale = group_scale(largest, CAST.MB, BIAS)
     if not TILE:
         exponent, largest = exponent[None, :], largest[None, :]
     shift = group_shift(byte, exponent, largest)
@@ -361,7 +359,7 @@ def fold_rows(
     else:
         rs = tl.arange(0, BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
-    if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
+    if HOW.HW and CAST.MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
         words = shift_word(byte, exponent, largest)
         if KIND == WORDS_BF16:
             y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, T, BM))
@@ -388,21 +386,18 @@ def count_halves(words):
 @triton.jit
 def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """`fold_rows` for any element, in float32."""
-    MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
-    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
-    BM: tl.constexpr = HOW.BM
-    HW: tl.constexpr = HOW.HW
     R, C, row0, col0 = bounds
     random = 0
     if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         lanes = col0 // 16 + tl.arange(0, 8)[:, None]
-        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, BM)[None, :], lanes, stream, batch, 8, BM)
-    a, b = quantized_pair(low, high, random, random >> 8, MB, BIAS, CAST.STOCHASTIC, HW)
+        random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, HOW.BM)[None, :], lanes, stream, batch, 8, HOW.BM)
+    a, b = quantized_pair(low, high, random, random >> 8, CAST.MB, BIAS, CAST.STOCHASTIC, HOW.HW)
     a, b = a * shift, b * shift
-    codes = encode_pair(a, b, 0, TMB, TBIAS, False, HW)
+    codes = encode_pair(a, b, 0, TMB, TBIAS, False, HOW.HW)
     store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
     lossy = is_lossy(a, TBIAS) + is_lossy(b, TBIAS)
     return tl.sum(tl.sum(tl.sum(tl.sum(lossy, 3), 2), 1), 0)
@@ -416,9 +411,7 @@ def fold_columns(
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
-    HW: tl.constexpr = HOW.HW
-    BN: tl.constexpr = HOW.BN
-    W: tl.constexpr = BN // 2
+    W: tl.constexpr = HOW.BN // 2
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
@@ -426,7 +419,7 @@ def fold_columns(
     w = tl.arange(0, W)[None, None, :]
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
     phases = produce_rows(source, r, w, rows, cols, 4, LOAD, 0, 4, HOW)
-    amax_low, amax_high = columns_amax(phases, KIND, False, HW, 4, 1, W)
+    amax_low, amax_high = columns_amax(phases, KIND, False, HOW.HW, 4, 1, W)
     byte_low, fl = e8m0_scale(amax_low, BIAS, CAST.RULE)
     byte_high, fh = e8m0_scale(amax_high, BIAS, CAST.RULE)
     cs = tl.arange(0, W) * 2
@@ -437,7 +430,7 @@ def fold_columns(
         exponent_high = exponent_low
         shift_low = group_shift(byte_low, exponent_low, largest_low)
         shift_high = group_shift(byte_high, exponent_low, largest_low)
-        store_tile_scale(scale_ptr, scale, col0 // BN, row0 // 128, (R + 127) // 128, TILE)
+        store_tile_scale(scale_ptr, scale, col0 // HOW.BN, row0 // 128, (R + 127) // 128, TILE)
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
         exponent_low, scale = group_scale(largest_low, MB, BIAS)
@@ -448,7 +441,7 @@ def fold_columns(
         exponent_high, largest_high = exponent_high[None, :], largest_high[None, :]
         shift_high = group_shift(byte_high, exponent_high, largest_high)
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
-    if HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
+    if HOW.HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
         words_low = spread_columns(shift_word(byte_low, exponent_low, largest_low), 4, 1, W)
         words_high = spread_columns(shift_word(byte_high, exponent_high, largest_high), 4, 1, W)
         low, high = (), ()
@@ -495,11 +488,9 @@ def fold_quads(column, shifts, out_tile, second, bounds, HOW: tl.constexpr):
 @triton.jit
 def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """`fold_columns` for any element, in float32; `factors`, `shifts`: of the first and the second columns of words."""
-    MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
-    TMB: tl.constexpr = MB if BIAS >= 7 else 3
+    TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
-    HW: tl.constexpr = HOW.HW
     W: tl.constexpr = HOW.BN // 2
     _R, _C, row0, col0 = bounds
     g = tl.arange(0, 4)[:, None, None]
@@ -515,14 +506,14 @@ def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, 
     low, high = (), ()
     for p in tl.static_range(4):
         a, b = phases[p][1] * fl, phases[p][2] * fh
-        a, b = quantized_pair(a, b, rl >> (8 * p), rh >> (8 * p), MB, BIAS, CAST.STOCHASTIC, HW)
+        a, b = quantized_pair(a, b, rl >> (8 * p), rh >> (8 * p), CAST.MB, BIAS, CAST.STOCHASTIC, HOW.HW)
         low, high = low + (a,), high + (b,)
     low = (low[0] * sl, low[1] * sl, low[2] * sl, low[3] * sl)
     high = (high[0] * sh, high[1] * sh, high[2] * sh, high[3] * sh)
     columns = (low, high)
     for second in tl.static_range(2):
         a, b, c, d = columns[second]
-        store_column_quads(encode_quad(a, b, c, d, 0, TMB, TBIAS, False, HW), out_tile, second, bounds, HOW)
+        store_column_quads(encode_quad(a, b, c, d, 0, TMB, TBIAS, False, HOW.HW), out_tile, second, bounds, HOW)
     lossy = lossy_of_four(low, TBIAS) + lossy_of_four(high, TBIAS)
     return tl.sum(tl.sum(tl.sum(lossy, 2), 1), 0)
 
@@ -542,13 +533,11 @@ def fold_blocks(
     """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of tiles (TILE > 0) row by row,
     in rows of a multiple of TILE; lossy counts go to int64[2].
     """
-    KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
-    if folds(ROW, COLUMN, TILE, KIND, EVEN):
+    if folds(ROW, COLUMN, TILE, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         lossy_rows, lossy_columns = fold_squares(

@@ -47,9 +47,8 @@ def quantize_packed(
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     T: tl.constexpr = BLOCK // 16
-    NB: tl.constexpr = BN // BLOCK
+    NB: tl.constexpr = HOW.BN // BLOCK
     _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
     rows = R - row0

@@ -441,18 +441,16 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 @triton.jit
 def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.constexpr):
     """Both operands of 16 x 16 tiles (`nvfp4_2d.takes`)."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
     row_out, row_scale, row_tensor_scale, amax_ptr = row
     column_out, column_scale, column_tensor_scale, _amax = column
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
-    halves = load_halves(x_tile, R - row0, C - col0, stride_r, stride_c, BM, BN)
+    halves = load_halves(x_tile, R - row0, C - col0, stride_r, stride_c, HOW.BM, HOW.BN)
     level = load_level(amax_ptr, 0, True, CAST)
     row_tile = row_out + row0.to(tl.int64) * (C // 2) + col0 // 2
     column_tile = column_out + col0.to(tl.int64) * (R // 2) + row0 // 2
     bounds = Bounds(R, C, row0, col0)
-    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST, HOW.HW, BM, BN)
+    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST, HOW.HW, HOW.BM, HOW.BN)
     if (row0 == 0) & (col0 == 0):
         tl.store(row_tensor_scale, level.stored)
         tl.store(column_tensor_scale, level.stored)
@@ -492,7 +490,6 @@ def quantize_nvfp4(
     """Grid: one program per STEPS tiles of BM x BN, one below the other. ROW and COLUMN are casts, or None; amaxes are
     float32 in device memory, the same one for equal casts.
     """
-    BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     matrix = (x_ptr, R, C, stride_r, stride_c)
@@ -502,10 +499,10 @@ def quantize_nvfp4(
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
-    if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN, BM):
+    if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN, HOW.BM):
         # Backwards: what the amax pass has read last still lies in the L2 cache.
         tile = tl.num_programs(0) - 1 - pid
-        nvfp4_2d(matrix, (tile // (C // BN)) * BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
+        nvfp4_2d(matrix, (tile // (C // BN)) * HOW.BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
     elif lowered:
         nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, ROW, COLUMN, True, STEPS, HOW)
     else:
@@ -517,18 +514,15 @@ def transform(x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, HOW:
     """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their
     own.
     """
-    KIND: tl.constexpr = HOW.KIND
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
     words, block = load_row_blocks(
-        source.x, R - row0, C - col0, source.stride_r, source.stride_c, KIND, False, BN // 16, BM
+        source.x, R - row0, C - col0, source.stride_r, source.stride_c, HOW.KIND, False, HOW.BN // 16, HOW.BM
     )
-    words, block = hadamard_row_blocks(block, MASK, KIND, HOW.HW)
+    words, block = hadamard_row_blocks(block, MASK, HOW.KIND, HOW.HW)
     length = (C + 15) // 16 * 16
     out_tile = out_ptr + row0.to(tl.int64) * length + col0
-    b = tl.arange(0, BN // 16)[:, None]
-    r = tl.arange(0, BM)[None, :]
+    b = tl.arange(0, HOW.BN // 16)[:, None]
+    r = tl.arange(0, HOW.BM)[None, :]
     for i in tl.static_range(8):
         store_pairs(out_tile, words[i], r, b * 8 + i, R - row0, length - col0, length, 16, True, False)

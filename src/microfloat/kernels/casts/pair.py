@@ -23,7 +23,6 @@ from microfloat.kernels.device.tiles import Bounds, Source, load_pair, tile_at, 
 def measure_tiles(matrix, first, programs, HOW: tl.constexpr):
     """Bits of the largest magnitude in a program's tiles of a matrix."""
     KIND: tl.constexpr = HOW.KIND
-    HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
@@ -35,12 +34,12 @@ def measure_tiles(matrix, first, programs, HOW: tl.constexpr):
     while tile < tiles:
         row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
         raw, low, high = load_pair(x_tile, r, w, R - row0, C - col0, stride_r, stride_c, KIND, HOW.EVEN, 0)
-        if HW and KIND != ELEMENTWISE:
+        if HOW.HW and KIND != ELEMENTWISE:
             total = packed_max(total, packed_abs(raw, KIND), KIND, True)
         else:
             total = tl.maximum(total, tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True)))
         tile += programs
-    if HW and KIND != ELEMENTWISE:
+    if HOW.HW and KIND != ELEMENTWISE:
         return words_amax_bits(total, KIND)
     else:
         return tl.max(tl.max(tl.max(total, 2), 1), 0)
@@ -51,13 +50,11 @@ def measure_axes(
     matrix, row_amax, column_amax, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):
     """Bits of the amaxes of rows and columns, int32 and cleared before, from the same tiles."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
-    across, tiles = tiles_of(R, C, BM, BN)
+    across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     tile = first
     while tile < tiles:
-        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, HOW.BM, HOW.BN)
         tile_axes(x_tile, row_amax, column_amax, Bounds(R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
         tile += programs
 
@@ -78,14 +75,12 @@ def cast_tiles(
     RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Both operands of the same tiles; returns the bits of their amax (0 unless recorded)."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
-    across, tiles = tiles_of(R, C, BM, BN)
+    across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     amax = tl.zeros([], tl.int32)
     tile = first
     while tile < tiles:
-        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, BM, BN)
+        row0, col0, x_tile = tile_at(x_ptr, tile, across, stride_r, stride_c, HOW.BM, HOW.BN)
         source = Source(x_tile, x_tile, x_tile, stride_r, stride_c)
         bounds = Bounds(R, C, row0, col0)
         no_generators = (None, 0, 0)  # casts together round to the nearest

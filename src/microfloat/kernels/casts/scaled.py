@@ -237,8 +237,6 @@ def write_tile(
     SOURCE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`."""
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     row_out, column_out, row_scale, column_scale = outputs
@@ -285,9 +283,9 @@ def write_tile(
                 tl.store(row_scale + at_row, scale)
             if COLUMN is not None:
                 tl.store(column_scale + at_column, scale)
-    if converts_once(ROW, COLUMN, SOURCE, EVEN, BM):
+    if converts_once(ROW, COLUMN, SOURCE, HOW.EVEN, BM):
         row_tile, column_tile = row_out + row0.to(tl.int64) * C + col0, column_out + col0.to(tl.int64) * R + row0
-        write_codes_once(row_tile, column_tile, tile, factors[0], R, C, ROW.MB, ROW.BIAS, SOURCE, HW, BM, BN)
+        write_codes_once(row_tile, column_tile, tile, factors[0], R, C, ROW.MB, ROW.BIAS, SOURCE, HOW.HW, BM, BN)
     else:
         if ROW is not None:
             out, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
@@ -342,7 +340,6 @@ def cast_scaled(
     """Grid: one program per tile. ROW and COLUMN are `constants.ScaledCast` or None; those of gradients with a GIVEN
     scale record.
     """
-    KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
@@ -357,7 +354,7 @@ def cast_scaled(
             prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
     else:
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
-    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
+    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
     generators = (seed_ptr, row_stream, column_stream)
     write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)

@@ -149,7 +149,6 @@ def produce_scaled(
     PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes per tensor of produced values; of both GATE_GRADIENTS, each under its own scale and seed."""
-    KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
@@ -165,11 +164,11 @@ def produce_scaled(
         given2 = given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
         tile, tile2 = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
         _amax, arrived2 = measure_tile(
-            tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, KIND, HW
+            tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, HOW.KIND, HW
         )
     else:
         tile = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
-    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, KIND, HW)
+    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HW)
     outputs, sources = (row_out, column_out, scale, scale), (source, source)
     generators = (seed_ptr, row_stream, column_stream)
     write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
@@ -190,7 +189,6 @@ def produce_blocks(
     stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """MX and FP8 1x128 codes of produced values; of both GATE_GRADIENTS, each under its own seed."""
-    HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     at, bounds = produced_tile(
@@ -202,8 +200,8 @@ def produce_blocks(
     cols = C - col0
     if not TWO and HOW.LOADS == HOW.KIND and takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
         cast_squares(
-            load_squares(at, rows, cols, PRODUCER, F, HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
-            codes_at(column_out, col0, row0, R, COLUMN), column_scale, bounds, ROW, COLUMN, HW, BM, BN,
+            load_squares(at, rows, cols, PRODUCER, F, HOW.HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
+            codes_at(column_out, col0, row0, R, COLUMN), column_scale, bounds, ROW, COLUMN, HOW.HW, BM, BN,
         )  # fmt: skip
         return
     if ROW is not None:
@@ -230,34 +228,30 @@ def produce_values(
     stride_r, stride_c, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The produced values in the inputs' dtype, and their amax: what current scaling needs before its cast."""
-    LOADS: tl.constexpr = HOW.LOADS
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
-    PAIRS: tl.constexpr = HOW.PAIRS
     HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
     R, C, row0, col0 = bounds
-    w = local_words(BN)
-    r = tl.arange(0, BM)[None, :, None]
+    w = local_words(HOW.BN)
+    r = tl.arange(0, HOW.BM)[None, :, None]
     known = peek(scratch_ptr, HW)
     out = out_ptr + row0.to(tl.int64) * C + col0
     if PRODUCER == GATE_GRADIENTS:
         known2 = peek(scratch_ptr + 3, HW)
-        values, values2 = produce_gradients(at, r, w, R - row0, C - col0, F, LOADS, EVEN, 0, HW)
+        values, values2 = produce_gradients(at, r, w, R - row0, C - col0, F, HOW.LOADS, EVEN, 0, HW)
         offer_maximum(values_amax(values2, KIND, HW), known2, scratch_ptr + 3, HW)
         arrived2 = arrive(scratch_ptr + 4, HW)
     else:
-        values = produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, LOADS, EVEN, 0, HW)
+        values = produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, HOW.LOADS, EVEN, 0, HW)
     offer_maximum(values_amax(values, KIND, HW), known, scratch_ptr, HW)
     arrived = arrive(scratch_ptr + 1, HW)
-    store_values(values, out, r, w, R - row0, C - col0, C, KIND, EVEN, PAIRS)
+    store_values(values, out, r, w, R - row0, C - col0, C, KIND, EVEN, HOW.PAIRS)
     if PRODUCER == GATE_GRADIENTS:
         out = out2_ptr + row0.to(tl.int64) * C + col0
-        store_values(values2, out, r, w, R - row0, C - col0, C, KIND, EVEN, PAIRS)
+        store_values(values2, out, r, w, R - row0, C - col0, C, KIND, EVEN, HOW.PAIRS)
         publish_maximum(arrived2, tl.num_programs(0), amax2_ptr, scratch_ptr + 3, STORE, HW)
     publish_maximum(arrived, tl.num_programs(0), amax_ptr, scratch_ptr, STORE, HW)
 

@@ -246,7 +246,6 @@ def load_band(
     `area`: where they go. In order: ROWS rows from r on of the first piece, then those of the next. `w`: words of rows.
     """
     ROWS: tl.constexpr = BAND.ROWS
-    CTAS: tl.constexpr = BAND.CTAS
     PIECES: tl.constexpr = BAND.PIECES
     HELD: tl.constexpr = BAND.HELD
     MISSING: tl.constexpr = BAND.MISSING
@@ -255,7 +254,7 @@ def load_band(
     row, column = unit_places(ROWS, BM, BN)
     unit, columns = tl.arange(0, BM * BN // (8 * ROWS)), tl.arange(0, BN // 8)
     for j in tl.static_range(PIECES):
-        first = (rank + j * CTAS) * BN
+        first = (rank + j * BAND.CTAS) * BN
         if j < HELD:
             at = x_band.to(tl.pointer_type(tl.int32)) + first // 2
             for p in tl.static_range(ROWS):
@@ -299,19 +298,17 @@ def term(word, shift, there, USE: tl.constexpr, MAY_MISS: tl.constexpr):
 @triton.jit
 def row_sums(words, units, zeros, shifts, there, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr):
     """[BM] sums over this program's pieces."""
-    ROWS: tl.constexpr = BAND.ROWS
-    PIECES: tl.constexpr = BAND.PIECES
     BM: tl.constexpr = HOW.BM
     LAST: tl.constexpr = len(zeros.shape) - 1
     sums = ()
-    for p in tl.static_range(ROWS):
+    for p in tl.static_range(BAND.ROWS):
         shift = shifts[p] if USE == DEVIATIONS else 0.0
         total = float_of(zeros)
-        for j in tl.static_range(PIECES):
+        for j in tl.static_range(BAND.PIECES):
             word = word_of(words, units, j, p, USE, BAND, HOW)
-            total += term(word, shift, there, USE, BAND.MISSING and j == PIECES - 1)
+            total += term(word, shift, there, USE, BAND.MISSING and j == BAND.PIECES - 1)
         sums = sums + (tl.sum(total, LAST),)
-    if ROWS == 4:
+    if BAND.ROWS == 4:
         both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
         return tl.reshape(tl.sum(both, 0), [BM])  # [lanes, rows by four, 2, 2]
     else:
@@ -330,9 +327,7 @@ def band_statistics(
     """(shift, scale) of rows r, r + 1, ..., as tuples of ROWS tensors; written to `outputs`, means and inverses of the
     band, by the first program of the cluster.
     """
-    ROWS: tl.constexpr = BAND.ROWS
     CTAS: tl.constexpr = BAND.CTAS
-    HW: tl.constexpr = HOW.HW
     mean_band, inverse_band = outputs
     row = tl.arange(0, HOW.BM)
     shifts = ()
@@ -340,13 +335,13 @@ def band_statistics(
         sums = row_sums(words, units, zeros, shifts, there, VALUES, BAND, HOW)
         mean = cluster_sum(sums, area, rank, 0, CTAS) / C
         tl.store(mean_band + row, mean, mask=(row >= 0) & (rank == 0))
-        shifts = for_all_threads(mean, mean_band, area, r, ROWS, 0, CTAS, HW)
+        shifts = for_all_threads(mean, mean_band, area, r, BAND.ROWS, 0, CTAS, HOW.HW)
     USE: tl.constexpr = DEVIATIONS if LAYER else SQUARES
     ROUND: tl.constexpr = 1 if LAYER else 0
     sums = row_sums(words, units, zeros, shifts, there, USE, BAND, HOW)
     inverse = 1.0 / tl.sqrt_rn(cluster_sum(sums, area, rank, ROUND, CTAS) / C + eps)
     tl.store(inverse_band + row, inverse, mask=(row >= 0) & (rank == 0))
-    scales = for_all_threads(inverse, inverse_band, area, r, ROWS, ROUND, CTAS, HW)
+    scales = for_all_threads(inverse, inverse_band, area, r, BAND.ROWS, ROUND, CTAS, HOW.HW)
     if LAYER:
         return shifts, scales
     else:
@@ -396,7 +391,6 @@ def norm_pieces(
     CTAS: tl.constexpr = BAND.CTAS
     PIECES: tl.constexpr = BAND.PIECES
     HELD: tl.constexpr = BAND.HELD
-    MISSING: tl.constexpr = BAND.MISSING
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -457,7 +451,7 @@ def norm_pieces(
                         amax = words_amax_bits(top, WORDS_BF16)
                     offer_maximum(amax, known, scratch_ptr, HW)
                     arrived = arrive(scratch_ptr + 1, HW)
-        if not MISSING or j < PIECES - 1 or there:
+        if not BAND.MISSING or j < PIECES - 1 or there:
             if ROWS == 4:
                 outputs = (row_out, column_out, row_scale, column_scale)
                 generators, bounds = (seed_ptr, row_stream, column_stream), Bounds(R, C, row0, col0)
