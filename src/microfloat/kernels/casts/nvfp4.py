@@ -155,14 +155,14 @@ def choose_columns(
     low, high, amax_low, amax_high, level_low, level_high, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """(stored, factor, value) of the blocks of the first and of the second columns."""
+    """(stored, factor, value) of blocks along columns, each of the first and of the second columns."""
     if CAST.RULE < FOUR_OVER_SIX_MAE:
         s, f, v = e4m3_scale(amax_low, level_low, CAST, LOWERED, HW)
         if CAST.TILE:
-            return s, f, v, s, f, v
+            return (s, s), (f, f), (v, v)
         else:
             s2, f2, v2 = e4m3_scale(amax_high, level_high, CAST, LOWERED, HW)
-            return s, f, v, s2, f2, v2
+            return (s, s2), (f, f2), (v, v2)
     else:
         s6, f6, v6 = candidate(amax_low, level_low, 1.0, HW)
         s4, f4, v4 = candidate(amax_low, level_low, 1.5, HW)
@@ -184,7 +184,7 @@ def choose_columns(
             also = other4 < other6
         s, f, v = _chosen(better, amax_low, s6, f6, v6, s4, f4, v4)
         s2, f2, v2 = _chosen(also, amax_high, r6, g6, u6, r4, g4, u4)
-        return s, f, v, s2, f2, v2
+        return (s, s2), (f, f2), (v, v2)
 
 
 @triton.jit
@@ -326,65 +326,38 @@ def nvfp4_columns(
     if CAST.PER_ROW:
         level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
         level_high = load_level(amax_ptr, col0 + c + 1, c + 1 < cols, CAST)
-    stored_low, factor_low, value_low, stored_high, factor_high, value_high = choose_columns(
+    stored, factors, values = choose_columns(
         low, high, amax_low, amax_high, level_low, level_high, CAST, LOWERED, HW, G, W
     )
-    random_low = (0, 0, 0, 0)
-    random_high = (0, 0, 0, 0)
+    random = ((0, 0, 0, 0), (0, 0, 0, 0))
     if CAST.STOCHASTIC:
         zero = zero_like(amax_low, HW)
-        random_low = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
-        random_high = block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW)
+        first = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
+        random = (first, block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW))
     if CAST.OUTPUT == CODES:
         ld = (length + 1) // 2
         out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2
         cs = tl.arange(0, W)[:, None] * 2
         octs = tl.arange(0, 2 * G)[None, :]
-        first, second, first_high, second_high = column_octs(
-            low,
-            high,
-            words,
-            factor_low,
-            factor_high,
-            amax_low > 0x7F800000,
-            amax_high > 0x7F800000,
-            random_low,
-            random_high,
-            CAST.STOCHASTIC,
-            LOWERED,
-            HW,
-        )
-        codes = tl.reshape(tl.permute(tl.join(first, second), [1, 0, 2]), [W, 2 * G])
-        store_octs(out_tile, codes, cs, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
-        codes = tl.reshape(tl.permute(tl.join(first_high, second_high), [1, 0, 2]), [W, 2 * G])
-        store_octs(out_tile, codes, cs + 1, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
+        bad = (amax_low > 0x7F800000, amax_high > 0x7F800000)
+        made = column_octs((low, high), words, factors, bad, random, CAST.STOCHASTIC, LOWERED, HW)
+        for second in tl.static_range(2):
+            codes = tl.reshape(tl.permute(tl.join(made[second][0], made[second][1]), [1, 0, 2]), [W, 2 * G])
+            store_octs(out_tile, codes, cs + second, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
         blocks = (length + 15) // 16
         if CAST.TILE:
             at = scale_ptr + ((col0 + c) // 16) * blocks + row0 // 16 + g
-            tl.store(at, stored_low.to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
+            tl.store(at, stored[0].to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
         else:
             at = scale_ptr + (col0 + c) * blocks + row0 // 16 + g
             if EVEN:
-                tl.store(at, stored_low.to(tl.uint8))
-                tl.store(at + blocks, stored_high.to(tl.uint8))
+                tl.store(at, stored[0].to(tl.uint8))
+                tl.store(at + blocks, stored[1].to(tl.uint8))
             else:
-                tl.store(at, stored_low.to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
-                tl.store(at + blocks, stored_high.to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
+                tl.store(at, stored[0].to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
+                tl.store(at + blocks, stored[1].to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
     else:
-        values = column_values(
-            low,
-            high,
-            words,
-            factor_low,
-            factor_high,
-            value_low,
-            value_high,
-            random_low,
-            random_high,
-            CAST.STOCHASTIC,
-            LOWERED,
-            HW,
-        )
+        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours

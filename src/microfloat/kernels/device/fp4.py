@@ -361,15 +361,13 @@ def row_halves(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: 
 
 
 @triton.jit
-def column_halves(
-    low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr
-):
-    """Halves of the sixteen rows of two neighbouring columns."""
+def column_halves(blocks, words, factors, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr):
+    """Halves of the sixteen rows of two neighbouring columns; of each its block, factor and Philox words."""
     halves = ()
     for i in tl.static_range(16):
-        a, b = low[i] * factor_low, high[i] * factor_high
+        a, b = blocks[0][i] * factors[0], blocks[1][i] * factors[1]
         if STOCHASTIC:
-            halves = halves + (stochastic_halves(a, b, column_random(random_low, random_high, i), LOWERED),)
+            halves = halves + (stochastic_halves(a, b, column_random(random[0], random[1], i), LOWERED),)
         else:
             halves = halves + (nearest_halves(a, b, words[i]),)
     return halves
@@ -467,23 +465,20 @@ def row_octs(block, words, factor, bad, random, STOCHASTIC: tl.constexpr, LOWERE
 
 
 @triton.jit
-def column_octs(
-    low, high, words, factor_low, factor_high, bad_low, bad_high, random_low, random_high, STOCHASTIC: tl.constexpr,
-    LOWERED: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
-    """The octs of two neighbouring columns: (first, second) of the first column, then of the second."""
+def column_octs(blocks, words, factors, bad, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
+    """The octs of two neighbouring columns, two of each; `bad`: which of their blocks have a NaN."""
     if not HW:
-        a, b = integer_octs(low, factor_low, random_low, STOCHASTIC)
-        c, d = integer_octs(high, factor_high, random_high, STOCHASTIC)
+        first = integer_octs(blocks[0], factors[0], random[0], STOCHASTIC)
+        return first, integer_octs(blocks[1], factors[1], random[1], STOCHASTIC)
     elif STOCHASTIC:
-        a, b = stochastic_octs(low, factor_low, bad_low, random_low, LOWERED)
-        c, d = stochastic_octs(high, factor_high, bad_high, random_high, LOWERED)
+        first = stochastic_octs(blocks[0], factors[0], bad[0], random[0], LOWERED)
+        return first, stochastic_octs(blocks[1], factors[1], bad[1], random[1], LOWERED)
     else:
-        words = sign_words(words, low, high)
-        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
-        a, c = columns_oct(halves, factor_low, factor_high, 0)
-        b, d = columns_oct(halves, factor_low, factor_high, 8)
-    return a, b, c, d
+        words = sign_words(words, blocks[0], blocks[1])
+        halves = column_halves(blocks, words, factors, random, STOCHASTIC, LOWERED)
+        a, c = columns_oct(halves, factors[0], factors[1], 0)
+        b, d = columns_oct(halves, factors[0], factors[1], 8)
+        return (a, b), (c, d)
 
 
 # ----------------------------------------------------------------------------------------------------------- values
@@ -537,20 +532,19 @@ def row_values(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LO
 
 @triton.jit
 def column_values(
-    low, high, words, factor_low, factor_high, value_low, value_high, random_low, random_high,
-    STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
+    blocks, words, factors, values, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr
+):
     """The same of two neighbouring columns: sixteen words of bfloat16, one per row."""
     out = ()
     if HW:
-        words = sign_words(words, low, high)
-        halves = column_halves(low, high, words, factor_low, factor_high, random_low, random_high, STOCHASTIC, LOWERED)
-        scales = factor_word(value_low, value_high)
+        words = sign_words(words, blocks[0], blocks[1])
+        halves = column_halves(blocks, words, factors, random, STOCHASTIC, LOWERED)
+        scales = factor_word(values[0], values[1])
         for i in tl.static_range(16):
             out = out + (value_word(halves[i], scales, STOCHASTIC),)
     else:
-        a = integer_values(low, factor_low, value_low, random_low, STOCHASTIC)
-        b = integer_values(high, factor_high, value_high, random_high, STOCHASTIC)
+        a = integer_values(blocks[0], factors[0], values[0], random[0], STOCHASTIC)
+        b = integer_values(blocks[1], factors[1], values[1], random[1], STOCHASTIC)
         for i in tl.static_range(16):
             out = out + (bf16_word(a[i], b[i], HW),)
     return out
