@@ -65,12 +65,12 @@ def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
 
 
 @triton.jit
-def rows_amax(
-    raw, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, T: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
-    """Amax bits [NB, BM] of a [NB * T, BM, ., 4] tile of words, T lanes to a block."""
-    if HW and KIND != ELEMENTWISE:
+def rows_amax(values, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, HOW: tl.constexpr):
+    """Amax bits [NB, BM] of values (raw, low, high) of [NB * T, BM, ., 4] words, T lanes to a block."""
+    raw, low, high = values
+    BM: tl.constexpr = HOW.BM
+    KIND: tl.constexpr = HOW.KIND
+    if HOW.HW and KIND != ELEMENTWISE:
         m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
         m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
         return larger_half(m, KIND, IGNORE_NAN)
@@ -88,14 +88,13 @@ def largest_bits(phases, V: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 
 @triton.jit
-def columns_amax(
-    phases, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr,
-):  # fmt: skip
+def columns_amax(phases, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, HOW: tl.constexpr):
     """Amax bits [NB, W] of the first and of the second column of every word; `phases`: [NB * G, Q, W] tiles (raw, low,
     high) of four neighbouring rows.
     """
-    if HW and KIND != ELEMENTWISE:
+    KIND: tl.constexpr = HOW.KIND
+    W: tl.constexpr = HOW.BN // 2
+    if HOW.HW and KIND != ELEMENTWISE:
         m = packed_reduce(largest_of_four(phases, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
         m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
         amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
@@ -158,7 +157,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
     cols = C - col0
     r, w, values = tile
     raw, low, high = values[0]
-    amax = rows_amax(raw, low, high, HOW.KIND, IGNORE_NAN, HW, NB, T, BM)
+    amax = rows_amax(values[0], IGNORE_NAN, NB, T, HOW)
     if CAST.TILE:
         amax = over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
@@ -228,7 +227,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     rows = R - row0
     cols = C - col0
     r, w, phases = tile
-    amax_low, amax_high = columns_amax(phases, HOW.KIND, IGNORE_NAN, HW, NB, G, W)
+    amax_low, amax_high = columns_amax(phases, IGNORE_NAN, NB, G, HOW)
     if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
         amax_high = amax_low
@@ -296,12 +295,10 @@ def quantize_blocks(
     rows = R - row0
     cols = C - col0
     if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
-        squares = load_squares(source, rows, cols, LOAD, 0, HOW.HW, HOW.BM, HOW.BN)
+        squares = load_squares(source, rows, cols, LOAD, 0, HOW)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
-        cast_squares(
-            squares, codes_at(row_out, row0, col0, C, ROW), row_scale, codes_at(column_out, col0, row0, R, COLUMN),
-            column_scale, bounds, ROW, COLUMN, HOW.HW, HOW.BM, HOW.BN,
-        )  # fmt: skip
+        outputs = (row_out, row_scale, column_out, column_scale)
+        cast_squares(squares, outputs, bounds, ROW, COLUMN, HOW)
     else:
         # All loads first: the second reading of the tile meets the first on its way.
         if ROW is not None:

@@ -345,7 +345,7 @@ def fold_rows(
     r = lane_rows(BM)
     w = lane_words(128, 32 // T)
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
-    amax = rows_amax(raw, low, high, KIND, False, HOW.HW, 4, T, BM)
+    amax = rows_amax((raw, low, high), False, 4, T, HOW)
     byte, factor = e8m0_scale(amax, BIAS, CAST.RULE)
     largest = tl.max(byte, 0)  # [BM]
     if TILE:
@@ -419,7 +419,7 @@ def fold_columns(
     w = tl.arange(0, W)[None, None, :]
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
     phases = produce_rows(source, r, w, rows, cols, 4, LOAD, 0, 4, HOW)
-    amax_low, amax_high = columns_amax(phases, KIND, False, HOW.HW, 4, 1, W)
+    amax_low, amax_high = columns_amax(phases, False, 4, 1, HOW)
     byte_low, fl = e8m0_scale(amax_low, BIAS, CAST.RULE)
     byte_high, fh = e8m0_scale(amax_high, BIAS, CAST.RULE)
     cs = tl.arange(0, W) * 2
@@ -538,7 +538,7 @@ def fold_blocks(
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, TILE, HOW.KIND, HOW.EVEN):
-        squares = load_squares(source, R - row0, C - col0, LOAD, 0, HW, 128, 128)
+        squares = load_squares(source, R - row0, C - col0, LOAD, 0, HOW)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
         lossy_rows, lossy_columns = fold_squares(
             squares, row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0,

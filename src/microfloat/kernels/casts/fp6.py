@@ -55,7 +55,7 @@ def quantize_packed(
     cols = C - col0
     _r, w, values = load_rows(source, rows, cols, 16, LOAD, 0, HOW)
     raw, low, high = values[0]
-    amax = rows_amax(raw, low, high, KIND, False, HW, NB, T, BM)
+    amax = rows_amax(values[0], False, NB, T, HOW)
     stored, factor, _value = block_scale(amax, 0.0, CAST)
     random = 0
     if STOCHASTIC:

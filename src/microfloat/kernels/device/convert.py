@@ -2,8 +2,8 @@
 
 `HW` = False: integer arithmetic alone. It is what Triton's interpreter runs (whose own casts do not round) and what
 GPUs without FP8 conversions compile. `HW` = True: hardware conversions (compute capability 8.9 and newer) for 8-bit
-elements, float additions that round in the right place for 6 and 4 bits. `selfcheck` compares both
-exhaustively on a GPU (tests/kernels).
+elements, float additions that round in the right place for 6 and 4 bits. tests/kernels/selfcheck.py compares both
+exhaustively on a GPU.
 
 An element is given by its mantissa width `MB` and exponent `BIAS`; everything else follows from these two:
 sign bit = (BIAS + 1) << (MB + 1); codes above the largest finite one: 1 in E4M3 (NaN), 4 in E5M2 (Inf, NaN), else 0.

@@ -143,15 +143,13 @@ def square_places(BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def load_squares(
-    source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+def load_squares(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """A tile as `cast_squares` takes it: (first local row and word of every lane, eight tensors [8, 4, N, 4])."""
-    r, w = square_places(BM, BN)
+    r, w = square_places(HOW.BM, HOW.BN)
     at = w + tl.arange(0, 4)[None, None, None, :]
     words = ()
     for p in tl.static_range(8):
-        raw, _low, _high = produce_pair(source, r + p, at, rows, cols, PRODUCER, F, WORDS_BF16, True, 0, HW)
+        raw, _low, _high = produce_pair(source, r + p, at, rows, cols, PRODUCER, F, WORDS_BF16, True, 0, HOW.HW)
         words = words + (raw,)
     return r, w, words
 
@@ -281,13 +279,16 @@ def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constex
 
 
 @triton.jit
-def cast_squares(
-    tile, row_tile, row_scale, column_tile, column_scale, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Both operands of a tile (`load_squares`)."""
+def cast_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr):
+    """Both operands of a tile (`load_squares`); `outputs`: codes and scales of rows, codes and scales of columns."""
+    HW: tl.constexpr = HOW.HW
+    BM: tl.constexpr = HOW.BM
+    BN: tl.constexpr = HOW.BN
+    row_out, row_scale, column_out, column_scale = outputs
     r, w, words = tile
     R, C, row0, col0 = bounds
+    row_tile = row_out + row0.to(tl.int64) * C + col0
+    column_tile = column_out + col0.to(tl.int64) * R + row0
     columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
     factors = columns[:, None, :, :]
     low, high = (), ()

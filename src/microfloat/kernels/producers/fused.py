@@ -189,8 +189,6 @@ def produce_blocks(
     stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """MX and FP8 1x128 codes of produced values; of both GATE_GRADIENTS, each under its own seed."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
@@ -199,10 +197,9 @@ def produce_blocks(
     rows = R - row0
     cols = C - col0
     if not TWO and HOW.LOADS == HOW.KIND and takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
-        cast_squares(
-            load_squares(at, rows, cols, PRODUCER, F, HOW.HW, BM, BN), codes_at(row_out, row0, col0, C, ROW), row_scale,
-            codes_at(column_out, col0, row0, R, COLUMN), column_scale, bounds, ROW, COLUMN, HOW.HW, BM, BN,
-        )  # fmt: skip
+        squares = load_squares(at, rows, cols, PRODUCER, F, HOW)
+        outputs = (row_out, row_scale, column_out, column_scale)
+        cast_squares(squares, outputs, bounds, ROW, COLUMN, HOW)
         return
     if ROW is not None:
         r, w, values = load_rows(at, rows, cols, 16 if ROW.STOCHASTIC else 8, PRODUCER, F, HOW)

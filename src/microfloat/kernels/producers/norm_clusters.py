@@ -19,7 +19,6 @@ For bfloat16 in whole pieces; `fused` serves what is not.
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.blocks import codes_at
 from microfloat.kernels.casts.scaled import (
     amax_of_tile,
     given_scale,
@@ -298,17 +297,19 @@ def term(word, shift, there, USE: tl.constexpr, MAY_MISS: tl.constexpr):
 @triton.jit
 def row_sums(words, units, zeros, shifts, there, USE: tl.constexpr, BAND: tl.constexpr, HOW: tl.constexpr):
     """[BM] sums over this program's pieces."""
+    ROWS: tl.constexpr = BAND.ROWS
+    PIECES: tl.constexpr = BAND.PIECES
     BM: tl.constexpr = HOW.BM
     LAST: tl.constexpr = len(zeros.shape) - 1
     sums = ()
-    for p in tl.static_range(BAND.ROWS):
+    for p in tl.static_range(ROWS):
         shift = shifts[p] if USE == DEVIATIONS else 0.0
         total = float_of(zeros)
-        for j in tl.static_range(BAND.PIECES):
+        for j in tl.static_range(PIECES):
             word = word_of(words, units, j, p, USE, BAND, HOW)
-            total += term(word, shift, there, USE, BAND.MISSING and j == BAND.PIECES - 1)
+            total += term(word, shift, there, USE, BAND.MISSING and j == PIECES - 1)
         sums = sums + (tl.sum(total, LAST),)
-    if BAND.ROWS == 4:
+    if ROWS == 4:
         both = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
         return tl.reshape(tl.sum(both, 0), [BM])  # [lanes, rows by four, 2, 2]
     else:
@@ -460,10 +461,7 @@ def norm_pieces(
                 )
             else:
                 square_rows, square_words = square_places(BM, BN)
-                cast_squares(
-                    (square_rows, square_words, made), codes_at(row_out, row0, col0, C, ROW), row_scale,
-                    codes_at(column_out, col0, row0, R, COLUMN), column_scale, Bounds(R, C, row0, col0), ROW, COLUMN,
-                    HW, BM, BN,
-                )  # fmt: skip
+                squares, outputs = (square_rows, square_words, made), (row_out, row_scale, column_out, column_scale)
+                cast_squares(squares, outputs, Bounds(R, C, row0, col0), ROW, COLUMN, HOW)
     if RECORDS:
         publish_maximum(arrived, tl.num_programs(0), record, scratch_ptr, RECORD, HW)
