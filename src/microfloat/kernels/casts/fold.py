@@ -238,23 +238,17 @@ def fold_square_rows(words, factors, shifts, out_tile, r, w, C, HW: tl.constexpr
 
 
 @triton.jit
-def fold_squares(
-    tile,
-    row_tile,
-    row_scale,
-    column_tile,
-    column_scale,
-    R,
-    C,
-    ROW: tl.constexpr,
-    COLUMN: tl.constexpr,
-    HW: tl.constexpr,
-):
-    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales, which go to `row_scale` and
-    `column_scale` one after the other; returns the numbers of lossy elements (row operand, column operand).
+def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr):
+    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales; returns the numbers of lossy elements
+    (row operand, column operand). `outputs`: codes and scales of rows, codes and scales of columns.
     """
+    row_out, row_scale, column_out, column_scale = outputs
     r, w, words = tile
-    columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
+    R, C, row0, col0 = bounds
+    row_tile, row_scale = row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0
+    column_tile = column_out + col0.to(tl.int64) * R + row0
+    column_scale += (row0 // 128).to(tl.int64) * C + col0
+    columns, rows = square_factors(words, ROW, COLUMN, HW)
     stored_rows = ()
     for j in tl.static_range(4):
         stored_rows = stored_rows + (stored_bytes(rows[j]),)
@@ -540,11 +534,8 @@ def fold_blocks(
     if folds(ROW, COLUMN, TILE, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HOW)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
-        lossy_rows, lossy_columns = fold_squares(
-            squares, row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0,
-            column_out + col0.to(tl.int64) * R + row0, column_scale + (row0 // 128).to(tl.int64) * C + col0, R, C,
-            ROW, COLUMN, HW,
-        )  # fmt: skip
+        outputs = (row_out, row_scale, column_out, column_scale)
+        lossy_rows, lossy_columns = fold_squares(squares, outputs, bounds, ROW, COLUMN, HOW.HW)
     else:
         if ROW is not None:
             row_tile, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)

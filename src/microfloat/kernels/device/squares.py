@@ -155,10 +155,7 @@ def load_squares(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HO
 
 
 @triton.jit
-def square_factors(
-    words, ROW_BIAS: tl.constexpr, ROW_THRESHOLD: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    COLUMN_THRESHOLD: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
+def square_factors(words, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr):
     """Factors of blocks: of columns [8, N, 4], and four tensors [2, 4, N] for pairs of rows."""
     N: tl.constexpr = words[0].shape[2]
     top = magnitudes(words[0], HW)
@@ -168,8 +165,8 @@ def square_factors(
         top = larger(top, larger(a, b, HW), HW)
         a, b = largest(a, 3, HW), largest(b, 3, HW)
         pair = tl.reshape(larger(both_low(a, b, HW), both_high(a, b, HW), HW), [2, 4, 4, N])
-        rows = rows + (block_factors(largest(pair, 1, HW), ROW_BIAS, ROW_THRESHOLD, HW),)
-    return block_factors(largest(top, 1, HW), COLUMN_BIAS, COLUMN_THRESHOLD, HW), rows
+        rows = rows + (block_factors(largest(pair, 1, HW), ROW.BIAS, ROW.RULE, HW),)
+    return block_factors(largest(top, 1, HW), COLUMN.BIAS, COLUMN.RULE, HW), rows
 
 
 @triton.jit
@@ -289,7 +286,7 @@ def cast_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     R, C, row0, col0 = bounds
     row_tile = row_out + row0.to(tl.int64) * C + col0
     column_tile = column_out + col0.to(tl.int64) * R + row0
-    columns, rows = square_factors(words, ROW.BIAS, ROW.RULE, COLUMN.BIAS, COLUMN.RULE, HW)
+    columns, rows = square_factors(words, ROW, COLUMN, HW)
     factors = columns[:, None, :, :]
     low, high = (), ()
     for q in tl.static_range(2):
