@@ -239,8 +239,8 @@ def fold_square_rows(words, factors, shifts, out_tile, r, w, C, HW: tl.constexpr
 
 @triton.jit
 def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr):
-    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales; returns how many elements of each are
-    lossy. `outputs`: codes and scales of rows, codes and scales of columns.
+    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales; returns how many elements of each
+    are lossy. `outputs`: codes and scales of rows, codes and scales of columns.
     """
     row_out, row_scale, column_out, column_scale = outputs
     r, w, words = tile
