@@ -247,7 +247,7 @@ def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     R, C, row0, col0 = bounds
     row_tile, row_scale = row_out + row0.to(tl.int64) * C + col0, row_scale + (col0 // 128).to(tl.int64) * R + row0
     column_tile = column_out + col0.to(tl.int64) * R + row0
-    column_scale += (row0 // 128).to(tl.int64) * C + col0
+    column_scale = column_scale + (row0 // 128).to(tl.int64) * C + col0
     columns, rows = square_factors(words, ROW, COLUMN, HW)
     stored_rows = ()
     for j in tl.static_range(4):
@@ -428,16 +428,19 @@ def fold_columns(
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
         exponent_low, scale = group_scale(largest_low, MB, BIAS)
-        exponent_low, largest_low = exponent_low[None, :], largest_low[None, :]
-        shift_low = group_shift(byte_low, exponent_low, largest_low)
+        shift_low = group_shift(byte_low, exponent_low[None, :], largest_low[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs, scale, mask=cs < cols)
         exponent_high, scale = group_scale(largest_high, MB, BIAS)
-        exponent_high, largest_high = exponent_high[None, :], largest_high[None, :]
-        shift_high = group_shift(byte_high, exponent_high, largest_high)
+        shift_high = group_shift(byte_high, exponent_high[None, :], largest_high[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
     if HOW.HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
+        if not TILE:
+            exponent_low, exponent_high = exponent_low[None, :], exponent_high[None, :]
+            largest_low, largest_high = largest_low[None, :], largest_high[None, :]
         words_low = spread_columns(shift_word(byte_low, exponent_low, largest_low), 4, 1, W)
         words_high = spread_columns(shift_word(byte_high, exponent_high, largest_high), 4, 1, W)
+        quads = tl.arange(0, 32)[None, :]
+        c = tl.arange(0, W)[:, None] * 2
         low, high = (), ()
         if KIND == WORDS_BF16:
             words, factors = (), spread_columns(factor_word(fl, fh), 4, 1, W)
@@ -453,29 +456,29 @@ def fold_columns(
                 low = low + (phases[p][1] * fl,)
             for p in tl.static_range(4):
                 high = high + (phases[p][2] * fh,)
-        lossy = fold_quads(low, words_low, out_tile, 0, bounds, HOW)
-        lossy = add_f16x2(lossy, fold_quads(high, words_high, out_tile, 1, bounds, HOW))
+        lossy = fold_quads(low, words_low, out_tile, c, 0, quads, bounds, HOW)
+        lossy = add_f16x2(lossy, fold_quads(high, words_high, out_tile, c, 1, quads, bounds, HOW))
         return count_halves(tl.reduce(lossy, 1, add_f16x2))
     else:
         return fold_columns_by_steps(out_tile, phases, (fl, fh), (shift_low, shift_high), generator, bounds, CAST, HOW)
 
 
 @triton.jit
-def store_column_quads(codes, out_tile, second, bounds, HOW: tl.constexpr):
-    """Store [4, 8, W] quads of the first or of the second (0 or 1) column of every word."""
+def store_column_quads(codes, out_tile, columns, second, quads, bounds, HOW: tl.constexpr):
+    """Store [4, 8, W] quads of the first or of the `second` (0 or 1) column of every word. `columns` [W, 1], of the
+    first ones, and `quads` [1, 32]: local indices.
+    """
     R, C, row0, col0 = bounds
-    W: tl.constexpr = HOW.BN // 2
-    c = tl.arange(0, W)[:, None] * 2 + second
-    codes = transpose_quads(codes, 4, 8, W)
-    store_quads(out_tile, codes, c, tl.arange(0, 32)[None, :], R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
+    codes = transpose_quads(codes, 4, 8, HOW.BN // 2)
+    store_quads(out_tile, codes, columns + second, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
 
 
 @triton.jit
-def fold_quads(column, shifts, out_tile, second, bounds, HOW: tl.constexpr):
+def fold_quads(column, shifts, out_tile, columns, second, quads, bounds, HOW: tl.constexpr):
     """Store the codes of four neighbours of a column; returns their lossy halves (`fold_pair`), added up."""
     first, lossy = fold_pair(column[0], column[1], shifts)
     last, more = fold_pair(column[2], column[3], shifts)
-    store_column_quads(first | (last << 16), out_tile, second, bounds, HOW)
+    store_column_quads(first | (last << 16), out_tile, columns, second, quads, bounds, HOW)
     return add_f16x2(lossy, more)
 
 
@@ -504,10 +507,12 @@ def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, 
         low, high = low + (a,), high + (b,)
     low = (low[0] * sl, low[1] * sl, low[2] * sl, low[3] * sl)
     high = (high[0] * sh, high[1] * sh, high[2] * sh, high[3] * sh)
-    columns = (low, high)
-    for second in tl.static_range(2):
-        a, b, c, d = columns[second]
-        store_column_quads(encode_quad(a, b, c, d, 0, TMB, TBIAS, False, HOW.HW), out_tile, second, bounds, HOW)
+    quads = tl.arange(0, 32)[None, :]
+    column = tl.arange(0, W)[:, None] * 2
+    codes = encode_quad(low[0], low[1], low[2], low[3], 0, TMB, TBIAS, False, HOW.HW)
+    store_column_quads(codes, out_tile, column, 0, quads, bounds, HOW)
+    codes = encode_quad(high[0], high[1], high[2], high[3], 0, TMB, TBIAS, False, HOW.HW)
+    store_column_quads(codes, out_tile, column, 1, quads, bounds, HOW)
     lossy = lossy_of_four(low, TBIAS) + lossy_of_four(high, TBIAS)
     return tl.sum(tl.sum(tl.sum(lossy, 2), 1), 0)
 
