@@ -16,7 +16,7 @@ from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
-from microfloat.torch import gemms, reference  # noqa: E402
+from microfloat.torch import backends, gemms, reference  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 
@@ -111,7 +111,7 @@ class TestChoice:
 
     def test_only_where_the_kernel_can_be_built_and_gives_bfloat16(self, monkeypatch):
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
-        monkeypatch.setattr(gemms, "_chip", lambda device: HOPPER)
+        monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
         monkeypatch.setattr(gemms, "_processors", lambda device: 132)
         for is_there in (False, True):
             monkeypatch.setattr(gemms, "own_gemm_is_there", lambda is_there=is_there: is_there)
@@ -135,7 +135,7 @@ class TestChoice:
         asked = []
         monkeypatch.setattr(gemms, "own_gemm_is_there", lambda: True)
         monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
-        monkeypatch.setattr(gemms, "_chip", lambda device: HOPPER)
+        monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
         monkeypatch.setattr(gemms, "_processors", lambda device: 132 + device)
         monkeypatch.setattr(
             gemms, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
@@ -169,7 +169,7 @@ class TestChoice:
 
 
 def _as_documented(a, a_scale, b, b_scale, dtype, tiles):
-    """The product by what `_block_gemm` says of layouts, read from memory as the kernel does."""
+    """The product by what the GEMM expects of layouts, read from memory as the kernel does."""
     (m, k), n, steps = a.shape, b.shape[1], -(-a.shape[1] // 128)
     left = a_scale.as_strided((steps, m), (m, 1)).repeat_interleave(128, 0)[:k].t()
     if tiles:

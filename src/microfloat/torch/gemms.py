@@ -48,7 +48,7 @@ _scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
 _BYTES = 16  # what addresses are multiples of
 # Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
-_LARGEST_SUM, _ROWS = 1 << 26, 256
+_LARGEST_SUM, _ROWS = 1 << 28, 256
 
 
 class Product(Protocol):
@@ -284,7 +284,7 @@ def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torc
     index = _index(device)
     if index < 0 or dtype != torch.bfloat16:
         return False
-    return own_gemm_is_faster(shape, tiles, _chip(index), _processors(index)) and own_gemm_is_there()
+    return own_gemm_is_faster(shape, tiles, backends.chip_of(device), _processors(index)) and own_gemm_is_there()
 
 
 def _index(device: torch.device) -> int:
@@ -295,11 +295,6 @@ def _index(device: torch.device) -> int:
 @functools.cache
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _chip(device: int) -> Chip:
-    return Chip(torch.cuda.get_device_capability(device))
 
 
 @functools.cache
@@ -442,21 +437,19 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
     multiply = _float32_product if task.device.type == "cuda" else _float32_product_on_cpu
     if unscaled and bias is None and dtype == torch.float32:
         return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: multiply(a, b))
-    step = max(_LARGEST_SUM // n // _ROWS, 1) * _ROWS
-    finish = _epilogue(min(m, step), n, levels, bias, dtype, task.device)
+    step = _up(-(-m // -(-m * n // _LARGEST_SUM)), _ROWS)
     if m <= step:
+        finish = _epilogue(m, n, levels, bias, dtype, task.device)
         return _as_product(
             lambda a, a_scale, a_level, b, b_scale, b_level, bias: finish(multiply(a, b), a_level, b_level, bias)
         )
-    last = m - m % step
-    finish_last = _epilogue(m - last, n, levels, bias, dtype, task.device) if last != m else finish
+    parts = [slice(begin, min(begin + step, m)) for begin in range(0, m, step)]
+    finishes = [_epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
 
     def in_parts(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
         y = torch.empty((m, n), dtype=dtype, device=a.device)
-        for begin in range(0, m, step):
-            rows = slice(begin, begin + step)
-            level = a_level[rows] if levels[0] == "row" else a_level
-            (finish_last if begin == last else finish)(multiply(a[rows], b), level, b_level, bias, y[rows])
+        for rows, finish in zip(parts, finishes, strict=True):
+            finish(multiply(a[rows], b), a_level[rows] if levels[0] == "row" else a_level, b_level, bias, y[rows])
         return y
 
     return _as_product(in_parts)
@@ -631,7 +624,8 @@ def _plain(task: _Task) -> Product:
     (m, k, n), lhs, rhs, dtype = task.shape, task.lhs, task.rhs, task.out_dtype
     if lhs is None and rhs is None:
         return _as_product(
-            lambda a, a_scale, a_level, b, b_scale, b_level, bias: high_precision_product(a, b, bias, dtype)
+            lambda a, a_scale, a_level, b, b_scale, b_level, bias: high_precision_product(a, b, bias, dtype),
+            "torch multiplies in high precision",
         )
     dequantize = _dequantizer(rhs if lhs is None else lhs, task.device)
 
