@@ -6,7 +6,8 @@ import torch
 
 from benchmarks._timing import copy_gbs, in_turn
 from benchmarks.quantize_rows import Case
-from microfloat.torch.backends.triton import _launch
+from microfloat.passes import tables
+from microfloat.torch import program
 
 # Name in TILES -> ids that run it, and tiles to try: rows, columns, warps, registers of a thread (0: any).
 SWEEPS = {
@@ -50,14 +51,15 @@ def sweep(cases: list[Case], options: argparse.Namespace) -> int:
     chosen = {case.id: case for case in cases}
     copy = copy_gbs(1 << 10 if options.quick else 1 << 30, options.device)
     for name, (ids, tiles) in SWEEPS.items():
-        usual = _launch.TILES[name]
+        usual = tables.TILES[name]
         for case in (chosen[row_id] for row_id in ids if row_id in chosen):
             for shape in ((32, 64),) if options.quick else case.shapes:
                 matrices = [torch.randn(shape, device=options.device).bfloat16() for _ in range(3)]
                 state = case.state(matrices[0])
                 for tile in tiles:
                     rows, columns, warps, registers = tile
-                    _launch.TILES[name] = (rows, columns, _launch.Warps(warps, registers or None))
+                    tables.TILES[name] = (rows, columns, tables.Warps(warps, registers or None))
+                    program.forget_programs()
                     calls = {"ours": lambda i, run=case.run, x=matrices, s=state: run(x[i % 3], s)}
                     try:
                         median = in_turn(calls, options.device, 40)["ours"].median
@@ -66,5 +68,5 @@ def sweep(cases: list[Case], options: argparse.Namespace) -> int:
                         continue
                     ratio = case.bytes_per_element * shape[0] * shape[1] / median / 1e6 / copy
                     print(f"{case.id:16} {shape!s:16} {tile!s:16} {median:8.4f} ms  {ratio:5.3f} of copy", flush=True)
-        _launch.TILES[name] = usual
+        tables.TILES[name] = usual
     return 0

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,15 +52,18 @@ def plant(tool: str) -> None:
     """A fault for a tool to find: a row read beyond an allocation, or a matrix read that nobody has written."""
     import torch
 
+    from microfloat.passes import OperandSpec
+    from microfloat.passes.casts import cast_passes
     from microfloat.recipes import Cast
-    from microfloat.torch.backends.triton import _blocks, _launch, _plans
+    from microfloat.torch.program import Program, matrix_of, scratch
 
     x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
-    matrix = _launch.Matrix(x)
+    matrix = matrix_of(x)
     if tool == "memcheck":
         x.zero_()
-        matrix.rows += 1
-    _blocks.quantize_blocks(matrix, _plans.plan_of(Cast("mxfp8")), None)
+        matrix = replace(matrix, rows=65)
+    program = Program(cast_passes(matrix, OperandSpec(Cast("mxfp8")), None), x.device)
+    program.run(torch.cuda.current_stream().cuda_stream, (None, x, scratch(0), *(None,) * 10))
     torch.cuda.synchronize()
 
 

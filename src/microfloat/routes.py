@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ScaledFormat
-from microfloat.kernels.families import family_of, is_stock
+from microfloat.passes import family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard
 
 __all__ = [

@@ -16,7 +16,8 @@ LAYERS = (
     ("layout",),
     ("metrics", "reference"),
     ("kernels", "checkpoint"),
-    ("passes", "routes"),
+    ("passes",),
+    ("routes",),
     ("torch", "jax"),
     ("cli",),
 )

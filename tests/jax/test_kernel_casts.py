@@ -135,7 +135,7 @@ def test_delayed_scaling_records_in_the_cast(repository):
     ):
         element = "f8E5M2" if tensor == "dy" else "f8E4M3FN"
         assert (name, operands) == ("cast_scaled", [f"{rows}xbf16", "f32"])
-        assert results == [f"{rows}x{element}", f"{columns}x{element}", "1x1xf32", "1x1xf32", "f32", "16xui32"]
+        assert results == [f"{rows}x{element}", f"{columns}x{element}", "f32", "f32", "f32", "16xui32"]
     assert all("xf8" in kind for kinds, _ in found["cuda"]["dots"] for kind in kinds)
 
 

@@ -14,15 +14,13 @@ import torch.nn.functional as functional
 
 from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
-from microfloat.kernels import tables as casts
+from microfloat.kernels.casts import blocks
 from microfloat.kernels.device import tiles
+from microfloat.passes import matrix as passes_matrix
+from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import fused, reference
+from microfloat.torch import fused, program, reference
 from microfloat.torch.backends import triton
-from microfloat.torch.backends.triton import _launch, _scaled
-from microfloat.torch.backends.triton._blocks import blocks_launch
-from microfloat.torch.backends.triton._launch import Matrix
-from microfloat.torch.backends.triton._plans import plan_of
 from tests.torch.planned.setting import native_on
 
 SEED = 0x89ABCDEF01234567
@@ -37,8 +35,8 @@ CUSTOM = {
 def form(device):
     """Which form of the conversions a device runs."""
     index = -1 if device == "cpu" else torch.device(device).index or 0
-    hardware = _launch.compiled_conversions(index)
-    how = "interpreted" if _launch.INTERPRETED else "compiled"
+    hardware = program.compiled_conversions(index)
+    how = "interpreted" if program.INTERPRETED else "compiled"
     return f"{how}, {'hardware' if hardware else 'integer'} conversions"
 
 
@@ -116,9 +114,11 @@ def sides(device, row, column):
     both, enough = (make_cast("nvfp4", row), make_cast("nvfp4", column)), casts._ENOUGH_PROGRAMS
     try:
         casts._ENOUGH_PROGRAMS = 1
+        program.forget_programs()
         made = triton.quantize_both(x.to(device), *both, seed=seed_words(device), row_stream=2, column_stream=4)
     finally:
         casts._ENOUGH_PROGRAMS = enough
+        program.forget_programs()
     for got, cast, axis, stream in zip(made, both, (-1, -2), (2, 4), strict=True):
         want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
         check_operand(got, want, f"axis {axis}")
@@ -168,7 +168,7 @@ def delayed(device):
             check_operand(got, want, f"delayed {shape}")
         largest = largest if special else max(largest, float(x.float().abs().max()))
         assert history.tolist() == [largest, 0.0, 0.0, 0.0]
-    assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
+    assert all(not bool(words.any()) for words in program._SCRATCH.values()), "scratch words were left behind"
 
 
 def told_of_overflow(want, x, transposed):
@@ -230,7 +230,7 @@ def delayed_gradients(device):
                             check_operand(got, told_of_overflow(want, x, transposed), f"{shape} {special} {transposed}")
                     if history is not None:
                         assert float(history[0]) == (0.0 if special else float(x.float().abs().max()))
-    assert all(not bool(words.any()) for words in _launch._SCRATCH.values()), "scratch words were left behind"
+    assert all(not bool(words.any()) for words in program._SCRATCH.values()), "scratch words were left behind"
 
 
 def converted_once(device):
@@ -238,6 +238,7 @@ def converted_once(device):
     history, known, enough = torch.zeros(2, device=device), torch.tensor(0.3), casts._ENOUGH_PROGRAMS
     try:
         casts._ENOUGH_PROGRAMS = 1
+        program.forget_programs()
         for shape, dtype in (((512, 256), "bfloat16"), ((256, 128), "float16"), ((256, 128), "float32")):
             x = matrix(shape, dtype, special=True)
             for name in ("fp8_tensor", "fp8_tensor_e5m2"):
@@ -253,6 +254,7 @@ def converted_once(device):
             assert float(history[0]) >= float(x[~x.isnan()].float().abs().max())
     finally:
         casts._ENOUGH_PROGRAMS = enough
+        program.forget_programs()
 
 
 def amaxes(device, shape, dtype, **kind):
@@ -353,10 +355,11 @@ def special_words_folded(device, name, tile):
 
 def amax_in_pieces(device):
     """Programs that take piece after piece of a matrix, from its end on: all of it is read, once."""
-    usual = _scaled.AMAX_PIECES
+    usual = casts.AMAX_PIECES
     try:
         for block, unroll, at_once in ((64, 2, 3), (64, 1, 2)):
-            _scaled.AMAX_PIECES = block, unroll, at_once, _launch.Warps(1)
+            casts.AMAX_PIECES = block, unroll, at_once, casts.Warps(1)
+            program.forget_programs()
             for count in (1, 2, 63, 64, 127, 128, 130, 640, 1000, 1023):
                 for dtype in ("bfloat16", "float32"):
                     x = torch.ones(count, 1, dtype=getattr(torch, dtype))
@@ -365,7 +368,8 @@ def amax_in_pieces(device):
                         got = triton.amax(x.to(device))
                         assert float(got) == float(x.float().abs().max()), (block, unroll, count, dtype, at)
     finally:
-        _scaled.AMAX_PIECES = usual
+        casts.AMAX_PIECES = usual
+        program.forget_programs()
 
 
 def values_in_bf16(device, name, options=()):
@@ -465,9 +469,10 @@ def odd_alignments(device):
 
 def wide_offsets(device):
     """What matrices beyond 2^31 elements run: offsets of 64 bits, here forced on small ones."""
-    narrow = _launch._INT32_MAX
+    narrow = passes_matrix.INT32_MAX
     try:
-        _launch._INT32_MAX = 100
+        passes_matrix.INT32_MAX = 100
+        program.forget_programs()
         for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp4", "nvfp4"):
             operands(device, name, (37, 75), "float32", **{"special": True})
             operands(device, name, (64, 128), "bfloat16")
@@ -483,10 +488,11 @@ def wide_offsets(device):
         fused_casts(device, "mxfp8")
         folded(device, "mxfp8", False)
         x = matrix((37, 75), "bfloat16")
-        assert _launch.Matrix(x).index64
+        assert program.matrix_of(x).index64
         assert float(triton.amax(x.to(device))) == float(x.float().abs().max())
     finally:
-        _launch._INT32_MAX = narrow
+        passes_matrix.INT32_MAX = narrow
+        program.forget_programs()
 
 
 def swizzled(device):
@@ -606,15 +612,19 @@ def fused_casts(device, name):
 def scale_orders(device):
     """Squares write scales in rows, in columns and in Blackwell's tiles."""
     cast, x = Cast("mxfp8"), matrix((256, 128), "bfloat16", special=True).to(device)
-    plan, source = plan_of(cast), Matrix(x)
+    numbers, source = casts.kernel_cast(cast), program.matrix_of(x)
     wanted = reference.quantize_both(x.cpu(), cast, cast)
+    rows, columns, warps = casts.TILES["squares"]
     for order in (tiles.SCALE_ROW_MAJOR, tiles.SCALE_COLUMN_MAJOR, tiles.SCALE_SWIZZLED):
-        constant = plan.block_cast(0, order.value)
-        laid = replace(plan, block_casts=(constant, constant))
+        constant = numbers.block_cast(0, order.value)
         codes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((256, 128), (128, 256))]
         scales = [torch.full((1024,), 77, dtype=torch.uint8, device=device) for _ in range(2)]
-        launch = blocks_launch(source, laid, laid)
-        launch(x.get_device(), x, codes[0], scales[0], codes[1], scales[1], None)
+        constants = (constant, constant, source.how(rows, columns, units=True))
+        launch = program.kernel_of(blocks.quantize_blocks).prepared(
+            (source.key, constants), source.tiles(rows, columns), (0, 0, 0, 0.0, 0.0, *source.sizes), constants, warps
+        )
+        stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+        launch(stream, x, codes[0], scales[0], codes[1], scales[1], None)
         for got, scale, want in zip(codes, scales, wanted, strict=True):
             assert torch.equal(got.cpu(), want.codes.view(torch.uint8))
             laid_out = {
@@ -696,6 +706,13 @@ def norms_alone(device, kind, name):
     from tests.kernels import norm_cases
 
     norm_cases.check(device, kind, name)
+
+
+def programs(device):
+    """Programs for every cast, form, stride and alignment (tests/kernels/program_cases.py)."""
+    from tests.kernels import program_cases
+
+    program_cases.check(device)
 
 
 def guard_zones(device):

@@ -72,7 +72,7 @@ def scattered_units(ttgir):
 
 
 def _launchers(capability):
-    """`_launch`, all launchers made to believe in a GPU of that capability."""
+    """`torch.program`, all launchers made to believe in a GPU of that capability."""
     import torch
     from triton.runtime import driver
 
@@ -94,27 +94,25 @@ def compile_all(workloads, capability=HOPPER):
 
     from microfloat.kernels.constants import How
 
-    _launch = _launchers(capability)
+    program = _launchers(capability)
     launched = []
 
-    usual = _launch.Warps(4)
-
-    def compile_only(self, key, programs, device, tensors, scalars, constants, warps=usual):
-        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+    def compile_only(self, key, programs, tensors, scalars, constants, warps):
+        arguments = [program.as_bytes(tensor) for tensor in tensors]
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
-        program = instructions_of(compiled.asm["cubin"])
+        instructions = instructions_of(compiled.asm["cubin"])
         # Other kernels (of amaxes, swizzles) are not the last of a workload.
         hows = [getattr(constant, "HOW", constant) for constant in constants]
         how = next((how for how in hows if isinstance(how, How)), How(0, 0, False, False, False, 128, 128))
         elements = how.BM * how.BN / (32 * warps.number)
-        if isinstance(self, _launch.ClusterKernel):  # so many pieces of that size
+        if isinstance(self, program.ClusterKernel):  # so many pieces of that size
             elements *= constants[-2].PIECES
             assert scattered_units(compiled.asm["ttgir"]) == set()
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
-        launched.append((len(program), elements, unwritten_reads(program), conversions))
+        launched.append((len(instructions), elements, unwritten_reads(instructions), conversions))
 
-    _launch.Kernel.__call__ = compile_only
+    program.Kernel.compile = program.ClusterKernel.compile = compile_only
     counts = {}
     for name in workloads:
         launched.clear()
@@ -136,7 +134,7 @@ def read_all(shape, stream):
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import JITFunction
 
-    _launch = _launchers(HOPPER)
+    program = _launchers(HOPPER)
     seen, complaints = set(), []
 
     def read(self, key, signature, device, constexprs, options, attrs, warmup):
@@ -149,14 +147,15 @@ def read_all(shape, stream):
         source, functions = ASTSource(self, signature, constexprs, attrs), backend.get_codegen_implementation(options)
         source.make_ir(target, options, functions, backend.get_module_map(), context)
 
-    def read_only(self, key, programs, device, tensors, scalars, constants, warps=None):
-        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+    def read_only(self, key, programs, tensors, scalars, constants, warps):
+        arguments = [program.as_bytes(tensor) for tensor in tensors]
         kinds = tuple(None if tensor is None else tensor.dtype for tensor in arguments)
         if (self.function.fn.__name__, kinds, constants) not in seen:
             seen.add((self.function.fn.__name__, kinds, constants))
             self.function.run(*arguments, *scalars, *constants, grid=(programs,), warmup=True)
 
-    JITFunction._do_compile, _launch.Kernel.__call__ = read, read_only
+    JITFunction._do_compile = read
+    program.Kernel.compile = program.ClusterKernel.compile = read_only
     x = torch.zeros(shape, dtype=torch.bfloat16)
     for name, launch in _every_launch(x, stream):
         try:
@@ -172,15 +171,15 @@ def compile_norms_of_one_column():
     """How many kernels of norms of one column compile: Triton 3.6 fails where it takes that one for a constant."""
     import torch
 
-    _launch = _launchers(HOPPER)
+    program = _launchers(HOPPER)
     compiled = []
 
-    def compile_only(self, key, programs, device, tensors, scalars, constants, warps):
-        arguments = [_launch.as_bytes(tensor) for tensor in tensors]
+    def compile_only(self, key, programs, tensors, scalars, constants, warps):
+        arguments = [program.as_bytes(tensor) for tensor in tensors]
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled.append(self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True))
 
-    _launch.Kernel.__call__ = compile_only
+    program.Kernel.compile = program.ClusterKernel.compile = compile_only
     from microfloat.torch.backends import triton
 
     x, weight, casts = torch.zeros(5, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), _casts()
@@ -288,18 +287,15 @@ def _together(delayed):
     def workload(x):
         import torch
 
-        from microfloat.torch.backends.triton import _scaled
-        from microfloat.torch.backends.triton._launch import Matrix
-        from microfloat.torch.backends.triton._plans import plan_of
-        from microfloat.torch.backends.triton._together import together_launch
+        from microfloat.passes import OperandSpec
+        from microfloat.recipes import Cast
+        from microfloat.torch.program import pair_program, scratch
 
-        plan, matrix = plan_of(_casts()["delayed"]), Matrix(x)
-        launch = together_launch(
-            [(matrix, plan, plan)] * 2, _scaled.GIVEN if delayed else _scaled.AMAX, records=delayed
-        )
-        codes, scale = torch.zeros_like(x, dtype=torch.uint8), torch.ones(16)
-        one = (x, codes, codes, scale, scale, *((scale, scale) if delayed else (None, None)))
-        launch(-1, *one, *one, torch.zeros(8, dtype=torch.int64))
+        specs = (OperandSpec(_casts()["delayed"] if delayed else Cast("fp8_tensor")),) * 2
+        program = pair_program(x, specs, x, specs, records=delayed)
+        one = torch.ones(16)
+        inputs = (one, None, one, None, None, None) if delayed else (None,) * 6
+        program.run(0, (None, x, scratch(-1), *inputs, x, inputs[0], None, inputs[2]))
 
     return workload
 
@@ -310,17 +306,16 @@ def _values_together(transposed):
     def workload(x):
         import torch
 
+        from microfloat.passes import OperandSpec
         from microfloat.recipes import Cast, Hadamard
-        from microfloat.torch.backends.triton._launch import Matrix
-        from microfloat.torch.backends.triton._plans import plan_of
-        from microfloat.torch.backends.triton._together import values_launch
+        from microfloat.torch.program import pair_program, scratch
 
-        matrix, rows, tiles = Matrix(x), plan_of(Cast("nvfp4")), plan_of(Cast("nvfp4_2d"))
-        columns = plan_of(Cast("nvfp4", hadamard=Hadamard()))
-        casts = [(matrix, rows, columns), (matrix, tiles, tiles)] if transposed else [(matrix, rows, None)] * 2
-        launch = values_launch(casts, [(0, 5), (1, 3)], True)
-        scale, words = torch.ones(16), torch.zeros(8, dtype=torch.int64)
-        launch(-1, *(x, x, scale, x, scale) * 2, words, words, words)
+        rows, tiles = OperandSpec(Cast("nvfp4"), "values"), OperandSpec(Cast("nvfp4_2d"), "values")
+        columns = OperandSpec(Cast("nvfp4", hadamard=Hadamard()), "values", False, 5)
+        first, second = ((rows, columns), (tiles, tiles)) if transposed else ((rows, None), (rows, None))
+        program = pair_program(x, first, x, second, draws_seed=True)
+        words = torch.zeros(8, dtype=torch.int64)
+        program.run(0, (None, x, scratch(-1), None, words, None, None, None, None, x, None, words, None))
 
     return workload
 

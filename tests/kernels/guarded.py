@@ -1,6 +1,6 @@
 """Kernels between guard zones: what they write stays inside their outputs, and what lies beyond an input is not read.
 
-Imported only where kernels run, as `cases.py` is. Every tensor that a launcher allocates lies in a larger buffer whose
+Imported only where kernels run, as `cases.py` is. Every tensor that a program allocates lies in a larger buffer whose
 other bytes must be as they were afterwards; every input lies among NaN, which no amax, sum or code would survive.
 """
 
@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from microfloat.recipes import Cast, Hadamard
-from microfloat.torch import reference
+from microfloat.torch import program, reference
 from microfloat.torch.backends import triton
 
 ZONE, MARK = 512, 0xA5
@@ -19,20 +19,22 @@ INPUTS = (((1, 1), "float32"), ((37, 75), "float32"), ((40, 72), "bfloat16"))
 
 @contextlib.contextmanager
 def guard_zones():
-    """While this is open `torch.empty` allocates between zones; checks them at the end."""
-    plain, buffers = torch.empty, []
+    """While this is open programs allocate between zones; checks them at the end."""
+    buffers = []
 
-    def empty(*shape, dtype=None, device=None):
-        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        dtype = dtype or torch.float32
-        size = torch.Size(shape).numel() * dtype.itemsize
-        buffer = torch.full((size + 2 * ZONE,), MARK, dtype=torch.uint8, device=device)
-        buffers.append((buffer, size))
-        return buffer[ZONE : ZONE + size].view(dtype).view(shape)
+    def fast_empty(device):
+        def empty(shape, strides, dtype):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            buffer = torch.full((size + 2 * ZONE,), MARK, dtype=torch.uint8, device=device)
+            buffers.append((buffer, size))
+            return buffer[ZONE : ZONE + size].view(dtype).as_strided(shape, strides)
 
-    with mock.patch.object(torch, "empty", empty):
+        return empty
+
+    program.forget_programs()
+    with mock.patch.object(program, "fast_empty", fast_empty):
         yield
-    assert torch.empty is plain
+    program.forget_programs()
     assert buffers, "nothing was allocated"
     for buffer, size in buffers:
         outside = torch.cat([buffer[:ZONE], buffer[ZONE + size :]])

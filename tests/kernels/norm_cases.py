@@ -5,11 +5,11 @@ from unittest import mock
 import torch
 
 from microfloat.kernels.device import produce
+from microfloat.passes import producers
 from microfloat.recipes import Cast, Delayed
-from microfloat.torch import reference
+from microfloat.torch import program, reference
 from microfloat.torch.backends import triton
-from microfloat.torch.backends.triton import _launch, _norms
-from microfloat.torch.backends.triton._launch import ClusterRefused
+from microfloat.torch.program import ClusterKernel, ClusterRefused
 from tests.kernels.cases import check_operand
 
 
@@ -34,11 +34,19 @@ def one(x, weight, name, kind, at_once, cluster):
     if delayed:
         known = {"scale_enc": torch.tensor(3.0, device=x.device)}
     recorded = {"record": live} if delayed else {}
-    by_clusters = _norms._TILES_BY_CLUSTERS
-    if _launch.INTERPRETED:
+    by_clusters = producers.TILES_BY_CLUSTERS
+    if program.INTERPRETED:
         by_clusters = by_clusters | {("scaled", produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
-    patch = {"_MOST_COLUMNS": at_once, "largest_cluster": lambda device: cluster, "_TILES_BY_CLUSTERS": by_clusters}
-    with mock.patch.multiple(_norms, **patch):
+
+    def largest(device):
+        return 0 if device in program._WITHOUT_CLUSTERS else cluster
+
+    program.forget_programs()
+    with (
+        mock.patch.multiple(producers, _MOST_COLUMNS=at_once, TILES_BY_CLUSTERS=by_clusters),
+        mock.patch.object(program, "largest_cluster", largest),
+        mock.patch.object(triton, "largest_cluster", largest),
+    ):
         normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)
     values = values_of(x, weight, normed)
     wanted = reference.quantize_both(values, cast, cast, **known)
@@ -67,15 +75,15 @@ def refused(device):
     """Where a GPU starts no clusters, two launches give the bytes, and nobody asks again."""
     x = matrix_of(64, 128, device)
     asked = mock.Mock(side_effect=ClusterRefused)
-    with mock.patch.multiple(_norms, _PIECES=dict.fromkeys(_norms._PIECES, asked), _without_clusters=set()):
+    with mock.patch.object(ClusterKernel, "prepared", asked), mock.patch.object(program, "_WITHOUT_CLUSTERS", set()):
         for _ in range(2):
             one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, 1)
-        assert asked.call_count == len(_norms._without_clusters) == 1
+        assert asked.call_count == len(program._WITHOUT_CLUSTERS) == 1
 
 
 def check(device, kind, name):
     """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
-    clusters = _norms.largest_cluster(torch.zeros(1, device=device).get_device())
+    clusters = program.largest_cluster(torch.zeros(1, device=device).get_device())
     shapes = COMPILED if clusters > 1 else (INTERPRETED[kind, name],)
     cases = [(rows, columns, 8192, clusters) for rows, columns in shapes]
     if name == "mxfp8":  # rows that no cluster holds, and squares of values that were measured before
@@ -85,4 +93,4 @@ def check(device, kind, name):
         one(x, torch.linspace(0.5, 2, columns).to(x), name, kind, at_once, cluster)
     if (kind, name) == ("rms", "mxfp8"):
         refused(device)
-    assert not _norms._without_clusters
+    assert not program._WITHOUT_CLUSTERS

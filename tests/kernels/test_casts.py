@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from microfloat.kernels.tables import kernel_cast, pieces_of_norm, same_values
+from microfloat.passes.tables import kernel_cast, pieces_of_norm, same_values
 from microfloat.recipes import Cast, Hadamard
 
 
@@ -23,7 +23,7 @@ def test_both_operands_of_tiles_have_the_same_values_unless_something_depends_on
 
 @pytest.mark.parametrize("name", ["norm_scaled", "norm_squares"])
 def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
-    from microfloat.kernels.tables import NORM_PIECES, TILES
+    from microfloat.passes.tables import NORM_PIECES, TILES
 
     rows, columns, _ = TILES[name]
     for count in range(1, 200):

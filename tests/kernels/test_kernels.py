@@ -116,6 +116,7 @@ CASES = [
     case("swizzled"),
     case("empty"),
     case("guard_zones"),
+    case("programs"),
     case("refusals"),
     # Fused producers.
     *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu")],
@@ -153,7 +154,7 @@ WORDS = [
 # Cases of seconds, whose kernels other cases run too.
 LONG = (
     "folded-mxfp8-False", "operands-mxfp8_e5m2-(256,192)-bfloat16-special", "scale_orders",
-    "operands-mxfp6_e2m3-(256,192)-bfloat16-special", "wide_offsets", "guard_zones", "fused_squares",
+    "operands-mxfp6_e2m3-(256,192)-bfloat16-special", "wide_offsets", "guard_zones", "programs", "fused_squares",
     "delayed_gradients", "sides-()-((rht,True),(rounding,stochastic))",
     "sides-((rounding,stochastic),)-((rht,True),(rounding,stochastic))", "norms_alone-layer-fp8_tensor",
     "operands-mxfp8-(128,128)-bfloat16-((scale_rule,even),)-special",

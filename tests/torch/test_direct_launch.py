@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs
 from triton.backends.nvidia import driver
 
-from microfloat.torch.backends.triton import _direct
+from microfloat.torch import program
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"
@@ -41,12 +41,12 @@ def compiled():
     )
 
 
-def both_ways(start: _direct.Start) -> None:
+def both_ways(start: program.Start) -> None:
     start.start(6, 1234, ADDRESSES, REST)
     start.bind(6, REST)(1234, *ADDRESSES)
 
 
-def both_ways_under_a_hook(start: _direct.Start) -> None:
+def both_ways_under_a_hook(start: program.Start) -> None:
     hook = lambda about: None  # noqa: E731
     knobs.runtime.launch_enter_hook.add(hook)
     try:
@@ -57,7 +57,7 @@ def both_ways_under_a_hook(start: _direct.Start) -> None:
 
 @needs_known_launcher
 def test_the_launcher_gets_what_triton_would_give_it(compiled) -> None:
-    start = _direct.starter(compiled)
+    start = program.starter(compiled)
     assert start is not None
     both_ways(start)
     # Triton's own call, by its wrapper.
@@ -68,7 +68,7 @@ def test_the_launcher_gets_what_triton_would_give_it(compiled) -> None:
 
 @needs_known_launcher
 def test_installed_hooks_are_called_tritons_way(compiled) -> None:
-    start = _direct.starter(compiled)
+    start = program.starter(compiled)
     assert start is not None
     both_ways_under_a_hook(start)
     for call in compiled.run.launch.calls:
@@ -80,7 +80,7 @@ def test_installed_hooks_are_called_tritons_way(compiled) -> None:
 
 @needs_known_launcher
 def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled) -> None:
-    start = _direct.starter(compiled, 8)
+    start = program.starter(compiled, 8)
     assert start is not None
     both_ways(start)
     both_ways_under_a_hook(start)
@@ -91,16 +91,16 @@ def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled)
 def test_clusters_are_refused_where_their_size_has_no_place(compiled) -> None:
     for metadata in ((4, 2, 0), (4, 1), (4, 1, 0, 0), [4, 1, 0]):
         compiled.packed_metadata = metadata
-        assert _direct.starter(compiled, 8) is None
+        assert program.starter(compiled, 8) is None
     compiled.packed_metadata = (4, 1, 0)
-    assert _direct.starter(compiled, 8) is not None
+    assert program.starter(compiled, 8) is not None
     compiled.run = Recorder()
-    assert _direct.starter(compiled, 8) is None
+    assert program.starter(compiled, 8) is None
 
 
 def test_scratch_memory_and_other_launchers_go_through_their_wrapper(compiled) -> None:
     compiled.run = Recorder()  # some other version's launcher
-    start = _direct.starter(compiled)
+    start = program.starter(compiled)
     assert start is not None
     both_ways(start)
     assert len(compiled.run.calls) == 2
@@ -110,14 +110,14 @@ def test_scratch_memory_and_other_launchers_go_through_their_wrapper(compiled) -
 @needs_known_launcher
 def test_a_launcher_of_another_signature_is_not_called_directly(compiled, monkeypatch) -> None:
     monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT", "iiiKK")
-    assert not _direct._is_known(compiled.run)
+    assert not program._is_known(compiled.run)
     monkeypatch.undo()
-    assert _direct._is_known(compiled.run)
+    assert program._is_known(compiled.run)
     compiled.run.global_scratch_size = 64
-    assert not _direct._is_known(compiled.run)
+    assert not program._is_known(compiled.run)
 
 
 @pytest.mark.parametrize("missing", ["run", "function", "packed_metadata", "launch_metadata"])
 def test_without_its_parts_tritons_way_remains(compiled, missing: str) -> None:
     delattr(compiled, missing)
-    assert _direct.starter(compiled) is None
+    assert program.starter(compiled) is None

@@ -378,20 +378,19 @@ def _as_ampere():
     """This process takes its GPU for one without FP8. Triton knows better, and compiles what the GPU can run."""
     from unittest import mock
 
-    from microfloat.torch import backends
-    from microfloat.torch.backends.triton import _launch
+    from microfloat.torch import backends, program
 
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
-        _launch.compiled_conversions(0)
+        program.compiled_conversions(0)
         for device in ("cuda", "cuda:0"):
             backends.chip_of(torch.device(device))
 
 
 def _without_fp8():
-    from microfloat.torch.backends.triton import _launch
+    from microfloat.torch import program
     from tests.contract.cases import EVERY_CAST
 
-    assert not _launch.compiled_conversions(0)
+    assert not program.compiled_conversions(0)
     for cast in EVERY_CAST[::9]:
         x = (torch.randn(37, 75) * 3).bfloat16()
         seed = {"seed": 9, "stream": 4} if cast.is_stochastic else {}

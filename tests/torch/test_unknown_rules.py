@@ -9,7 +9,7 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.formats import FORMATS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32  # noqa: E402
-from microfloat.kernels.tables import kernel_cast  # noqa: E402
+from microfloat.passes.tables import kernel_cast  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Gemm  # noqa: E402
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, TwoLevel  # noqa: E402
 
@@ -67,7 +67,7 @@ def test_kernels_refuse_constants_that_are_not_theirs(name, monkeypatch):
 def test_a_new_row_of_a_known_kind_is_served(monkeypatch):
     rule = ScaleRule("mine", SCALE_E8M0, "another threshold", thresholds={"E4M3": 0x123456})
     monkeypatch.setitem(SCALE_RULES, "mine", rule)
-    assert kernel_cast(Cast("mxfp8", "mine")).rule == 0x123456
+    assert kernel_cast(Cast("mxfp8", "mine")).scaled_cast.RULE == 0x123456
     x = torch.randn(4, 64)
     assert (
         mf.quantize(x, Cast("mxfp8", "mine")).scale.numpy().tobytes()

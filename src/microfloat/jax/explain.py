@@ -15,8 +15,8 @@ from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
-from microfloat.kernels.families import family_of
 from microfloat.operands import GEMMS, OPERANDS
+from microfloat.passes import family_of
 from microfloat.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -5,14 +5,22 @@ the launches that fill the operands of a matrix and the buffers they fill (`matr
 `OperandSpec` of each orientation, `producers` from an activation or a norm and the casts of its result, `conversions`
 from codes and scales that stand already. Nothing here allocates or starts anything.
 
-This module imports no Triton, so that schedules may speak of operands where it is not installed.
+This module imports no Triton, so that schedules may speak of operands, and `explain` of kernels, where it is not
+installed.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat
 from microfloat.recipes import Cast
+from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = ["OperandSpec"]
+__all__ = ["CastInputs", "OperandSpec", "family_of", "is_stock"]
+
+# The kinds of scale rules that kernels compute, by the scale format.
+_RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
+_BLOCKS = (16, 32, 64, 128)
 
 
 class OperandSpec(NamedTuple):
@@ -24,3 +32,60 @@ class OperandSpec(NamedTuple):
     form: str = "codes"
     turned: bool = False
     stream: int = 0
+
+
+class CastInputs(NamedTuple):
+    """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
+    seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
+    128x128 changed (row and column operand); the amax where it need not be measured.
+    """
+
+    scale_enc: Any = None
+    seed: Any = None
+    record: Any = None
+    folded: Any = None
+    tiles: Any = None
+    amax: Any = None
+
+
+def is_stock(element: ElementFormat) -> bool:
+    """True for an element whose numbers the kernels know."""
+    stock = ELEMENTS.get(element.name)
+    return stock is element or stock == element
+
+
+@functools.lru_cache(512)
+def family_of(cast: Cast) -> tuple[str, str]:
+    """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does.
+
+    The family is the module of `microfloat.kernels.casts`: "scaled" (a scale per tensor, row or 128x128 tile), "blocks"
+    (per block of 16, 32, 64 or 128) or "nvfp4" (per 16 under a tensor scale).
+    """
+    fmt, element = cast.format, cast.format.element
+    if not is_stock(element):
+        return "", f"element {element.name}, which is not one of the stock elements"
+    if _RULE_KINDS.get(fmt.scale) != cast.rule.kind:
+        return "", unknown_kind(cast.rule)
+    if cast.rule.two_level is not None and cast.rule.two_level not in _two_levels(cast.rule.two_level):
+        return "", f"the constants of the scale rule {cast.rule.name!r}"
+    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
+        return "nvfp4", ""
+    if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
+        return "scaled", ""
+    if (
+        fmt.block[0] in (1, fmt.block[1])
+        and fmt.block[1] in _BLOCKS
+        and (element.bits == 8 or fmt.scale.name == "E8M0")
+    ):
+        return "blocks", ""
+    return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+def _two_levels(level: TwoLevel) -> tuple[TwoLevel, ...]:
+    """The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs."""
+    capacity, smallest = level.capacity, 2.0**-6
+    return (
+        TwoLevel(capacity, level.inverse_six or 1.0), TwoLevel(capacity, None, smallest),
+        TwoLevel(capacity, None, smallest, tensor_scale=False),
+        *(TwoLevel(capacity, smallest_amax=capacity * 2.0**-117, four_over_six=error) for error in ("mae", "mse")),
+    )  # fmt: skip

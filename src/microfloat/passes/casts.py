@@ -9,38 +9,21 @@ second matrix.
 from dataclasses import dataclass, replace
 
 from microfloat.errors import NotSupportedError
-from microfloat.kernels import tables
 from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import blocks, fold, fp6, nvfp4, pair, scaled
+from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
-from microfloat.kernels.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
 from microfloat.layout import Layout, Part, layout_of
-from microfloat.passes import OperandSpec
-from microfloat.passes.matrix import (
-    AMAX,
-    FOLDED,
-    INT32_MAX,
-    NOTHING,
-    RECORD,
-    SCALAR,
-    SCALE_ENC,
-    SECOND,
-    SECOND_RECORD,
-    SECOND_SCALE_ENC,
-    SECOND_SEED,
-    SEED,
-    SOURCE,
-    TILES,
-    WORDS,
-    Buffer,
-    Matrix,
-    Pass,
-    Passes,
-)
+from microfloat.passes import OperandSpec, tables
+from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Device, Matrix, Pass, Passes
+from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
 from microfloat.recipes import Cast
 
-__all__ = ["amax_passes", "cast_passes", "packed_passes", "pair_passes"]
+__all__ = [
+    "Both", "amax_passes", "block_casts", "cast_passes", "codes_of", "operands_of", "packed_passes", "pair_passes",
+    "scale_of", "scaled_casts", "seed_of", "shared_scale", "streams_of",
+]  # fmt: skip
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
@@ -67,13 +50,13 @@ class _Operand:
     ordered: bool  # scales lie column-major
 
     @property
-    def block_cast(self) -> tuple:
+    def block_cast(self) -> BlockCast:
         """The constant of `kernels.blocks`."""
         order = SCALE_COLUMN_MAJOR if self.ordered else SCALE_ROW_MAJOR
         return self.numbers.block_cast(_VALUES if self.spec.form == "values" else _CODES, order.value)
 
 
-_Both = tuple["_Operand | None", "_Operand | None"]
+Both = tuple["_Operand | None", "_Operand | None"]
 
 
 def cast_passes(
@@ -87,8 +70,8 @@ def cast_passes(
     """
     _refuse(matrix, row, column)
     passes = Passes(6)
-    for number, specs in enumerate(_launches(row, column)):
-        _Casting(passes, matrix, batch, given_amax).cast(SOURCE, specs, records and number == 0)
+    for number, specs in enumerate(_launches(matrix.device, row, column)):
+        _Casting(passes, matrix, batch, given_amax).cast(At.SOURCE, specs, records and number == 0)
     return passes
 
 
@@ -106,9 +89,9 @@ def pair_passes(
         there = [spec for spec in specs if spec is not None]
         if any(kernel_cast(spec.cast).refusal or spec.cast.is_stochastic for spec in there) or not there:
             return None
-        if len(_launches(*specs)) != 1 or matrix.is_column_major:
+        if len(_launches(matrix.device, *specs)) != 1 or matrix.is_column_major:
             return None
-    matrices = [(first, _operands(first, first_specs)), (second, _operands(second, second_specs, (6, 9)))]
+    matrices = [(first, operands_of(first, first_specs)), (second, operands_of(second, second_specs, (6, 9)))]
     operands = [one for _, both in matrices for one in both if one is not None]
     if all(one.spec.form == "values" for one in operands):
         if not _fit_values_together(matrices):
@@ -130,14 +113,14 @@ def pair_passes(
 def amax_passes(matrix: Matrix) -> Passes:
     """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""
     passes = Passes(1)
-    _measure(passes, matrix, SOURCE, passes.put(0, Part(*SCALAR[:3])))
+    _measure(passes, matrix, At.SOURCE, passes.put(0, Part(*SCALAR[:3])))
     return passes
 
 
 def packed_passes(matrix: Matrix, spec: OperandSpec, batch: int = 0) -> Passes:
     """The pass that packs four codes of 6 bits into three bytes: uint8 [R, 3 * ceil(C / 4)], and their scales."""
     passes = Passes(2)
-    (one, _) = _operands(matrix, (spec, None))
+    (one, _) = operands_of(matrix, (spec, None))
     assert one is not None
     width = 3 * ceil_div(matrix.columns, 4)
     codes = passes.put(0, Part((matrix.rows, width), (width, 1), "uint8"))
@@ -146,7 +129,7 @@ def packed_passes(matrix: Matrix, spec: OperandSpec, batch: int = 0) -> Passes:
     constants = (one.block_cast, matrix.columns % 16 == 0, matrix.how(rows, columns))
     passes.launch(Pass(
         fp6.quantize_packed, (matrix.key, constants, warps, spec.stream, batch), matrix.tiles(rows, columns),
-        (SOURCE, codes, scale, _seed(one)), (spec.stream, batch, *matrix.sizes), constants, warps,
+        (At.SOURCE, codes, scale, seed_of(one)), (spec.stream, batch, *matrix.sizes), constants, warps,
     ))  # fmt: skip
     return passes
 
@@ -177,16 +160,17 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
 _Specs = tuple[OperandSpec | None, OperandSpec | None]
 
 
-def _launches(row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
+def _launches(device: Device, row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
     """Both operands in one pass where their forms and casts allow it, else in two."""
     if row is None or column is None:
         return [(row, column)]
-    if row.form == column.form and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
+    alike = row.form == column.form or (not device.orders_scales and {row.form, column.form} == {"codes", "values"})
+    if alike and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
         return [(row, column)]
     return [(row, None), (None, column)]
 
 
-def _operands(matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> _Both:
+def operands_of(matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> Both:
     """Both operands of a matrix that lies as it is read; `results`: the numbers of their first results."""
     paired = None not in specs
     first, second = (
@@ -201,7 +185,8 @@ def _operand(
 ) -> _Operand:
     rows, length = (matrix.columns, matrix.rows) if of_transpose else (matrix.rows, matrix.columns)
     layout = layout_of(spec.cast, rows, length, spec.form, of_transpose=of_transpose, paired=paired, turned=spec.turned)
-    ordered = numbers.usual_scale_layout == SCALE_COLUMN_MAJOR.value or (paired and numbers.block == (1, 32))
+    # FP8 block GEMMs read 1x128 scales column-major; so do passes that write both operands write those of MX.
+    ordered = (numbers.block == (1, 128) and numbers.float_scale) or (paired and numbers.block == (1, 32))
     if not matrix.device.orders_scales and layout.scale is not None:
         shape, ordered = layout.scale.shape, False
         layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
@@ -213,47 +198,55 @@ def _made(part: Part | None) -> Part:
     return part
 
 
-def _seed(*operands: _Operand | None) -> int:
-    return SEED if any(one is not None and one.spec.cast.is_stochastic for one in operands) else NOTHING
+def seed_of(*operands: _Operand | None) -> int:
+    return At.SEED if any(one is not None and one.spec.cast.is_stochastic for one in operands) else At.NOTHING
 
 
-def _codes(passes: Passes, one: _Operand | None) -> int:
-    return NOTHING if one is None else passes.put(one.at, one.layout.codes)
+def codes_of(passes: Passes, one: _Operand | None) -> int:
+    return At.NOTHING if one is None else passes.put(one.at, one.layout.codes)
 
 
-def _scale(passes: Passes, one: _Operand | None) -> int:
-    return NOTHING if one is None or one.layout.scale is None else passes.put(one.at + 1, one.layout.scale)
+def scale_of(passes: Passes, one: _Operand | None) -> int:
+    return At.NOTHING if one is None or one.layout.scale is None else passes.put(one.at + 1, one.layout.scale)
 
 
-def _shared_scale(passes: Passes, both: _Both) -> int:
+def shared_scale(passes: Passes, both: Both) -> int:
     """Both operands of a matrix have one scale."""
     row, column = both
     if row is not None and column is not None:
         passes.share(column.at + 1, row.at + 1, _made(column.layout.scale))
-    return _scale(passes, row or column)
+    return scale_of(passes, row or column)
 
 
 def _tensor_scale(passes: Passes, one: _Operand | None) -> int:
     """The first level of a two-level scale: a result, or a buffer that nobody reads."""
     if one is None:
-        return NOTHING
+        return At.NOTHING
     if one.layout.tensor_scale is not None:
         return passes.put(one.at + 2, one.layout.tensor_scale)
     return passes.add(Buffer((one.rows, 1), (1, 1), "float32") if one.numbers.is_scaled_per_row else SCALAR)
 
 
-def _streams(both: _Both) -> tuple[int, int]:
+def streams_of(both: Both) -> tuple[int, int]:
     row, column = (0 if one is None else one.spec.stream for one in both)
     return row, column
 
 
-def _scaled_casts(both: _Both) -> tuple:
-    return tuple(None if one is None else one.numbers.scaled_cast for one in both)
+def scaled_casts(both: Both) -> tuple[ScaledCast | None, ScaledCast | None]:
+    """The constants of `kernels.casts.scaled`."""
+    row, column = (None if one is None else one.numbers.scaled_cast for one in both)
+    return row, column
+
+
+def block_casts(both: Both) -> tuple[BlockCast | None, BlockCast | None]:
+    """The constants of `kernels.casts.blocks`."""
+    row, column = (None if one is None else one.block_cast for one in both)
+    return row, column
 
 
 def _measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
     """The launch that measures a matrix."""
-    tensors = (source, result, WORDS)
+    tensors = (source, result, At.WORDS)
     if not matrix.is_contiguous:
         passes.launch(Pass(
             amax_kernels.amax_strided, (matrix.key,), matrix.tiles(32, 128), tensors, matrix.sizes,
@@ -275,15 +268,14 @@ def _measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column
     amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
     tile_rows, tile_columns, warps = tables.TILES["axes"]
     constants = (row, column, matrix.how(tile_rows, tile_columns))
-    bits = (
-        passes.slice(amaxes, 0, "int32") if row else NOTHING, passes.slice(amaxes, rows, "int32") if column else NOTHING
-    )  # fmt: skip
+    parts = [(0, rows) if row else None, (rows, columns) if column else None]
+    bits = [At.NOTHING if part is None else passes.slice(amaxes, *part, "int32") for part in parts]
     passes.launch(Pass(
         amax_kernels.amax_rows_columns, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns),
         (source, *bits), matrix.sizes, constants, warps,
     ))  # fmt: skip
-    of_column = passes.slice(amaxes, rows) if row and column else amaxes
-    return amaxes if row else NOTHING, of_column if column else NOTHING
+    of_rows, of_columns = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
+    return of_rows, of_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +299,17 @@ class _Casting:
         # The transpose of a column-major matrix lies in memory row by row. Counts of folding come in this order.
         exchanged = matrix.is_column_major and one.form not in ("folded", "tiles")
         if exchanged:
-            both = _operands(matrix.transposed, specs[::-1], (3, 0))
+            both = operands_of(matrix.transposed, (specs[1], specs[0]), (3, 0))
             replace(self, matrix=matrix.transposed)._pass(source, both, records)
         else:
-            self._pass(source, _operands(matrix, specs), records)
+            self._pass(source, operands_of(matrix, specs), records)
 
     def _transformed(self, source: int, specs: _Specs, bare: Cast, records: bool) -> None:
         """The Hadamard transform as a pass of its own, then the cast of its rows, which are the operand."""
         is_column = specs[0] is None
         spec = specs[0] or specs[1]
         assert spec is not None
+        assert spec.cast.hadamard is not None
         matrix = self.matrix.transposed if is_column else self.matrix
         wanted = _operand(self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
         columns = ceil_div(matrix.columns, 16) * 16
@@ -335,7 +328,7 @@ class _Casting:
             transformed = transformed.transposed
         replace(self, matrix=transformed)._pass(made, both, records)
 
-    def _pass(self, source: int, both: _Both, records: bool) -> None:
+    def _pass(self, source: int, both: Both, records: bool) -> None:
         one = both[0] or both[1]
         assert one is not None
         form, family, block = one.spec.form, one.numbers.family, one.numbers.block
@@ -350,107 +343,106 @@ class _Casting:
         elif block == (1, None):
             self._rows(source, both)
         else:
-            scales = _scale(self.passes, both[0]), _scale(self.passes, both[1])
+            scales = scale_of(self.passes, both[0]), scale_of(self.passes, both[1])
             self._scaled(source, both, scales, _TILE)
 
     def _scaled(
-        self, source: int, both: _Both, scales: tuple[int, int], mode: int,
-        sources: tuple[int, int] = (NOTHING, NOTHING), record: int = NOTHING,
+        self, source: int, both: Both, scales: tuple[int, int], mode: int,
+        sources: tuple[int, int] = (At.NOTHING, At.NOTHING), record: int = At.NOTHING,
     ) -> None:  # fmt: skip
         """The launch of `kernels.scaled`, whose scales come by one of GIVEN, AMAX, AXES, TILE."""
-        matrix, casts, streams = self.matrix, _scaled_casts(both), _streams(both)
+        matrix, casts, streams = self.matrix, scaled_casts(both), streams_of(both)
         rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
-        constants = (*casts, mode, record != NOTHING, matrix.how(rows, columns, units=True))
-        codes = _codes(self.passes, both[0]), _codes(self.passes, both[1])
-        words = NOTHING if record == NOTHING else WORDS
+        constants = (*casts, mode, record != At.NOTHING, matrix.how(rows, columns, units=True))
+        codes = codes_of(self.passes, both[0]), codes_of(self.passes, both[1])
+        words = At.NOTHING if record == At.NOTHING else At.WORDS
         epsilon = (both[0] or both[1]).numbers.epsilon  # type: ignore[union-attr]
         self.passes.launch(Pass(
             scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),
-            (source, *codes, *scales, *sources, record, words, _seed(*both)), (*streams, epsilon, *matrix.sizes),
+            (source, *codes, *scales, *sources, record, words, seed_of(*both)), (*streams, epsilon, *matrix.sizes),
             constants, warps,
         ))  # fmt: skip
 
-    def _tensor(self, source: int, both: _Both, records: bool) -> None:
+    def _tensor(self, source: int, both: Both, records: bool) -> None:
         """FP8 per tensor: by a scale that is given, or by an amax that is given or measured."""
         passes, matrix = self.passes, self.matrix
         cast = (both[0] or both[1]).spec.cast  # type: ignore[union-attr]
-        record = RECORD if records else NOTHING
+        record = At.RECORD if records else At.NOTHING
         if cast.is_delayed:
             if cast.is_gradient and not records:  # the scale depends on what is recorded
                 record = passes.add(Buffer((1,), (1,), "float32", cleared=True))
-            mode, amax = _GIVEN, SCALE_ENC
+            mode, amax = _GIVEN, At.SCALE_ENC
         elif self.given_amax or not matrix.device.measures:
-            mode, amax = _AMAX, AMAX
-        elif source == SOURCE and _seed(*both) == NOTHING and _fit_together([matrix]):
+            mode, amax = _AMAX, At.AMAX
+        elif source == At.SOURCE and seed_of(*both) == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], records)
             return
         else:
             mode, amax = _AMAX, passes.add(SCALAR)
             _measure(passes, matrix, source, amax)
-        scale = _shared_scale(passes, both)
-        self._scaled(source, both, (scale, scale), mode, (amax, NOTHING), record)
+        scale = shared_scale(passes, both)
+        self._scaled(source, both, (scale, scale), mode, (amax, At.NOTHING), record)
 
-    def _rows(self, source: int, both: _Both) -> None:
+    def _rows(self, source: int, both: Both) -> None:
         """FP8 per row of each operand."""
         passes, matrix = self.passes, self.matrix
-        if source == SOURCE and _seed(*both) == NOTHING and _fit_together([matrix]):
+        if source == At.SOURCE and seed_of(*both) == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], False)
             return
         amaxes = _measure_axes(passes, matrix, source, both[0] is not None, both[1] is not None)
-        self._scaled(source, both, (_scale(passes, both[0]), _scale(passes, both[1])), _AXES, amaxes)
+        self._scaled(source, both, (scale_of(passes, both[0]), scale_of(passes, both[1])), _AXES, amaxes)
 
-    def _blocks(self, source: int, both: _Both) -> None:
+    def _blocks(self, source: int, both: Both) -> None:
         """MX and FP8 in blocks: codes and scales, or bfloat16 values."""
-        matrix, streams = self.matrix, _streams(both)
-        casts = tuple(None if one is None else one.block_cast for one in both)
+        matrix, streams = self.matrix, streams_of(both)
+        casts = block_casts(both)
         rows, columns, warps = tables.tile_of_blocks(*casts, matrix.kind, matrix.fills)
         constants = (*casts, matrix.how(rows, columns, units=True))
-        outputs = [at for one in both for at in (_codes(self.passes, one), _scale(self.passes, one))]
+        outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
         epsilons = (0.0 if one is None else one.numbers.epsilon for one in both)
         self.passes.launch(Pass(
             blocks.quantize_blocks, (matrix.key, constants, warps, *streams, self.batch), matrix.tiles(rows, columns),
-            (source, *outputs, _seed(*both)), (*streams, self.batch, *epsilons, *matrix.sizes), constants, warps,
+            (source, *outputs, seed_of(*both)), (*streams, self.batch, *epsilons, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
-    def _folded(self, source: int, both: _Both) -> None:
+    def _folded(self, source: int, both: Both) -> None:
         """MX folded to one scale for 1x128 or 128x128, and counts of what that changed."""
-        matrix, streams = self.matrix, _streams(both)
+        matrix, streams = self.matrix, streams_of(both)
         is_tile = (both[0] or both[1]).spec.form == "tiles"  # type: ignore[union-attr]
         multiple = _TILES_TOGETHER if is_tile else 0
-        casts, how = _scaled_casts(both), matrix.how(128, 128, units=True)
+        casts, how = scaled_casts(both), matrix.how(128, 128, units=True)
         constants = (*casts, multiple, how)
         warps = tables.TILES["fold_squares" if fold.folds(*casts, multiple, how.KIND, how.EVEN) else "fold"][2]
-        outputs = [at for one in both for at in (_codes(self.passes, one), _scale(self.passes, one))]
+        outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
         self.passes.launch(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, TILES if is_tile else FOLDED, WORDS, _seed(*both)), (*streams, *matrix.sizes), constants,
-            warps,
+            (source, *outputs, At.TILES if is_tile else At.FOLDED, At.WORDS, seed_of(*both)), (*streams, *matrix.sizes),
+            constants, warps,
         ))  # fmt: skip
 
-    def _nvfp4(self, source: int, both: _Both) -> None:
+    def _nvfp4(self, source: int, both: Both) -> None:
         """NVFP4: codes and scales, or bfloat16 values."""
         passes, matrix = self.passes, self.matrix
-        is_values = (both[0] or both[1]).spec.form == "values"  # type: ignore[union-attr]
-        if is_values:
+        if all(one is None or one.spec.form == "values" for one in both):
             both = _without_copies(passes, both)
             measured = not self.given_amax and matrix.device.measures
-            if source == SOURCE and measured and not self.batch and _fit_values_together([(matrix, both)]):
+            if source == At.SOURCE and measured and not self.batch and _fit_values_together([(matrix, both)]):
                 _values_together(passes, [(matrix, both)])
                 return
-        amaxes = (AMAX, AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
-        casts = tuple(None if one is None else _nvfp4_constant(matrix, one, one is both[1]) for one in both)
+        amaxes = (At.AMAX, At.AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
+        casts = _nvfp4_constant(matrix, both[0], False), _nvfp4_constant(matrix, both[1], True)
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
-        constants, streams = (*casts, steps, matrix.how(rows, columns)), _streams(both)
+        constants, streams = (*casts, steps, matrix.how(rows, columns)), streams_of(both)
         outputs = [
-            at for one in both for at in (_codes(passes, one), _scale(passes, one), _tensor_scale(passes, one))
+            at for one in both for at in (codes_of(passes, one), scale_of(passes, one), _tensor_scale(passes, one))
         ]  # fmt: skip
         passes.launch(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
-            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, _seed(*both)),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, seed_of(*both)),
             (*streams, self.batch, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
-    def _nvfp4_amaxes(self, source: int, both: _Both) -> tuple[int, int]:
+    def _nvfp4_amaxes(self, source: int, both: Both) -> tuple[int, int]:
         """Where the amax stands that the first level of each operand needs: of the matrix, of its Hadamard transform,
         or of every operand row.
         """
@@ -465,25 +457,27 @@ class _Casting:
             if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:
                 continue
             plain = passes.add(Buffer((2,), (1,), "float32", spans_mesh=True))
-            found[at] = passes.slice(plain, 1)
+            found[at] = passes.slice(plain, 1, 1)
             rows, columns, warps = tables.TILES["nvfp4_amax"]
             constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
             programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
             passes.launch(Pass(
-                amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, WORDS),
+                amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, At.WORDS),
                 matrix.sizes, constants, warps,
             ))  # fmt: skip
         if plain is None and any(one is not None and amax is None for one, amax in zip(both, found, strict=True)):
-            plain = AMAX
+            plain = At.AMAX
             if matrix.device.measures:
                 plain = passes.add(SCALAR)
                 _measure(passes, matrix, source, plain)
-        row, column = (plain or NOTHING if amax is None else amax for amax in found)
+        row, column = (plain or At.NOTHING if amax is None else amax for amax in found)
         return row, column
 
 
-def _nvfp4_constant(matrix: Matrix, one: _Operand, is_column: bool) -> tuple:
-    """The constant of `kernels.nvfp4`: stored units are aligned where they are whole in every row that is written."""
+def _nvfp4_constant(matrix: Matrix, one: _Operand | None, is_column: bool) -> Nvfp4Cast | None:
+    """The constant of `kernels.casts.nvfp4`: stored units are aligned where they are whole in every row."""
+    if one is None:
+        return None
     length = matrix.rows if is_column else matrix.columns
     stored = ceil_div(length, 16) * 16 if one.numbers.signs != NO_SIGNS else length
     if one.spec.form != "values":
@@ -491,7 +485,7 @@ def _nvfp4_constant(matrix: Matrix, one: _Operand, is_column: bool) -> tuple:
     return one.numbers.nvfp4_constant(_VALUES, (matrix.columns if is_column else stored) % 2 == 0)
 
 
-def _without_copies(passes: Passes, both: _Both) -> _Both:
+def _without_copies(passes: Passes, both: Both) -> Both:
     """The operands to write: where both have the same values, those of the column are a view of the row's."""
     row, column = both
     if row is None or column is None or not tables.same_values(row.numbers, column.numbers):
@@ -502,7 +496,7 @@ def _without_copies(passes: Passes, both: _Both) -> _Both:
     return row, None
 
 
-_Matrices = list[tuple[Matrix, _Both]]
+_Matrices = list[tuple[Matrix, Both]]
 
 
 def _most_programs(matrix: Matrix) -> int:
@@ -526,25 +520,25 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
     tensors: list[int] = []
     scalars: list[float] = []
     tiles, of_each, keys = 0, [], []
-    inputs = ((SOURCE, SCALE_ENC, RECORD), (SECOND, SECOND_SCALE_ENC, SECOND_RECORD))
+    inputs = ((At.SOURCE, At.SCALE_ENC, At.RECORD), (At.SECOND, At.SECOND_SCALE_ENC, At.SECOND_RECORD))
     for (source, scale_enc, record), (matrix, both) in zip(inputs, matrices, strict=False):
-        codes = [_codes(passes, one) for one in both]
+        codes = [codes_of(passes, one) for one in both]
         if mode == _AXES:
-            scales = [_scale(passes, one) for one in both]
+            scales = [scale_of(passes, one) for one in both]
             amaxes = passes.add(Buffer((matrix.rows + matrix.columns,), (1,), "int32"))
         else:
-            scales, amaxes = [_shared_scale(passes, both)] * 2, scale_enc if mode == _GIVEN else NOTHING
-        tensors += [source, *codes, *scales, amaxes, record if records else NOTHING]
+            scales, amaxes = [shared_scale(passes, both)] * 2, scale_enc if mode == _GIVEN else At.NOTHING
+        tensors += [source, *codes, *scales, amaxes, record if records else At.NOTHING]
         tiles += matrix.tiles(rows, columns)
         scalars += [(both[0] or both[1]).numbers.epsilon, *matrix.sizes]  # type: ignore[union-attr]
-        of_each.append(MatrixConstants(*_scaled_casts(both), matrix.how(rows, columns, units=True)))
+        of_each.append(MatrixConstants(*scaled_casts(both), matrix.how(rows, columns, units=True)))
         keys.append(matrix.key)
     if len(matrices) == 1:
-        tensors, scalars, of_each = tensors + [NOTHING] * 7, [*scalars, 0.0, 0, 0, 0, 0], [*of_each, None]
+        tensors, scalars, of_each = tensors + [At.NOTHING] * 7, [*scalars, 0.0, 0, 0, 0, 0], [*of_each, None]
     constants = (mode, records, *of_each)
     passes.launch(Pass(
         pair.cast_pair, (*keys, constants, warps), min(tiles, _most_programs(matrices[0][0])),
-        (*tensors, WORDS if records or mode != _GIVEN else NOTHING), tuple(scalars), constants, warps,
+        (*tensors, At.WORDS if records or mode != _GIVEN else At.NOTHING), tuple(scalars), constants, warps,
         cooperative=mode != _GIVEN,
     ))  # fmt: skip
 
@@ -571,20 +565,20 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     tensors: list[int] = []
     scalars: list[int] = []
     tiles, of_each, keys, streams = 0, [], [], []
-    for source, (matrix, both) in zip((SOURCE, SECOND), matrices, strict=False):
-        tensors += [source, *(at for one in both for at in (_codes(passes, one), _tensor_scale(passes, one)))]
+    for source, (matrix, both) in zip((At.SOURCE, At.SECOND), matrices, strict=False):
+        tensors += [source, *(at for one in both for at in (codes_of(passes, one), _tensor_scale(passes, one)))]
         tiles += matrix.tiles(rows, columns)
-        scalars += [*_streams(both), *matrix.sizes]
+        scalars += [*streams_of(both), *matrix.sizes]
         aligned = matrix.columns % 2 == 0
-        casts = (None if one is None else one.numbers.nvfp4_constant(_VALUES, aligned) for one in both)
-        of_each.append(MatrixConstants(*casts, matrix.how(rows, columns)))
+        row, column = (None if one is None else one.numbers.nvfp4_constant(_VALUES, aligned) for one in both)
+        of_each.append(MatrixConstants(row, column, matrix.how(rows, columns)))
         keys.append(matrix.key)
-        streams.append(_streams(both))
+        streams.append(streams_of(both))
     if len(matrices) == 1:
-        tensors, scalars, of_each = tensors + [NOTHING] * 5, [*scalars, 0, 0, 0, 0, 0, 0], [*of_each, None]
-    seeds = (SEED, SECOND_SEED) if draws_seed else (_seed(*matrices[0][1]), NOTHING)
+        tensors, scalars, of_each = tensors + [At.NOTHING] * 5, [*scalars, 0, 0, 0, 0, 0, 0], [*of_each, None]
+    seeds = (At.SEED, At.SECOND_SEED) if draws_seed else (seed_of(*matrices[0][1]), At.NOTHING)
     constants = (draws_seed, *of_each)
     passes.launch(Pass(
         pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
-        (*tensors, *seeds, WORDS), tuple(scalars), constants, warps, cooperative=True,
+        (*tensors, *seeds, At.WORDS), tuple(scalars), constants, warps, cooperative=True,
     ))  # fmt: skip

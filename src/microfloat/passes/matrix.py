@@ -5,19 +5,13 @@ from typing import Any, NamedTuple
 
 from microfloat.kernels.constants import How
 from microfloat.kernels.device import convert
-from microfloat.kernels.tables import Warps
 from microfloat.layout import Part
+from microfloat.passes.tables import Warps
 
 __all__ = [
-    "ALIGNMENT", "AMAX", "FOLDED", "MADE", "NOTHING", "RECORD", "SCALE_ENC", "SECOND", "SECOND_RECORD",
-    "SECOND_SCALE_ENC", "SECOND_SEED", "SEED", "SOURCE", "TILES", "WORDS", "Buffer", "CastInputs", "Device", "Matrix",
-    "Pass", "Passes", "Slice", "specialization",
+    "ALIGNMENT", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice", "specialization",
 ]  # fmt: skip
 
-# Where launches find their tensors, by position in a table: nothing; the matrix; scratch words; its `CastInputs`; a
-# second matrix and its own; and from MADE on the buffers of the passes.
-NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX = range(9)
-SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(9, 14)
 ALIGNMENT = 16  # bytes: what kernels are told that addresses are multiples of, and what allocated buffers begin at
 INT32_MAX = 2**31 - 1
 
@@ -25,18 +19,13 @@ _KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.val
 _ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
 
 
-class CastInputs(NamedTuple):
-    """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
-    seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
-    128x128 changed (row and column operand); the amax where it need not be measured.
+class At:
+    """Where launches find their tensors, by position in a table: nothing; the matrix; scratch words; its `CastInputs`;
+    a second matrix and its own; and from MADE on the buffers of the passes.
     """
 
-    scale_enc: Any = None
-    seed: Any = None
-    record: Any = None
-    folded: Any = None
-    tiles: Any = None
-    amax: Any = None
+    NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX = range(9)
+    SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(9, 14)
 
 
 class Device(NamedTuple):
@@ -44,7 +33,8 @@ class Device(NamedTuple):
 
     `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
     none. `cooperates`: launches may wait for all of their programs. `measures`: the amax of a matrix is a pass;
-    elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows.
+    elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows, and codes
+    and values of a matrix come from one pass.
     """
 
     number: int
@@ -157,10 +147,11 @@ SCALAR = Buffer((), (), "float32")
 
 
 class Slice(NamedTuple):
-    """What begins `offset` elements into a buffer, seen as another dtype of the same size (None: its own)."""
+    """`length` elements of a buffer from `offset` on, seen as another dtype of the same size (None: its own)."""
 
     buffer: int
     offset: int
+    length: int
     dtype: str | None
     aligned: bool
 
@@ -170,7 +161,7 @@ class Pass(NamedTuple):
 
     `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
     of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
-    many programs run as a cluster, and `programs` counts clusters.
+    many programs run as a cluster, and `programs` counts clusters (0: none).
     """
 
     kernel: Any
@@ -181,7 +172,7 @@ class Pass(NamedTuple):
     constants: tuple
     warps: Warps = Warps(4)
     cooperative: bool = False
-    cluster: int = 1
+    cluster: int = 0
 
 
 class Passes:
@@ -207,7 +198,7 @@ class Passes:
     def put(self, index: int, part: Part) -> int:
         """Make a part the result number `index`."""
         self.buffers[index] = Buffer(*part)
-        return MADE + index
+        return At.MADE + index
 
     def share(self, index: int, original: int, part: Part) -> None:
         """Let the result number `index` be the number `original`, seen as `part`: the same, or transposed."""
@@ -216,14 +207,14 @@ class Passes:
     def add(self, buffer: Buffer) -> int:
         """Allocate a buffer besides the results."""
         self.buffers.append(buffer)
-        return MADE + len(self.buffers) - 1
+        return At.MADE + len(self.buffers) - 1
 
-    def slice(self, position: int, offset: int = 0, dtype: str | None = None) -> int:
-        """What begins `offset` elements into the buffer at a position."""
-        buffer = self.buffers[position - MADE]
+    def slice(self, position: int, offset: int, length: int, dtype: str | None = None) -> int:
+        """`length` elements of the buffer at a position, from `offset` on."""
+        buffer = self.buffers[position - At.MADE]
         assert buffer is not None
         aligned = offset * _ITEM_BYTES[buffer.dtype] % ALIGNMENT == 0
-        self.slices.append(Slice(position - MADE, offset, dtype, aligned))
+        self.slices.append(Slice(position - At.MADE, offset, length, dtype, aligned))
         return ~(len(self.slices) - 1)
 
     def launch(self, one: Pass) -> None:

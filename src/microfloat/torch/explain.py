@@ -9,8 +9,8 @@ from torch import nn
 
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.kernels.families import family_of
 from microfloat.operands import GEMMS, OPERANDS
+from microfloat.passes import family_of
 from microfloat.recipes import (
     Cast,
     Float8BlockScaling,

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from microfloat.chips import Chip
 from microfloat.errors import invalid_value
 from microfloat.formats import E4M3, decode, encode
-from microfloat.kernels.families import is_stock
 from microfloat.layout import folded_format
+from microfloat.passes import is_stock
 from microfloat.recipes import Gemm
 from microfloat.routes import OWN_GEMMS, Encoding, Route, encoding_of, own_gemm_is_faster, route_between
 from microfloat.torch import backends, reference
@@ -302,7 +302,7 @@ def own_gemm_is_there() -> bool:
     """True if this Triton can build the kernel."""
     import triton
 
-    from microfloat.torch.backends.triton._launch import INTERPRETED
+    from microfloat.torch.program import INTERPRETED
 
     return not INTERPRETED and tuple(triton.__version__.split(".")[:2]) == ("3", "6") and _assembler() is not None
 
@@ -422,9 +422,9 @@ def _dequantizer(one: Encoding, device: torch.device) -> Callable[[Operand, torc
     """The kernel where there is one for these codes on `device`, else the reference."""
     if device.type != "cuda" or not is_stock(one.format.element) or not backends.support("triton", device):
         return reference.dequantize
-    from microfloat.torch.backends.triton._dequantize import dequantize_operand
+    from microfloat.torch.backends.triton import dequantize
 
-    return dequantize_operand
+    return dequantize
 
 
 def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
@@ -472,8 +472,7 @@ def _epilogue(
     A function of (accumulator, left, right, bias, result = a new one); `levels`: None, "tensor" or "row" for each.
     """
     from microfloat.kernels.gemm import epilogue as kernels
-    from microfloat.torch.backends.triton._launch import INTERPRETED
-    from microfloat.torch.program import fast_empty, kernel_of
+    from microfloat.torch.program import INTERPRETED, fast_empty, kernel_of
 
     if device.type != "cuda" and not INTERPRETED:
         return functools.partial(_plain_epilogue, dtype)

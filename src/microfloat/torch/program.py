@@ -2,34 +2,339 @@
 
 A `Program` holds no data. Its launches take addresses from a table: the matrix, scratch words, what the cast is given
 (`CastInputs`), and what the program itself allocates. The first run goes through Triton, which compiles; later ones
-start the compiled kernels with raw addresses.
+start the compiled kernels with raw addresses, since a launch through a JITFunction examines every argument and costs
+three times as much. In the interpreter the ordinary path always runs.
+
+All that depends on Triton's version is here. Which private parts of a compiled kernel exist differs between versions,
+so every form is checked before it is used, and the ordinary path remains where none fits.
 """
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
+from microfloat.kernels.device import convert, random
 from microfloat.layout import Part
-from microfloat.passes import OperandSpec
+from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
-from microfloat.passes.matrix import ALIGNMENT, MADE, SECOND, SOURCE, CastInputs, Device, Matrix, Pass, Passes
-from microfloat.torch.backends.triton._launch import (
-    ClusterKernel,
-    Kernel,
-    compiled_conversions,
-    largest_cluster,
-    multiprocessors,
-    scratch,
-)
-from microfloat.torch.backends.triton._programs import fast_empty
+from microfloat.passes.matrix import ALIGNMENT, At, Device, Matrix, Pass, Passes
+from microfloat.passes.tables import Warps
 
 __all__ = [
-    "CastInputs", "Program", "cast_program", "device_of", "fast_empty", "kernel_of", "matrix_of", "pair_program",
-    "scratch",
+    "INTERPRETED", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program", "cast_program",
+    "compiled_conversions", "device_of", "fast_empty", "forget_programs", "kernel_of", "largest_cluster", "matrix_of",
+    "pair_program", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
+
+# Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
+INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)
+_FOUR_WARPS = Warps(4)
+
+
+class Start(NamedTuple):
+    """How to start a compiled kernel. `rest`: scalars and constants in the kernel's order, after all addresses."""
+
+    start: Callable[[int, int, Sequence[int | None], tuple], None]  # (programs, stream, addresses, rest)
+    bind: Callable[[int, tuple], Callable[..., None]]  # (programs, rest) -> (stream, *addresses) -> None
+
+
+# The arguments before the kernel's own in the launcher of Triton 3.5 and 3.6: grid (3), stream, function, cooperative
+# and dependent launch, both scratch buffers, metadata, launch metadata, both hooks.
+_LAUNCHER_FORMAT = "iiiKKppOOOOOO"
+_LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
+
+
+def starter(compiled: Any, cluster: int = 1) -> Start | None:
+    """How to start a compiled kernel with raw addresses on the current device; None where only Triton's way is safe.
+
+    Launch hooks (a profiler's) are called as Triton calls them: while any is installed, `Start` goes its way.
+    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
+    """
+    launcher = getattr(compiled, "run", None)  # loads the binary on first use
+    function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
+    if launcher is None or function is None or metadata is None or not callable(launcher):
+        return None
+    enter, leave = _hooks()
+    if enter is None or leave is None or not hasattr(compiled, "launch_metadata"):
+        return None
+
+    def ordinary(programs: int, stream: int, addresses: Sequence[int | None], rest: tuple) -> None:
+        about = compiled.launch_metadata((programs, 1, 1), stream, *addresses, *rest)
+        launcher(programs, 1, 1, stream, function, metadata, about, enter, leave, *addresses, *rest)
+
+    def bind_ordinary(programs: int, rest: tuple) -> Callable[..., None]:
+        return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
+
+    is_known = _is_known(launcher)
+    if cluster > 1:
+        # Triton's launcher takes the size of a cluster from the number that a kernel was compiled for, which is 1.
+        if not is_known or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
+            return None
+        metadata = (metadata[0], cluster, metadata[2])
+    if not is_known:
+        return Start(ordinary, bind_ordinary)
+    launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
+    entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place
+
+    def start(programs: int, stream: int, addresses: Sequence[int | None], rest: tuple) -> None:
+        if entering or leaving:
+            ordinary(programs, stream, addresses, rest)
+            return
+        launch(
+            programs, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
+            *addresses, *rest,
+        )  # fmt: skip
+
+    def bind(programs: int, rest: tuple) -> Callable[..., None]:
+        def at(stream: int, *addresses: int | None) -> None:
+            if entering or leaving:
+                ordinary(programs, stream, addresses, rest)
+                return
+            launch(
+                programs, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
+                *addresses, *rest,
+            )  # fmt: skip
+
+        return at
+
+    return Start(start, bind)
+
+
+def _hooks() -> tuple[Any, Any]:
+    """Triton's chains of launch hooks, or None for one that is no such chain."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None, None
+    chains = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
+    enter, leave = (chain if isinstance(getattr(chain, "calls", None), list) else None for chain in chains)
+    return enter, leave
+
+
+def _is_known(launcher: Any) -> bool:
+    """Whether a launcher is the one of Triton 3.5 and 3.6, for a kernel that needs no scratch memory."""
+    try:
+        from triton.backends.nvidia import driver
+    except ImportError:
+        return False
+    return (
+        getattr(driver, "_BASE_ARGS_FORMAT", None) == _LAUNCHER_FORMAT
+        and type(launcher) is getattr(driver, "CudaLauncher", None)
+        and getattr(launcher, "global_scratch_size", None) == 0
+        and getattr(launcher, "profile_scratch_size", None) == 0
+        and all(hasattr(launcher, name) for name in _LAUNCHER_PARTS)
+    )
+
+
+class Kernel:
+    """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key.
+
+    `cooperative`: all programs of a launch run at once, so that they may wait for each other.
+    """
+
+    def __init__(self, function: Callable, *, cooperative: bool = False) -> None:
+        self.function: Any = function
+        self._options = {"enable_fp_fusion": False} | ({"launch_cooperative_grid": True} if cooperative else {})
+        self._compiled: dict[tuple, Start] = {}
+
+    def compile(
+        self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
+        warps: Warps,
+    ) -> Start | None:  # fmt: skip
+        """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
+        arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
+        compiled = self.function[(programs,)](*arguments, **self._options_of(warps))
+        start = starter(compiled)
+        if start is not None:
+            self._compiled[key] = start
+        return start
+
+    def _options_of(self, warps: Warps) -> dict[str, Any]:
+        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
+        return {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
+
+    def prepared(
+        self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
+        aligned: tuple[bool, ...] = (),
+    ) -> "Prepared":  # fmt: skip
+        """A launch with everything decided but the addresses, which will be multiples of 16 where `aligned` says so
+        (nothing said: all of them)."""
+        return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
+
+
+class ClusterRefused(Exception):
+    """This Triton, or this GPU, does not start such clusters; nothing has run."""
+
+
+class ClusterKernel(Kernel):
+    """A kernel whose programs run in clusters of `size`: at once, and in reach of each other's shared memory.
+
+    A call counts clusters, and raises `ClusterRefused` where there are none.
+    """
+
+    def __init__(self, function: Callable, size: int) -> None:
+        super().__init__(function)
+        self._size = size
+
+    def compile(
+        self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
+        warps: Warps,
+    ) -> Start:  # fmt: skip
+        """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
+        compiled = self.function.warmup(
+            *[as_bytes(t) for t in tensors], *scalars, *constants, grid=(programs,), **self._options_of(warps)
+        )
+        start = starter(compiled, self._size)
+        if start is None:
+            raise ClusterRefused
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        try:
+            start.start(programs, stream, addresses, (*scalars, *constants))
+        except RuntimeError as error:  # no room for a cluster in what there is of the GPU
+            raise ClusterRefused from error
+        self._compiled[key] = start
+        return start
+
+
+class Prepared:
+    """A launch of a kernel that lacks only its stream and addresses, for callers that make it again and again.
+
+    ``at(stream, *addresses)`` starts it on a stream of the current device; None until the first call, which takes
+    tensors, has compiled it (always in the interpreter).
+    """
+
+    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_scalars", "_warps", "at")
+
+    def __init__(
+        self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps
+    ) -> None:
+        self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
+        self._scalars, self._constants = scalars, constants
+        self.at: Callable[..., None] | None = None
+
+    def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
+        """Start it on a stream of the current device. The tensors are aligned as was said when it was prepared."""
+        if self.at is not None:
+            self.at(stream, *[None if t is None else t.data_ptr() for t in tensors])
+            return
+        kernel, rest = self._kernel, (*self._scalars, *self._constants)
+        if INTERPRETED:
+            kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *rest)
+            return
+        start = kernel._compiled.get(self._key)
+        if start is not None:
+            self.at = start.bind(self._programs, rest)
+            self(stream, *tensors)
+            return
+        start = kernel.compile(self._key, self._programs, tensors, self._scalars, self._constants, self._warps)
+        if start is not None:
+            self.at = start.bind(self._programs, rest)
+
+
+def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 tensors as uint8, so that kernels store plain bytes; others as they are."""
+    if tensor is not None and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+_SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
+_SCRATCH_LOCK = threading.Lock()
+_SCRATCH_WORDS = 8
+# Words for launches under capture, by device: zero, and made before the capture, so that no graph has to clear them.
+_CAPTURED: dict[int, list[torch.Tensor]] = {}
+_CAPTURED_AT_ONCE, _MOST_CAPTURED = 512, 1 << 16
+_made_for_captures = 0
+
+
+def scratch(device: int) -> torch.Tensor:
+    """int64 words, the first five of them zero: where the programs of one launch meet. Every launch leaves them so.
+
+    One set per stream, since launches of a stream follow each other. A launch that is being captured into a CUDA graph
+    gets its own for good, since the graph may be replayed on any stream.
+    """
+    if device < 0:
+        return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        free = _CAPTURED.get(device)
+        try:
+            return free.pop()  # type: ignore[union-attr]
+        except (AttributeError, IndexError):  # none left, or none made: a set of the graph's, cleared inside the graph
+            return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+    words = _SCRATCH.get((device, torch._C._cuda_getCurrentRawStream(device)))
+    if words is None or (not _CAPTURED[device] and _made_for_captures < _MOST_CAPTURED):
+        words = _more_scratch(device)
+    return words
+
+
+def _more_scratch(device: int) -> torch.Tensor:
+    """The words of the current stream, made where there are none; and those for the next captures."""
+    global _made_for_captures
+    place = (device, torch._C._cuda_getCurrentRawStream(device))
+    with _SCRATCH_LOCK:
+        if not _CAPTURED.get(device):
+            _made_for_captures += _CAPTURED_AT_ONCE
+            shape = (_CAPTURED_AT_ONCE, 2 * _SCRATCH_WORDS)  # launches that run at the same time share no cache line
+            rows = torch.zeros(shape, dtype=torch.int64, device=f"cuda:{device}").unbind()
+            torch.cuda.current_stream(device).synchronize()  # captures may run on any stream
+            _CAPTURED[device] = list(rows)
+        words = _SCRATCH.get(place)
+        if words is None:
+            words = _SCRATCH[place] = torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+    return words
+
+
+def compiled_conversions(device: int) -> bool:
+    """True where a device (-1: the CPU) has the hardware forms of `kernels.device.convert`: compute capability 8.9 and
+    newer.
+    """
+    return not INTERPRETED and device >= 0 and _capability(device) >= (8, 9)
+
+
+_WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
+
+
+def largest_cluster(device: int) -> int:
+    """How many programs a cluster may have on a device: one in the interpreter, none before Hopper and, until it has
+    run there, after it.
+    """
+    if device in _WITHOUT_CLUSTERS:
+        return 0
+    if INTERPRETED or device < 0:
+        return int(INTERPRETED)
+    return 16 if _capability(device) == (9, 0) else 0
+
+
+def refuse_clusters(device: int) -> None:
+    """Ask this device for no cluster again: it, or this Triton, has refused one."""
+    _WITHOUT_CLUSTERS.add(device)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a CUDA device has; 1 for the CPU (-1), where programs run one after another."""
+    return 1 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fast_empty(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
+    """``empty(size, stride, dtype)`` on the current device of a type, with the least host time there is."""
+    # What Inductor's generated code calls: a third of the host time of torch.empty_strided.
+    found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    fast = getattr(found, f"_empty_strided_{device.type}", None)
+    if fast is not None:
+        return fast
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def device_of(index: int) -> Device:
@@ -43,7 +348,8 @@ def matrix_of(x: torch.Tensor) -> Matrix:
     address = x.data_ptr()
     alignment = min(address & -address, ALIGNMENT) if address else ALIGNMENT
     dtype = str(x.dtype).removeprefix("torch.")
-    return Matrix(*matrix.shape, *matrix.stride(), dtype, alignment, device_of(x.get_device()))
+    (rows, columns), (stride_r, stride_c) = matrix.shape, matrix.stride()
+    return Matrix(rows, columns, stride_r, stride_c, dtype, alignment, device_of(x.get_device()))
 
 
 @functools.cache
@@ -95,7 +401,7 @@ class Program:
         self._slices = tuple(
             (one.buffer, one.offset, _bytes_of(passes, one.buffer) * one.offset, one.dtype) for one in passes.slices
         )
-        first_slice = MADE + len(self._allocations)
+        first_slice = At.MADE + len(self._allocations)
         self._prepared = []
         for launch in passes.launches:
             aligned = tuple(
@@ -118,7 +424,7 @@ class Program:
             addresses = [tensor if tensor is None else tensor.data_ptr() for tensor in table]
             addresses += [tensor if tensor is None else tensor.data_ptr() for tensor in made]
             for index, _, offset, _ in self._slices:
-                addresses.append(addresses[MADE + index] + offset)  # type: ignore[operator]
+                addresses.append(addresses[At.MADE + index] + offset)  # type: ignore[operator]
             for start, pick in starts:
                 start(stream, *pick(addresses))
         for index, original, transposed in self._shared:
@@ -144,7 +450,7 @@ def _bytes_of(passes: Passes, buffer: int) -> int:
 
 
 def _prepared(launch: Pass, aligned: tuple[bool, ...]) -> Any:
-    kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster if launch.cluster > 1 else 0)
+    kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster)
     return kernel.prepared(launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned)
 
 
@@ -161,7 +467,7 @@ def cast_program(
     """
     matrix = matrix_of(x)
     passes = cast_passes(matrix, row, column, records=records, given_amax=given_amax, batch=batch)
-    return Program(passes, x.device, misaligned | _misaligned(SOURCE, matrix))
+    return Program(passes, x.device, misaligned | _misaligned(At.SOURCE, matrix))
 
 
 def pair_program(
@@ -177,8 +483,60 @@ def pair_program(
     passes = pair_passes(first, x_specs, second, w_specs, records=records, draws_seed=draws_seed)
     if passes is None:
         return None
-    return Program(passes, x.device, _misaligned(SOURCE, first) | _misaligned(SECOND, second))
+    return Program(passes, x.device, _misaligned(At.SOURCE, first) | _misaligned(At.SECOND, second))
 
 
 def _misaligned(position: int, matrix: Matrix) -> frozenset[int]:
     return frozenset() if matrix.alignment >= ALIGNMENT else frozenset((position,))
+
+
+_PROGRAMS: dict[tuple, Program] = {}
+_MOST_PROGRAMS = 4096
+
+
+def forget_programs() -> None:
+    """Make every program anew, for whoever has changed what they are made from."""
+    _PROGRAMS.clear()
+
+
+def run_passes(
+    key: tuple, make: Callable[[], Passes], device: torch.device, tensors: tuple[torch.Tensor | None, ...]
+) -> list[Any]:  # fmt: skip
+    """The results of passes over `tensors`, the table up to MADE but for the scratch words, on the current stream.
+
+    The program is kept under `key`, which says all that `make` depends on, and under the alignment of the tensors.
+    """
+    index = -1 if device.type != "cuda" else torch._C._cuda_getDevice() if device.index is None else device.index
+    if index >= 0 and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return run_passes(key, make, device, tensors)
+    low_bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            low_bits |= tensor.data_ptr()
+    misaligned: frozenset[int] = frozenset()
+    if low_bits & (ALIGNMENT - 1):
+        misaligned = frozenset(at for at, tensor in enumerate(tensors) if tensor is not None and tensor.data_ptr() & 15)
+    key = (*key, index, misaligned)
+    program = _PROGRAMS.get(key)
+    if program is None:
+        if len(_PROGRAMS) >= _MOST_PROGRAMS:  # shapes made anew for every call must not pile up
+            _PROGRAMS.clear()
+        program = _PROGRAMS[key] = Program(make(), device, misaligned)
+    stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
+    return program.run(stream, (None, tensors[1], scratch(index), *tensors[3:], *(None,) * (At.MADE - len(tensors))))
+
+
+def split_words(draw: torch.Tensor) -> torch.Tensor:
+    """The two words of a call seed from the 64 bits that torch has drawn: int64 [1] on the current device -> int64 [2],
+    both words below 2^32, low first.
+    """
+    device = draw.get_device()
+    words = fast_empty(draw.device)((2,), (1,), torch.int64)
+    _splitter(device)(0 if device < 0 else torch._C._cuda_getCurrentRawStream(device), draw, words)
+    return words
+
+
+@functools.cache
+def _splitter(device: int) -> Prepared:
+    return kernel_of(random.split_words).prepared((device,), 1, (), ())

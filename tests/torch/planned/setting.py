@@ -10,10 +10,10 @@ import microfloat.torch as mf
 import microfloat.torch.nn.linear as linear_module
 from microfloat.chips import Chip
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
-from microfloat.torch import backends, gemms, planned, rolling
+from microfloat.torch import backends, gemms, planned, program, rolling
 from microfloat.torch.backends import native
 from microfloat.torch.backends.native import _plan
-from microfloat.torch.backends.triton import _delayed, _direct, _launch
+from microfloat.torch.backends.triton import _delayed
 
 M, K, N = 32, 48, 64
 
@@ -60,7 +60,7 @@ def by_addresses():
     """In the interpreter, launches after the first are given addresses alone, as compiled kernels are."""
 
     def compile_interpreted(self, key, programs, tensors, scalars, constants, warps):
-        likes = [_launch.as_bytes(tensor) for tensor in tensors]
+        likes = [program.as_bytes(tensor) for tensor in tensors]
         self.function[(programs,)](*likes, *scalars, *constants)
         aligned = [like is None or like.data_ptr() % 16 == 0 for like in likes]
         likes = [None if like is None else torch.empty_like(like) for like in likes]
@@ -74,16 +74,16 @@ def by_addresses():
         def bind(programs, rest):
             return lambda stream, *addresses: start(programs, stream, addresses, rest)
 
-        self._compiled[key] = _direct.Start(start, bind)
+        self._compiled[key] = program.Start(start, bind)
         return self._compiled[key]
 
-    saved = _launch.Kernel.compile, _launch.INTERPRETED
-    _launch.Kernel.compile, _launch.INTERPRETED = compile_interpreted, False
+    saved = program.Kernel.compile, program.INTERPRETED
+    program.Kernel.compile, program.INTERPRETED = compile_interpreted, False
     planned._PLANS.clear()
     try:
         yield
     finally:
-        _launch.Kernel.compile, _launch.INTERPRETED = saved
+        program.Kernel.compile, program.INTERPRETED = saved
         planned._PLANS.clear()
 
 

@@ -96,7 +96,7 @@ def _together(row: Cast, column: Cast, *, by_kernel: bool) -> bool:
     """Both casts read the same inputs and, on a GPU, one launch serves both."""
     if row.is_delayed != column.is_delayed or not by_kernel:
         return row.is_delayed == column.is_delayed
-    from microfloat.kernels.tables import kernel_cast, share_a_launch
+    from microfloat.passes.tables import kernel_cast, share_a_launch
 
     return share_a_launch(kernel_cast(row), kernel_cast(column))
 
@@ -122,17 +122,19 @@ def _on_either(static: _Static) -> Callable[[Array, CastInputs], Operands]:
 
 
 def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
+    from microfloat import passes
     from microfloat.jax.backends.triton import _casts
-    from microfloat.kernels.tables import kernel_cast
 
     row, column = (
-        None if one is None else _casts.Wanted(kernel_cast(one.cast), int(one.stream), one.decoded)
+        None
+        if one is None
+        else passes.OperandSpec(one.cast, "values" if one.decoded else "codes", False, int(one.stream))
         for one in (static.row, static.column)
     )
     words = None if inputs.words is None else jnp.asarray(inputs.words, jnp.uint32)
-    arguments = _casts.Arguments(words, inputs.amax, inputs.scale_enc, static.axes, static.records)
+    given = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax)
     assert static.capability is not None
-    return Operands(*_casts.cast_by_kernel(x_RC, row, column, arguments, static.capability))
+    return Operands(*_casts.cast_by_kernel(x_RC, row, column, given, static.axes, static.records, static.capability))
 
 
 def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from microfloat.jax.backends import cuda
 from microfloat.jax.transformations import in_common_variance, like_in_variance
-from microfloat.kernels.families import family_of
+from microfloat.passes import family_of
 from microfloat.recipes import Cast
 
 __all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]

@@ -8,7 +8,7 @@ ROWS rows, as the casts take them: 4 (`scaled`) or 8 (`squares`). BAND: `constan
 
 The programs of a cluster write into each other's shared memory and wait for each other there, which takes a tenth of
 the time that words in global memory take. Triton 3.6 compiles such a kernel like any other; what makes it one is how it
-is started (`torch.backends.triton._direct`). A cluster of one program needs none of that; it is what the interpreter
+is started (`torch.program`). A cluster of one program needs none of that; it is what the interpreter
 runs. An *area* of shared memory begins with what every program of the cluster has sent and what all threads of the
 program shall read, in each of one or two rounds; behind it lie pieces and weights (PTX ISA: mapa, st.shared::cluster,
 barrier.cluster, cp.async).

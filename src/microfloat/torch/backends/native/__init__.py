@@ -9,8 +9,8 @@ import sys
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.kernels.families import is_stock
 from microfloat.operands import GEMMS, operands_of
+from microfloat.passes import is_stock
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import backends, gemms, reference
 from microfloat.torch.backends import triton as casts

@@ -21,10 +21,9 @@ from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Gemm, Recipe
 from microfloat.routes import Route
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.backends.triton._seeds import split_words
 from microfloat.torch.folding import FoldCounts, Routes
 from microfloat.torch.gemms import product
-from microfloat.torch.program import CastInputs, Program, cast_program, fast_empty, pair_program, scratch
+from microfloat.torch.program import CastInputs, Program, cast_program, fast_empty, pair_program, scratch, split_words
 from microfloat.torch.seeds import fold_rank_
 
 __all__ = ["LinearPlan", "linear_plan"]

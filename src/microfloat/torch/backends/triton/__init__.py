@@ -2,39 +2,43 @@
 
 The same functions as `torch.reference`, bit for bit, plus the forms that GEMMs of GPUs without block-scaled tensor
 cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_both` (MX folded to FP8 1x128).
-`refusal` says which casts have no kernel, and why.
+`refusal` says which casts have no kernel, and why. Every function runs programs (`torch.program`) that are kept by what
+they were made for.
+
+Producers are fused with the cast of their result: activations, forward and backward, and norms. Each quantizes the
+value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts per tensor take a known
+encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current scaling.
+
+Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from microfloat.errors import NotSupportedError
-from microfloat.kernels.tables import share_a_launch
+from microfloat.formats import ScaledFormat
+from microfloat.layout import folded_format
+from microfloat.passes import CastInputs, OperandSpec, producers
+from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
+from microfloat.passes.conversions import (
+    check_packed,
+    dequantize_passes,
+    packed_values_passes,
+    swizzle_passes,
+)
+from microfloat.passes.matrix import Matrix
+from microfloat.passes.producers import Producer, fuses
+from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.backends.triton._blocks import fold_blocks, quantize_blocks, values_blocks
-from microfloat.torch.backends.triton._dequantize import dequantize_operand
-from microfloat.torch.backends.triton._fp6 import dequantize_packed, quantize_packed
-from microfloat.torch.backends.triton._fused import (
-    activation_backward_quantize,
-    activation_backward_values,
-    activation_quantize,
-    activation_values,
-    fuses,
-)
-from microfloat.torch.backends.triton._launch import Matrix
-from microfloat.torch.backends.triton._norms import norm_quantize, norm_values
-from microfloat.torch.backends.triton._nvfp4 import hadamard_transform, quantize_nvfp4, values_nvfp4
-from microfloat.torch.backends.triton._plans import CastPlan, plan_of
-from microfloat.torch.backends.triton._scaled import measure_amax, quantize_scaled
-from microfloat.torch.backends.triton._swizzle import swizzle_scales
+from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
+from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
-    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values", "amax",
+    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
+    "amax",
     "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
     "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "swizzle_scales",
 ]  # fmt: skip
@@ -46,14 +50,14 @@ COLUMN_MAJOR_BLOCK_SCALES = True
 
 def refusal(cast: Cast) -> str:
     """Why `cast` has no kernel here, or "" where it has one."""
-    return plan_of(cast).refusal
+    return kernel_cast(cast).refusal
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
     if x.numel() == 0:
         return reference.amax(x)
-    return measure_amax(Matrix(x))
+    return run_passes(("amax", *_like(x)), lambda: amax_passes(matrix_of(x)), x.device, (None, x, None))[0]
 
 
 def quantize(
@@ -83,40 +87,10 @@ def quantize_both(
     """The row operand (x) and the column operand (x.T, codes stored transposed) of matrix `x`, each if asked for."""
     if x.numel() == 0:
         return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
-    row, column = _plan(row_cast), _plan(column_cast)
-    if row and column and not share_a_launch(row, column):
-        first, _ = quantize_both(
-            x, row_cast, None, seed=seed, row_stream=row_stream, batch=batch, amax=amax, scale_enc=scale_enc,
-            record=record
-        )  # fmt: skip
-        _, second = quantize_both(
-            x, None, column_cast, seed=seed, column_stream=column_stream, batch=batch, amax=amax, scale_enc=scale_enc
-        )  # fmt: skip
-        return first, second
-    plan = row or column
-    if plan is not None and plan.bare is not None:
-        stream = row_stream if row else column_stream
-        operand = _quantize_transformed(x if row else x.t(), plan, seed=seed, row_stream=stream, batch=batch, amax=amax)
-        return (operand, None) if row else (None, operand)
-    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
-    if turned:  # the transpose lies in memory row by row: exchange the roles
-        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
-    family = (row or column).family  # type: ignore[union-attr]
-    if family == "scaled":
-        results = quantize_scaled(
-            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, amax=amax,
-            scale_enc=scale_enc, record=record,
-        )  # fmt: skip
-    elif family == "nvfp4":
-        results = quantize_nvfp4(
-            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch,
-            amaxes=None if amax is None else (amax, amax),
-        )  # fmt: skip
-    else:
-        results = quantize_blocks(
-            Matrix(x), row, column, seed=seed, row_stream=row_stream, column_stream=column_stream, batch=batch
-        )
-    return (results[1], results[0]) if turned else results
+    specs = _specs("codes", row_cast, column_cast, row_stream, column_stream)
+    made = _cast(x, *specs, CastInputs(scale_enc, seed, record, amax=amax), batch)
+    rows, columns = x.shape
+    return _operand_of(row_cast, made[:3], rows, columns), _operand_of(column_cast, made[3:], columns, rows)
 
 
 def quantize_to_bf16(
@@ -129,53 +103,16 @@ def quantize_to_bf16(
     operand stays transformed and is as long as it is stored. Both lie in the memory layout of `x` (the second is a
     transposed view), which bfloat16 GEMMs read in any orientation.
     """
-    if x.numel() == 0:
-        raise NotSupportedError("quantize_to_bf16: got an empty matrix, needed elements. Quantize it and dequantize.")
-    row, column = _plan(row_cast), _plan(column_cast)
-    options = {"seed": seed, "batch": batch, "amax": amax}
-    if row and column and not share_a_launch(row, column):
-        first, _ = quantize_to_bf16(x, row_cast, None, row_stream=row_stream, **options)
-        _, second = quantize_to_bf16(x, None, column_cast, column_stream=column_stream, **options)
-        return first, second
-    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
-    if turned:
-        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
-    plan = row or column
-    assert plan is not None
-    streams = {"seed": seed, "row_stream": row_stream, "column_stream": column_stream, "batch": batch}
-    row_scale = column_scale = None
-    if plan.bare is not None and plan.family == "blocks":
-        # The transform is a pass of its own: the values of its rows are the operand, whichever it is.
-        transformed = hadamard_transform(x if row else x.t(), plan.cast.hadamard.sign_mask)  # type: ignore[union-attr]
-        stream = row_stream if row else column_stream
-        first, second = values_blocks(Matrix(transformed), plan, None, seed=seed, row_stream=stream, batch=batch)
-        first, second = (first, None) if row else (None, first.t())  # type: ignore[union-attr]
-    elif plan.family == "nvfp4" and plan.bare is None:
-        amaxes = None if amax is None else (amax, amax)
-        first, second, row_scale, column_scale = values_nvfp4(Matrix(x), row, column, amaxes=amaxes, **streams)
-    elif plan.family == "blocks":
-        first, second = values_blocks(Matrix(x), row, column, **streams)
-    else:
-        raise NotSupportedError(f"quantize_to_bf16 has no kernel for {plan.cast.format.name}, {plan.cast.hadamard}.")
+    specs = _specs("values", row_cast, column_cast, row_stream, column_stream)
+    made = _cast(x, *specs, CastInputs(seed=seed, amax=amax), batch)
+    rows, columns = x.shape
 
-    row_values = _as_values(first, row_scale, row, x.shape)
-    column_values = _as_values(None if second is None else second.t(), column_scale, column, x.shape[::-1])
-    return (column_values, row_values) if turned else (row_values, column_values)
+    def values_of(cast: Cast | None, values: Any, scale: Any, rows: int, length: int) -> Values | None:
+        return None if cast is None else Values(values, scale, cast.format, rows, length, cast.hadamard)
 
-
-def _as_values(
-    values: torch.Tensor | None, scale: torch.Tensor | None, plan: CastPlan | None, extents: Sequence[int]
-) -> Values | None:
-    if values is None or plan is None:
-        return None
-    two_level = plan.cast.rule.two_level
-    level = scale if two_level is not None and two_level.tensor_scale else None
-    return Values(values, level, plan.cast.format, extents[0], extents[1], plan.cast.hadamard)
-
-
-def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of an operand, [R, C] in `dtype`, rounded once from float32; see `torch.reference.dequantize`."""
-    return dequantize_operand(operand, dtype)
+    return (
+        values_of(row_cast, made[0], made[2], rows, columns), values_of(column_cast, made[3], made[5], columns, rows)
+    )  # fmt: skip
 
 
 def fold_both(
@@ -186,38 +123,127 @@ def fold_both(
 
     Equal to ``reference.fold(reference.quantize(x, cast))`` (docs/numerics.md, section 9).
     """
-    row, column = _plan(row_cast), _plan(column_cast)
-    for plan in (row, column):
-        if plan is not None and not (plan.block == (1, 32) and plan.scale_dtype == torch.uint8 and plan.bare is None):
-            raise NotSupportedError(
-                f"fold_both: got {plan.cast.format.name} (hadamard {plan.cast.hadamard}), needed an MX format of 1x32 "
-                "blocks without a Hadamard transform."
-            )
-    turned = x.stride(0) == 1 and x.stride(1) != 1 and x.shape[0] > 1
-    if turned:
-        x, row, column, row_stream, column_stream = x.t(), column, row, column_stream, row_stream
-    first, second, lossy = fold_blocks(
-        Matrix(x), row, column, tile=tile, seed=seed, row_stream=row_stream, column_stream=column_stream
+    form = "tiles" if tile else "folded"
+    lossy = torch.empty(2, dtype=torch.int64, device=x.device)
+    inputs = CastInputs(seed=seed, folded=None if tile else lossy, tiles=lossy if tile else None)
+    made = _cast(x, *_specs(form, row_cast, column_cast, row_stream, column_stream), inputs)
+
+    def folded(cast: Cast | None, codes: Any, scale: Any, rows: int, length: int) -> Operand | None:
+        if cast is None:
+            return None
+        return Operand(codes, scale[:, : -(-length // 128)], None, folded_format(cast.format, form), rows, length)
+
+    rows, columns = x.shape
+    row = folded(row_cast, made[0], made[1], rows, columns)
+    return row, folded(column_cast, made[3], made[4], columns, rows), lossy
+
+
+def quantize_packed(
+    x: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of matrix `x` [R, C]: packed codes uint8 [R, 3 * ceil(C / 4)] and scales uint8 [R, ceil(C / block)].
+
+    ``pack_fp6`` of the codes that `quantize` gives, in one pass. Raises NotSupportedError for other formats.
+    """
+    check_packed(cast.format, cast.hadamard)
+    if x.numel() == 0:
+        widths = 3 * -(-x.shape[1] // 4), -(-x.shape[1] // (cast.format.block[1] or 1))
+        packed, scale = (torch.empty((x.shape[0], width), dtype=torch.uint8, device=x.device) for width in widths)
+        return packed, scale
+    spec = OperandSpec(cast, stream=stream)
+    packed, scale = run_passes(
+        ("packed", spec, batch, *_like(x)), lambda: packed_passes(matrix_of(x), spec, batch), x.device,
+        (None, x, None, None, seed),
+    )  # fmt: skip
+    return packed, scale
+
+
+def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of an operand, [R, C] in `dtype` (bfloat16, float16 or float32), rounded once from float32.
+
+    A Hadamard transform is undone in float32; see `torch.reference.dequantize`.
+    """
+    if operand.hadamard is not None:
+        values = inverse(_dequantize(operand, torch.float32), operand.hadamard)
+        return values[:, : operand.length].to(dtype).contiguous()
+    return _dequantize(operand, dtype)
+
+
+def dequantize_packed(
+    packed: torch.Tensor, scale: torch.Tensor, fmt: ScaledFormat, length: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Values [R, `length`] in `dtype` of packed codes and their scales: ``f32(dec(code) * 2^(b - 127))``, rounded."""
+    check_packed(fmt)
+    rows = packed.shape[0]
+    if rows * length == 0:
+        return torch.empty((rows, length), dtype=dtype, device=packed.device)
+    return run_passes(
+        ("packed values", fmt, rows, length, dtype),
+        lambda: packed_values_passes(fmt, rows, length, _name(dtype), device_of(packed.get_device())), packed.device,
+        (None, packed.contiguous(), None, scale.contiguous()),
+    )[0]  # fmt: skip
+
+
+def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [R, C] -> uint8 [512 * ceil(R / 128) * ceil(C / 4)], tiles of 128 x 4, padded with 0 (numerics 7.2)."""
+    (rows, columns), strides = scale.shape, scale.stride()
+    if scale.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=scale.device)
+    words = columns % 4 == 0 and strides[1] == 1 and strides[0] % 4 == 0 and scale.data_ptr() % 4 == 0
+    return run_passes(
+        ("swizzle", rows, columns, strides, words),
+        lambda: swizzle_passes(rows, columns, (strides[0], strides[1]), words, device_of(scale.get_device())),
+        scale.device, (None, scale, None),
+    )[0]  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _like(x: torch.Tensor) -> tuple:
+    """All that passes over a matrix depend on but its device."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15
+
+
+def _specs(
+    form: str, row_cast: Cast | None, column_cast: Cast | None, row_stream: int, column_stream: int
+) -> tuple[OperandSpec | None, OperandSpec | None]:
+    return (
+        None if row_cast is None else OperandSpec(row_cast, form, False, row_stream),
+        None if column_cast is None else OperandSpec(column_cast, form, False, column_stream),
     )
-    return (second, first, lossy.flip(0)) if turned else (first, second, lossy)
 
 
-def _quantize_transformed(x: torch.Tensor, plan: CastPlan, **options: Any) -> Operand:
-    """A cast whose kernel does not transform: the transform as a pass of its own, then the bare cast of its rows."""
-    assert plan.cast.hadamard is not None
-    transformed = hadamard_transform(x, plan.cast.hadamard.sign_mask)
-    operand, _ = quantize_both(transformed, plan.bare, None, **options)
-    assert operand is not None
-    return replace(operand, length=x.shape[1], hadamard=plan.cast.hadamard)
+def _cast(
+    x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, batch: int = 0
+) -> list[Any]:
+    """Codes, scale and tensor scale of both operands, by a program that is kept."""
+    options = {"records": inputs.record is not None, "given_amax": inputs.amax is not None, "batch": batch}
+    return run_passes(
+        (row, column, *options.values(), *_like(x)), lambda: cast_passes(matrix_of(x), row, column, **options),
+        x.device, (None, x, None, *inputs),
+    )  # fmt: skip
 
 
-def _plan(cast: Cast | None) -> CastPlan | None:
-    if cast is None:
-        return None
-    plan = plan_of(cast)
-    if plan.refusal:
-        raise NotSupportedError(f"the triton backend has no kernel for {plan.refusal}. Use backend='reference'.")
-    return plan
+def _dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
+    rows, columns, fmt = operand.rows, operand.stored_length, operand.format
+    codes, scale, level = operand.codes.contiguous(), operand.scale, operand.tensor_scale
+    if rows * columns == 0:
+        return torch.empty((rows, columns), dtype=dtype, device=codes.device)
+    if codes.data_ptr() & 3:  # codes are read two or four bytes at once
+        codes = codes.clone()
+    strides = (0, 0)
+    if scale.dim() == 2:
+        strides = scale.stride(0), scale.stride(1) if fmt.block[1] is not None else 0
+    level_stride = None if level is None else level.stride(0) if level.dim() else 0
+    return run_passes(
+        ("values", fmt, rows, columns, strides, level_stride, dtype),
+        lambda: dequantize_passes(
+            fmt, rows, columns, strides, level_stride, _name(dtype), device_of(codes.get_device())
+        ),
+        codes.device, (None, codes, None, scale, level),
+    )[0]  # fmt: skip
 
 
 def _empty(
@@ -225,13 +251,204 @@ def _empty(
     column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """Operands of a matrix without elements: shapes and unit scales, no launch."""
-    made = []
-    for cast, transposed, stream in ((row_cast, False, row_stream), (column_cast, True, column_stream)):
-        made.append(
-            None
-            if cast is None
-            else reference.quantize(
-                x, cast, transposed=transposed, seed=seed, stream=stream, amax=amax, scale_enc=scale_enc
-            )
+    options: dict[str, Any] = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
+    row, column = (
+        None if cast is None else reference.quantize(x, cast, transposed=transposed, stream=stream, **options)
+        for cast, transposed, stream in ((row_cast, False, row_stream), (column_cast, True, column_stream))
+    )
+    return row, column
+
+
+Both = tuple[Operand | None, Operand | None]
+_Tensors = tuple[torch.Tensor | None, ...]
+_Valued = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """What a fused norm returns: both operands, and the statistics that its backward needs (mean: LayerNorm only)."""
+
+    row: Operand | None
+    column: Operand | None
+    mean: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def _operand_of(cast: Cast | None, made: Any, rows: int, length: int) -> Operand | None:
+    """Codes, scale and tensor scale as the operand [`rows`, `length`] of a cast; None without a cast."""
+    if cast is None:
+        return None
+    power_of_two = None if cast.rule.two_level is not None else cast.rule.power_of_two
+    codes, scale, tensor_scale = made
+    return Operand(codes, scale, tensor_scale, cast.format, rows, length, cast.hadamard, power_of_two)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Matrices of one shape and dtype, read alike, and vectors beside them (weight and bias of a norm)."""
+
+    x: torch.Tensor
+    y: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    is_norm: bool = False
+
+    @staticmethod
+    def alike(x: torch.Tensor, y: torch.Tensor | None = None, z: torch.Tensor | None = None) -> "_Inputs":
+        """Inputs that lie alike, copied where they do not."""
+        others = [None if t is None else t if t.stride() == x.stride() else t.contiguous() for t in (y, z)]
+        if any(t is not None and t.stride() != x.stride() for t in others):
+            x = x.contiguous()
+        return _Inputs(x, others[0], others[1])
+
+    @property
+    def key(self) -> tuple:
+        """All that passes over them depend on but their device."""
+        x = self.x
+        others = tuple(
+            None if t is None else (t.dtype, t.data_ptr() & 15, self.is_norm and t.stride(0) == 1)
+            for t in (self.y, self.z)
         )
-    return made[0], made[1]
+        return x.shape, x.stride(), x.dtype, x.data_ptr() & 15, *others
+
+    @property
+    def matrix(self) -> Matrix:
+        """What passes know of them: the alignment is that of the least aligned; vectors with gaps have none."""
+        matrix = matrix_of(self.x)
+        for other in (self.y, self.z):
+            if other is not None:
+                address = other.data_ptr()
+                aligned = 1 if self.is_norm and other.stride(0) != 1 else address & -address or matrix.alignment
+                matrix = replace(matrix, alignment=min(matrix.alignment, aligned))
+        return matrix
+
+    def table(self, known: "_Known") -> _Tensors:
+        """The table of their passes."""
+        seed, amax, scale_enc, record = known
+        return (
+            None, self.x, None, scale_enc[0], seed[0], record[0], self.y, self.z, amax[0], amax[1], scale_enc[1],
+            seed[1], record[1],
+        )  # fmt: skip
+
+
+_NONE: _Tensors = (None, None)
+_Known = tuple[_Tensors, _Tensors, _Tensors, _Tensors]  # seed, amax, scale_enc, record: one of each produced matrix
+
+
+def _quantize(
+    work: Producer, inputs: _Inputs, row_cast: Cast | None, column_cast: Cast | None, row_stream: int,
+    column_stream: int, known: _Known,
+) -> list[Any]:  # fmt: skip
+    row = None if row_cast is None else OperandSpec(row_cast, "codes", False, row_stream)
+    column = None if column_cast is None else OperandSpec(column_cast, "codes", False, column_stream)
+    _, amax, scale_enc, record = known
+    given = "scale_enc" if scale_enc[0] is not None else "amax" if amax[0] is not None else ""
+    records = record[0] is not None, record[1] is not None
+    return run_passes(
+        (work, row, column, records, given, inputs.is_norm and largest_cluster(inputs.x.get_device()), *inputs.key),
+        lambda: producers.cast_passes(inputs.matrix, work, row, column, records=records, given=given), inputs.x.device,
+        inputs.table(known),
+    )  # fmt: skip
+
+
+def _values(work: Producer, inputs: _Inputs) -> list[Any]:
+    table = inputs.table((_NONE, _NONE, _NONE, _NONE))
+    return run_passes(
+        ("values", work, *inputs.key), lambda: producers.values_passes(inputs.matrix, work), inputs.x.device, table
+    )
+
+
+def _both(row_cast: Cast | None, column_cast: Cast | None, made: list[Any], shape: torch.Size) -> Both:
+    rows, columns = shape
+    return _operand_of(row_cast, made[:3], rows, columns), _operand_of(column_cast, made[3:6], columns, rows)
+
+
+def activation_quantize(
+    x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None, column_cast: Cast | None, *,
+    activation: str = "silu", seed: torch.Tensor | None = None, row_stream: int = 0, column_stream: int = 0,
+    amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None, record: torch.Tensor | None = None,
+) -> Both:  # fmt: skip
+    """Both operands of ``f(x)``, or with `up` of ``f(x) * up`` (SwiGLU: activation="silu"), in one pass."""
+    work, known = Producer.of_activation(activation, gated=up_MF is not None), (seed, amax, scale_enc, record)
+    made = _quantize(
+        work, _Inputs.alike(x_MF, up_MF), row_cast, column_cast, row_stream, column_stream,
+        tuple((one, None) for one in known),  # type: ignore[arg-type]
+    )  # fmt: skip
+    return _both(row_cast, column_cast, made, x_MF.shape)
+
+
+def activation_values(
+    x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``f(x)`` or ``f(x) * up`` in x's dtype, and its amax (float32 ()), in one pass."""
+    value, amax = _values(Producer.of_activation(activation, gated=up_MF is not None), _Inputs.alike(x_MF, up_MF))
+    return value, amax
+
+
+def _gradients(grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None) -> _Inputs:
+    inputs = _Inputs.alike(x_MF, grad_MF) if up_MF is None else _Inputs.alike(x_MF, up_MF, grad_MF)
+    return _Inputs(inputs.x, None, inputs.y) if up_MF is None else inputs
+
+
+def activation_backward_quantize(
+    grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None,
+    column_cast: Cast | None, *, activation: str = "silu", seed: tuple = (None, None), row_stream: int = 0,
+    column_stream: int = 0, amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
+) -> tuple[Both, Both | None]:  # fmt: skip
+    """Both operands of the gradient of x, and with `up` those of the gradient of up, in one pass.
+
+    `seed`, `amax`, `scale_enc`, `record`: one for each gradient, since each belongs to a layer (docs/numerics.md 5.3).
+    """
+    work = Producer.of_activation(activation, gated=up_MF is not None, backward=True)
+    made = _quantize(
+        work, _gradients(grad_MF, x_MF, up_MF), row_cast, column_cast, row_stream, column_stream,
+        (seed, amax, scale_enc, record),
+    )  # fmt: skip
+    first = _both(row_cast, column_cast, made, x_MF.shape)
+    return first, _both(row_cast, column_cast, made[6:], x_MF.shape) if work.two else None
+
+
+def activation_backward_values(
+    grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
+) -> tuple[_Valued, _Valued | None]:
+    """(gradient, amax) of x, and with `up` of up, in one pass."""
+    work = Producer.of_activation(activation, gated=up_MF is not None, backward=True)
+    made = _values(work, _gradients(grad_MF, x_MF, up_MF))
+    return (made[0], made[1]), (made[2], made[3]) if work.two else None
+
+
+def _norm(
+    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, eps: float, kind: str
+) -> tuple[Producer, _Inputs]:
+    """A norm and its inputs; a LayerNorm without bias gets zeros."""
+    work = Producer.of_norm(kind, eps, str(weight_K.dtype))
+    if not work.is_layer_norm:
+        bias_K = None
+    elif bias_K is None:
+        bias_K = torch.zeros_like(weight_K)
+    work = work._replace(parameter_dtype=str(weight_K.dtype).removeprefix("torch."))
+    return work, _Inputs(x_MK, weight_K, bias_K, is_norm=True)
+
+
+def norm_quantize(
+    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, row_cast: Cast | None,
+    column_cast: Cast | None, *, eps: float, kind: str = "rms", seed: torch.Tensor | None = None, row_stream: int = 0,
+    column_stream: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
+) -> Normed:  # fmt: skip
+    """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x, read once where there are clusters."""
+    work, inputs = _norm(x_MK, weight_K, bias_K, eps, kind)
+    known: Any = tuple((one, None) for one in (seed, amax, scale_enc, record))
+    try:
+        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, known)
+    except ClusterRefused:
+        refuse_clusters(x_MK.get_device())
+        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, known)
+    return Normed(*_both(row_cast, column_cast, made, x_MK.shape), *made[6:])
+
+
+def norm_values(
+    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, *, eps: float, kind: str = "rms"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
+    values, amax, mean, inverse = _values(*_norm(x_MK, weight_K, bias_K, eps, kind))
+    return values, amax, mean, inverse

@@ -5,8 +5,7 @@ import triton
 
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.recipes import Delayed
-from microfloat.torch.backends.triton._launch import Kernel, Prepared
-from microfloat.torch.backends.triton._programs import fast_empty
+from microfloat.torch.program import Kernel, Prepared, fast_empty
 
 __all__ = ["Slots", "slots_of", "update_delayed"]
 
@@ -33,7 +32,9 @@ class Slots:
         live = torch.empty(self.count, dtype=torch.float32, device=self.device)
         key = (self.count, self.number)
         programs = -(-self.count // 128)
-        _GATHER(key, programs, self.number, (self.addresses, live), (self.count,), (128,))
+        stream = 0 if self.number < 0 else torch._C._cuda_getCurrentRawStream(self.number)
+        with torch.cuda.device(self.number):
+            _GATHER.prepared(key, programs, (self.count,), (128,))(stream, self.addresses, live)
         return live
 
 

@@ -16,8 +16,7 @@ from microfloat.kernels.device.scales import (
     TWO_LEVEL_DIVIDED,
 )
 from microfloat.kernels.device.squares import takes
-from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
-from microfloat.kernels.families import family_of
+from microfloat.passes import family_of
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
@@ -95,34 +94,39 @@ def ceil_div(a: int, b: int) -> int:
 class KernelCast:
     """A Cast as kernels take it.
 
-    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `rule`: the
-    mantissa threshold of E8M0, or 1 for powers of two. `codes_per_byte`, `block`: the shapes of what is written.
-    `float_scale`: scales are float32, not bytes. `scaled_cast`: the constant that `casts.scaled` and `casts.fold`
-    take. `nvfp4_cast`: that of `casts.nvfp4` for codes (`nvfp4_constant`), None in other families. `bare`: the cast
-    without its Hadamard transform, where that is a pass of its own.
+    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `scaled_cast`: the
+    constant that `casts.scaled` and `casts.fold` take. `nvfp4_cast`: that of `casts.nvfp4` for codes, None in other
+    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own.
     """
 
     cast: Cast
     family: str
     refusal: str
-    mantissa_bits: int
-    bias: int
-    rule: int
-    block: tuple[int | None, int | None]
-    stochastic: bool
-    epsilon: float
-    codes_per_byte: int
-    float_scale: bool
     scaled_cast: ScaledCast
     nvfp4_cast: Nvfp4Cast | None
     bare: Cast | None
 
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        """That of the format."""
+        return self.cast.format.block
+
+    @property
+    def float_scale(self) -> bool:
+        """True for float32 scales, False for bytes."""
+        return self.cast.format.scale.name == "FP32"
+
+    @property
+    def epsilon(self) -> float:
+        """The smallest amax of current scaling."""
+        return self.cast.scaling.amax_epsilon if isinstance(self.cast.scaling, Current) else 0.0
+
     def block_cast(self, output: int, scale_layout: int) -> BlockCast:
         """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
+        bits, bias, rule, stochastic, gradient = self.scaled_cast
         return BlockCast(
-            self.mantissa_bits, self.bias, FAMILY=int(self.float_scale), RULE=self.rule, BLOCK=self.block[1] or 0,
-            STOCHASTIC=self.stochastic, OUTPUT=output, SCALE_LAYOUT=scale_layout, TILE=self.block[0] != 1,
-            GRADIENT=self.cast.is_gradient,
+            bits, bias, int(self.float_scale), rule, self.block[1] or 0, stochastic, output, scale_layout,
+            TILE=self.block[0] != 1, GRADIENT=gradient,
         )  # fmt: skip
 
     def nvfp4_constant(self, output: int, aligned: bool) -> Nvfp4Cast:
@@ -137,14 +141,8 @@ class KernelCast:
 
     @property
     def is_scaled_per_row(self) -> bool:
-        """Whether an NVFP4 cast has a first level for every row."""
+        """True for an NVFP4 cast that has a first level for every row."""
         return self.nvfp4_cast is not None and self.nvfp4_cast.PER_ROW
-
-    @property
-    def usual_scale_layout(self) -> int:
-        """FP8 block GEMMs read 1x128 scales column-major; the values are the same in any memory order."""
-        is_gemm_block = self.block == (1, 128) and self.float_scale
-        return (SCALE_COLUMN_MAJOR if is_gemm_block else SCALE_ROW_MAJOR).value
 
 
 def tile_of_scaled(
@@ -241,13 +239,8 @@ def kernel_cast(cast: Cast) -> KernelCast:
     family, refusal = family_of(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
     rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
-    return KernelCast(
-        cast, family, refusal, element.mantissa_bits, element.bias, rule, fmt.block, cast.is_stochastic,
-        cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0,
-        element.codes_per_byte, fmt.scale.name == "FP32",
-        ScaledCast(element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient),
-        _nvfp4_cast(cast) if family == "nvfp4" else None, _bare(cast),
-    )  # fmt: skip
+    scaled = ScaledCast(element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient)
+    return KernelCast(cast, family, refusal, scaled, _nvfp4_cast(cast) if family == "nvfp4" else None, _bare(cast))
 
 
 def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
@@ -255,9 +248,9 @@ def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
     if row.family != column.family or row.bare is not None or column.bare is not None:
         return False
     if row.family == "scaled":
-        return (row.block, row.rule, row.epsilon, row.mantissa_bits) == (
-            column.block, column.rule, column.epsilon, column.mantissa_bits,
-        )  # fmt: skip
+        first, second = row.scaled_cast, column.scaled_cast
+        same = row.block == column.block and row.epsilon == column.epsilon
+        return same and (first.RULE, first.MB) == (second.RULE, second.MB)
     return True
 
 

@@ -1,0 +1,79 @@
+"""Codes and scales that stand already, as passes: their values, and scales in the tiles of block-scaled GEMMs."""
+
+from microfloat.errors import NotSupportedError
+from microfloat.formats import ScaledFormat
+from microfloat.kernels.casts import dequantize, fp6
+from microfloat.kernels.gemm import swizzle
+from microfloat.layout import Part
+from microfloat.passes import tables
+from microfloat.passes.matrix import INT32_MAX, At, Device, Pass, Passes, specialization
+from microfloat.recipes import Hadamard
+
+__all__ = ["SCALE", "TENSOR_SCALE", "check_packed", "dequantize_passes", "packed_values_passes", "swizzle_passes"]
+
+SCALE, TENSOR_SCALE = 3, 4  # positions in the table, besides At.SOURCE = codes
+_SCALES = {
+    "FP32": dequantize.SCALE_FLOAT.value, "E8M0": dequantize.SCALE_E8M0.value, "E4M3": dequantize.SCALE_E4M3.value,
+}  # fmt: skip
+_SWIZZLED_TOGETHER = 32  # tiles of scales that a program of `swizzle` moves
+
+
+def dequantize_passes(
+    fmt: ScaledFormat, rows: int, columns: int, scale_strides: tuple[int, int], level_stride: int | None, dtype: str,
+    device: Device,
+) -> Passes:  # fmt: skip
+    """The pass that decodes an operand [R, C]; `level_stride`: that of a tensor scale for each row, 0 for one, None for
+    none.
+    """
+    passes = Passes(1)
+    out = passes.put(0, Part((rows, columns), (columns, 1), dtype))
+    tile_rows, tile_columns, warps = tables.TILES["dequantize"]
+    constants = (
+        fmt.element.mantissa_bits, fmt.element.bias, _SCALES[fmt.scale.name], fmt.block[0] or 1,
+        fmt.block[1] or tile_columns, 1 if level_stride is None else 2, dtype == "bfloat16", columns % 2 == 0,
+        rows % tile_rows == 0 and columns % tile_columns == 0, max(tile_rows * columns, rows) > INT32_MAX,
+        device.conversions, tile_rows, tile_columns,
+    )  # fmt: skip
+    scalars = (rows, columns, *scale_strides, level_stride or 0)
+    key = (device.number, fmt.element.name, dtype, constants, *map(specialization, scalars))
+    programs = -(-rows // tile_rows) * -(-columns // tile_columns)
+    tensors = (At.SOURCE, SCALE, At.NOTHING if level_stride is None else TENSOR_SCALE, out)
+    passes.launch(Pass(dequantize.dequantize, key, programs, tensors, scalars, constants, warps))
+    return passes
+
+
+def check_packed(fmt: ScaledFormat, hadamard: Hadamard | None = None) -> None:
+    """NotSupportedError for a format that is not stored as four codes of 6 bits in three bytes."""
+    if fmt.element.bits != 6 or fmt.scale.name != "E8M0" or fmt.block not in ((1, 32), (1, 16)) or hadamard is not None:
+        raise NotSupportedError(
+            f"packed codes: got {fmt.name} (blocks {fmt.block_text}, hadamard {hadamard}), needed an MX format of 6 "
+            "bits with blocks of 16 or 32 elements in a row and no transform, such as mxfp6_e3m2."
+        )
+
+
+def packed_values_passes(fmt: ScaledFormat, rows: int, length: int, dtype: str, device: Device) -> Passes:
+    """The pass that decodes packed codes of 6 bits (docs/numerics.md 1.4): ``f32(dec(code) * 2^(b - 127))``."""
+    passes = Passes(1)
+    out = passes.put(0, Part((rows, length), (length, 1), dtype))
+    tile_rows, tile_columns, warps = tables.TILES["dequantize"]
+    constants = (
+        fmt.element.mantissa_bits, fmt.element.bias, fmt.block[1], dtype == "bfloat16",
+        max(tile_rows * length, rows) > INT32_MAX, device.conversions, tile_rows, tile_columns,
+    )  # fmt: skip
+    key = (device.number, dtype, constants, specialization(rows), specialization(length))
+    programs = -(-rows // tile_rows) * -(-length // tile_columns)
+    passes.launch(Pass(
+        fp6.dequantize_packed, key, programs, (At.SOURCE, SCALE, out), (rows, length), constants, warps
+    ))  # fmt: skip
+    return passes
+
+
+def swizzle_passes(rows: int, columns: int, strides: tuple[int, int], words: bool, device: Device) -> Passes:
+    """The pass that puts scales into tiles of 128 x 4, padded with 0 (docs/numerics.md 7.2); `words`: four at once."""
+    passes, tiles = Passes(1), -(-columns // 4)
+    out = passes.put(0, Part((512 * -(-rows // 128) * tiles,), (1,), "uint8"))
+    scalars, constants = (rows, columns, *strides), (words, _SWIZZLED_TOGETHER)
+    key = (device.number, constants, *map(specialization, scalars))
+    programs = -(-rows // 128) * -(-tiles // _SWIZZLED_TOGETHER)
+    passes.launch(Pass(swizzle.swizzle_scales, key, programs, (At.SOURCE, out), scalars, constants))
+    return passes

@@ -1,0 +1,302 @@
+"""Activations, forward and backward, and norms as passes: the value that they compute is cast where it is computed.
+
+Every pass quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts per
+tensor take a given encode scale (delayed scaling) or amax; `values_passes` write the value and its amax instead.
+
+Results: codes, scale and tensor scale of the row operand, those of the column operand, and six more of a second
+produced matrix; or value and amax of each. A norm's mean (LayerNorm only) and inverse come last.
+
+Legend: M x F = gate, up and their product; M x K = the input of a norm.
+"""
+
+from typing import NamedTuple
+
+from microfloat.errors import NotSupportedError, unknown_name
+from microfloat.kernels.casts import scaled
+from microfloat.kernels.constants import Band, How
+from microfloat.kernels.device import convert, produce
+from microfloat.kernels.device.squares import takes
+from microfloat.kernels.producers import fused, norm_clusters
+from microfloat.layout import Part
+from microfloat.passes import OperandSpec, tables
+from microfloat.passes.casts import (
+    Both,
+    block_casts,
+    codes_of,
+    operands_of,
+    scale_of,
+    scaled_casts,
+    seed_of,
+    shared_scale,
+    streams_of,
+)
+from microfloat.passes.matrix import SCALAR, At, Buffer, Matrix, Pass, Passes
+from microfloat.passes.tables import KernelCast, Pieces, kernel_cast
+from microfloat.recipes import Cast
+
+__all__ = ["BIAS", "GRADIENT", "SECOND_AMAX", "UP", "WEIGHT", "Producer", "cast_passes", "fuses", "values_passes"]
+
+# Where producers find what no cast has: up of a gate and the gradient of the result; weight and bias of a norm.
+UP, GRADIENT, SECOND_AMAX = 6, 7, At.SECOND
+WEIGHT, BIAS = 6, 7
+
+_ACTIVATIONS = {
+    "silu": produce.SILU.value, "gelu_tanh": produce.GELU_TANH.value, "gelu": produce.GELU.value,
+    "relu": produce.RELU.value,
+}  # fmt: skip
+_RMS, _LAYER = produce.RMS_NORM.value, produce.LAYER_NORM.value
+# A program measures so many elements of rows at once; of a row at most so many, and at least those of one warp's words.
+_ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
+# Tiles under which clusters hold rows, by what is cast to and the norm. With two sums to exchange there is space for
+# the smaller ones only. LayerNorms to FP8 per tensor compile with "norm_scaled_long", and have not run on a GPU yet.
+TILES_BY_CLUSTERS = {
+    ("scaled", _RMS): ("norm_scaled", "norm_scaled_long"), ("squares", _RMS): ("norm_squares", "norm_squares_long"),
+    ("squares", _LAYER): ("norm_squares_long",),
+}  # fmt: skip
+
+
+class Producer(NamedTuple):
+    """What computes a matrix, or (`two`) both gradients of a gate.
+
+    `y`, `z`: positions of its inputs besides SOURCE. `parameter_dtype`: of weight and bias of a norm, None for an
+    activation; `eps`: of the norm.
+    """
+
+    number: int
+    function: int = 0
+    y: int = At.NOTHING
+    z: int = At.NOTHING
+    two: bool = False
+    parameter_dtype: str | None = None
+    eps: float = 0.0
+
+    @staticmethod
+    def of_activation(name: str, *, gated: bool, backward: bool = False) -> "Producer":
+        """``f(x)``, or ``f(x) * up``, or their gradients."""
+        if name not in _ACTIVATIONS:
+            raise unknown_name("activation", name, _ACTIVATIONS)
+        function = _ACTIVATIONS[name]
+        if not backward:
+            number = produce.GATE if gated else produce.ACTIVATE
+            return Producer(number.value, function, UP if gated else At.NOTHING)
+        if gated:
+            return Producer(produce.GATE_GRADIENTS.value, function, UP, GRADIENT, two=True)
+        return Producer(produce.ACTIVATE_GRADIENT.value, function, GRADIENT)
+
+    @staticmethod
+    def of_norm(kind: str, eps: float, parameter_dtype: str) -> "Producer":
+        """RMSNorm ("rms") or LayerNorm ("layer") of rows."""
+        if kind not in ("rms", "layer"):
+            raise unknown_name("kind", kind, ["rms", "layer"])
+        return Producer(_LAYER if kind == "layer" else _RMS, parameter_dtype=parameter_dtype, eps=eps)
+
+    @property
+    def is_layer_norm(self) -> bool:
+        """True for a norm that subtracts the mean."""
+        return self.number == _LAYER
+
+
+class _Statistics(NamedTuple):
+    """Positions of the parameters of a norm, NOTHING for an activation."""
+
+    mean: int = At.NOTHING
+    inverse: int = At.NOTHING
+    weight: int = At.NOTHING
+    bias: int = At.NOTHING
+
+
+def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
+    """True where a producer can write codes of both casts in one launch."""
+    try:
+        _check(row_cast, column_cast)
+    except NotSupportedError:
+        return False
+    return True
+
+
+def _check(row_cast: Cast | None, column_cast: Cast | None) -> KernelCast:
+    """The numbers of one of the casts; NotSupportedError where no fused kernel writes both in one launch."""
+    casts = [kernel_cast(cast) for cast in (row_cast, column_cast) if cast is not None]
+    if not casts:
+        raise NotSupportedError("a fused cast needs row_cast or column_cast; use the unfused operation without them.")
+    first, last = casts[0], casts[-1]
+    for one in casts:
+        per_tensor = one.family == "scaled" and one.block == (None, None)
+        if one.bare is not None or not (per_tensor or one.family == "blocks"):
+            raise NotSupportedError(
+                f"no fused kernel casts to {one.cast.format.name} (hadamard {one.cast.hadamard}); run the operation "
+                "and quantize its result."
+            )
+    if first.family != last.family or first.epsilon != last.epsilon:
+        raise NotSupportedError("row_cast and column_cast of a fused kernel must be of one family; cast them apart.")
+    if first.family == "scaled" and first.scaled_cast != last.scaled_cast:
+        raise NotSupportedError("two different per-tensor casts of one result cannot be fused; cast them apart.")
+    return first
+
+
+def cast_passes(
+    matrix: Matrix, work: Producer, row: OperandSpec | None, column: OperandSpec | None, *,
+    records: tuple[bool, bool] = (False, False), given: str = "",
+) -> Passes:  # fmt: skip
+    """The passes that make both operands of one produced matrix, or of two.
+
+    `records`: which histories are given. `given`: "scale_enc" or "amax", which a cast per tensor needs.
+    """
+    numbers = _check(row and row.cast, column and column.cast)
+    if numbers.family == "scaled" and not given:
+        raise NotSupportedError(
+            f"a fused cast to {numbers.cast.format.name} needs scale_enc= or amax=; without them use the *_values "
+            "function, which measures the amax, and cast its result."
+        )
+    results = 12 if work.two else 6
+    passes = Passes(results + (2 if work.parameter_dtype else 0))
+    statistics = _statistics(passes, matrix, work)
+    produced = [operands_of(matrix, (row, column), (at, at + 3)) for at in ((0, 6) if work.two else (0,))]
+    if work.parameter_dtype and _by_clusters(passes, matrix, work, statistics, produced[0], records[0], given):
+        return passes
+    _measure(passes, matrix, work, statistics)
+    inputs = (At.SOURCE, work.y, work.z, *statistics)
+    streams = streams_of(produced[0])
+    seeds = (At.SEED, At.SECOND_SEED) if seed_of(*produced[0]) != At.NOTHING else (At.NOTHING, At.NOTHING)
+    seeds = seeds if work.two else (seeds[0], At.NOTHING)
+    outputs: list[int] = []
+    if numbers.family == "blocks":
+        casts = block_casts(produced[0])
+        kind = matrix.kind if matrix.kind == _produced_kind(matrix) else 0
+        rows, columns, warps = tables.tile_of_produced_blocks(*casts, kind, matrix.fills, two=work.two)
+        for both in produced:
+            outputs += [at for one in both for at in (codes_of(passes, one), scale_of(passes, one))]
+        outputs += [At.NOTHING] * (8 - len(outputs))
+        kernel, tensors = fused.produce_blocks, (*inputs, *outputs, *seeds)
+        constants = (*casts, work.number, work.function, _how(matrix, rows, columns))
+    else:
+        casts = scaled_casts(produced[0])
+        rows, columns, warps = tables.TILES["fused_gradients" if work.two else "fused_scaled"]
+        each = _records(passes, records, numbers, given)
+        sources = (At.SCALE_ENC, At.SECOND_SCALE_ENC) if given == "scale_enc" else (At.AMAX, SECOND_AMAX)
+        for both, source, record in zip(produced, sources, each, strict=False):
+            outputs += [*(codes_of(passes, one) for one in both), shared_scale(passes, both), source, record]
+        outputs += [At.NOTHING] * (10 - len(outputs))
+        meeting = At.NOTHING if each[0] == At.NOTHING else At.WORDS
+        kernel, tensors = fused.produce_scaled, (*inputs, *outputs, meeting, *seeds)
+        how = _how(matrix, rows, columns)
+        constants = (*casts, _mode(given), each[0] != At.NOTHING, work.number, work.function, how)
+    passes.launch(Pass(
+        kernel, (matrix.key, constants, warps, *streams, work.parameter_dtype), matrix.tiles(rows, columns), tensors,
+        (*streams, numbers.epsilon, *matrix.sizes), constants, warps,
+    ))  # fmt: skip
+    return passes
+
+
+def values_passes(matrix: Matrix, work: Producer) -> Passes:
+    """The passes that write a produced matrix, or two, in the inputs' dtype, and the amax of each."""
+    results = 4 if work.two else 2
+    passes = Passes(results + (2 if work.parameter_dtype else 0))
+    statistics = _statistics(passes, matrix, work)
+    _measure(passes, matrix, work, statistics)
+    value = Part((matrix.rows, matrix.columns), (matrix.columns, 1), matrix.dtype)
+    outputs = [passes.put(at, Part(*SCALAR[:3]) if at % 2 else value) for at in range(results)]
+    outputs += [At.NOTHING] * (4 - results)
+    rows, columns, warps = tables.TILES["fused_values"]
+    constants = (
+        work.number,
+        work.function,
+        _how(matrix, rows, columns)._replace(QUADS=False),
+    )  # no columns are written
+    passes.launch(Pass(
+        fused.produce_values, (matrix.key, constants, warps, work.parameter_dtype), matrix.tiles(rows, columns),
+        (At.SOURCE, work.y, work.z, *statistics, *outputs, At.WORDS), matrix.sizes, constants, warps,
+    ))  # fmt: skip
+    return passes
+
+
+def _mode(given: str) -> int:
+    return (scaled.GIVEN if given == "scale_enc" else scaled.AMAX).value
+
+
+def _records(passes: Passes, records: tuple[bool, bool], numbers: KernelCast, given: str) -> list[int]:
+    """Where each amax is recorded. The scale of a gradient under a given one depends on it."""
+    needed = numbers.cast.is_gradient and given == "scale_enc"
+    return [
+        at if is_given else passes.add(Buffer((1,), (1,), "float32", cleared=True)) if needed else At.NOTHING
+        for at, is_given in zip((At.RECORD, At.SECOND_RECORD), records, strict=True)
+    ]
+
+
+def _produced_kind(matrix: Matrix) -> int:
+    return (convert.WORDS_BF16 if matrix.dtype == "bfloat16" else convert.ELEMENTWISE).value
+
+
+def _how(matrix: Matrix, tile_rows: int, tile_columns: int) -> How:
+    """The constants of a pass that produces such a matrix."""
+    return matrix.how(tile_rows, tile_columns, units=True)._replace(KIND=_produced_kind(matrix))
+
+
+def _statistics(passes: Passes, matrix: Matrix, work: Producer) -> _Statistics:
+    """The parameters of a norm; mean and inverse are its last results."""
+    if not work.parameter_dtype:
+        return _Statistics()
+    part = Part((matrix.rows,), (1,), "float32")
+    mean = passes.put(passes.results - 2, part) if work.is_layer_norm else At.NOTHING
+    return _Statistics(mean, passes.put(passes.results - 1, part), WEIGHT, BIAS if work.is_layer_norm else At.NOTHING)
+
+
+def _measure(passes: Passes, matrix: Matrix, work: Producer, statistics: _Statistics) -> None:
+    """The launch that computes the statistics of a norm."""
+    if not work.parameter_dtype:
+        return
+    columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))
+    rows, is_whole = max(1, _ELEMENTS // columns), matrix.columns % columns == 0
+    constants = (matrix.kind, is_whole, matrix.index64, rows, columns)
+    passes.launch(Pass(
+        fused.measure_rows, (matrix.key, constants, not work.is_layer_norm), -(-matrix.rows // rows),
+        (At.SOURCE, statistics.mean, statistics.inverse), (work.eps, *matrix.sizes), constants,
+    ))  # fmt: skip
+
+
+def _by_clusters(
+    passes: Passes, matrix: Matrix, work: Producer, statistics: _Statistics, both: Both, records: bool, given: str
+) -> bool:
+    """The launch that makes statistics and operands of a norm from one reading; False where no cluster can."""
+    row, column = both
+    one = row or column
+    assert one is not None
+    per_tensor = one.numbers.family == "scaled"
+    casts = scaled_casts(both) if per_tensor else block_casts(both)
+    pieces = _pieces(matrix, work, casts, per_tensor)
+    if pieces is None:
+        return False
+    tile_rows, tile_columns, warps = tables.TILES[pieces.name]
+    codes = [codes_of(passes, side) for side in both]
+    mode = source = record = At.NOTHING
+    if per_tensor:
+        mode, source = _mode(given), At.SCALE_ENC if given == "scale_enc" else At.AMAX
+        record = At.RECORD if records else At.NOTHING
+        scales = [shared_scale(passes, both)] * 2
+    else:
+        scales = [scale_of(passes, side) for side in both]
+    how = matrix.how(tile_rows, tile_columns, units=True)
+    held = max(1, pieces.each // 2) if how.HW else pieces.each
+    band = Band(4 if per_tensor else 8, pieces.programs, pieces.each, held, pieces.miss)
+    constants = (*casts, mode, record != At.NOTHING, work.number, band, how)
+    streams = streams_of(both)
+    passes.launch(Pass(
+        norm_clusters.norm_pieces, (matrix.key, constants, warps, *streams), matrix.rows // tile_rows,
+        (At.SOURCE, *statistics, codes[0], scales[0], codes[1], scales[1], source, record,
+         At.NOTHING if record == At.NOTHING else At.WORDS, seed_of(*both)),
+        (*streams, work.eps, *matrix.sizes[:3]), constants, warps, cluster=pieces.programs,
+    ))  # fmt: skip
+    return True
+
+
+def _pieces(matrix: Matrix, work: Producer, casts: tuple, per_tensor: bool) -> Pieces | None:
+    """How clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
+    words, largest = convert.WORDS_BF16.value, matrix.device.largest_cluster
+    if not largest or matrix.kind != words or work.parameter_dtype != matrix.dtype:
+        return None
+    if matrix.index64 or matrix.sizes[2] & 7 or matrix.alignment < 16:
+        return None
+    if not per_tensor and not takes(*casts, words, True):
+        return None
+    names = TILES_BY_CLUSTERS.get(("scaled" if per_tensor else "squares", work.number), ())
+    return tables.pieces_of_norm(names, matrix.rows, matrix.columns, largest)
