@@ -22,6 +22,7 @@ from benchmarks._recipes import RECIPES, difference, sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks._timing import in_turn
 from benchmarks.linear import backend_of
+from microfloat.torch import fused
 
 TOKENS, SIZES = 16384, {"width": 4096, "qkv": 6144, "hidden": 14336}
 QUICK_TOKENS, QUICK_SIZES = 64, {"width": 64, "qkv": 96, "hidden": 128}
@@ -51,6 +52,15 @@ class Block(nn.Module):
         return x1 + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
+class FusedBlock(Block):
+    """The block on the functions of `microfloat.torch.fused`: norms and SwiGLU are cast as they are computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = fused.norm_linear(x, self.norm1, self.qkv)  # type: ignore[arg-type]
+        x1 = x + self.out(qkv[:, : self.width])
+        return x1 + fused.norm_mlp(x1, self.norm2, self.gate, self.down, up=self.up)  # type: ignore[arg-type]
+
+
 class Bench:
     """Inputs and parameters of all variants, and how one is built."""
 
@@ -72,11 +82,7 @@ class Bench:
 
     def build(self, recipe: str | None, variant: str = "plain", backend: str = "") -> nn.Module:
         """A block with the common parameters; `recipe` None: bfloat16; "torchao.NAME": torchao's."""
-        block: nn.Module = Block(**self.sizes)
-        if variant == "fused":
-            from benchmarks.fused_block import FusedBlock
-
-            block = FusedBlock(**self.sizes)
+        block: nn.Module = (FusedBlock if variant == "fused" else Block)(**self.sizes)
         block = block.to(self.options.device, torch.bfloat16)
         block.load_state_dict(self.parameters)
         if recipe is not None and recipe.startswith("torchao."):

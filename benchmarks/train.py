@@ -21,24 +21,18 @@ NAMES = ("delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 STEPS, WARM, ROUNDS = 10, 6, 5
 
 
-def example() -> Any:
-    """examples/train_gpt.py as a module."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import train_gpt  # type: ignore[import-not-found]
-
-    return train_gpt
-
-
 def make_trainer(options: argparse.Namespace, recipe: str, compiled: bool) -> Any:
     """A Trainer of the example's own GPU preset (a tiny model with --quick), its model compiled or not."""
-    train_gpt = example()
+    sys.path.insert(0, str(ROOT / "examples"))
+    import train_gpt  # type: ignore[import-not-found]
+    from gpt import data  # type: ignore[import-not-found]
+
     sizes = ["--preset", "124m"] if not options.quick else [
         "--preset", "tiny", "--dim", "32", "--layers", "1", "--heads", "2", "--hidden", "64", "--context", "16",
         "--batch", "2",
     ]  # fmt: skip
     parsed = train_gpt.parse_options([*sizes, "--device", options.device, "--steps", "1000000", "--recipe", recipe])
-    run = next(run for run in parsed.runs if run.name == recipe)
-    trainer = train_gpt.Trainer(run, parsed, train_gpt.load_corpus(1 << 22))
+    trainer = train_gpt.Trainer(recipe, parsed, data.load_corpus(1 << 22))
     if compiled:
         trainer.model.compile(fullgraph=True)
     return trainer
@@ -50,7 +44,7 @@ def steps(trainer: Any, count: int, device: str) -> float:
         torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
-        trainer._train_step()
+        trainer.train_step()
         trainer.step += 1
     if device == "cuda":
         torch.cuda.synchronize()
@@ -73,12 +67,12 @@ def measure(report: Report, recipe: str, mode: str) -> None:
                 samples[name].append(steps(trainer, count, options.device) / count * 1e3)
     times = {name: Times.of(values) for name, values in samples.items()}
     shape = trainers["bf16"].options
-    tokens = shape.batch * shape.shape.context
-    row = Row("t.gpt", (shape.batch, shape.shape.context), recipe, mode=mode, backend="auto", ratio_of="bf16")
+    tokens = shape.batch * shape.context
+    row = Row("t.gpt", (shape.batch, shape.context), recipe, mode=mode, backend="auto", ratio_of="bf16")
     row.timed(times[recipe], times["bf16"])
     row.value, row.unit = tokens / times[recipe].median * 1e3, "tokens/s"
     row.extra = {
-        "parameters": trainers["bf16"].model.parameter_count(),
+        "parameters": shape.parameters,
         "bf16_tokens_per_s": round(tokens / times["bf16"].median * 1e3),
     }
     report.add(row)

@@ -22,220 +22,162 @@ import os
 # torch is imported) makes a step tens of times slower; a short spin costs nothing where the cores are free.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import contextlib
+import copy
+import io
 import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from gpt import options as gpt_options
-from gpt import report
-from gpt.checkpointing import generator_states, load_checkpoint, restore_generators, save_checkpoint
-from gpt.data import Corpus, load_corpus
-from gpt.exchange import load_weights, save_record, save_weights
+from gpt.data import Corpus
+from gpt.files import Arrays
 from gpt.model import GPT
-from gpt.options import Options, Run, device_error
-from gpt.recording import record_operands
-from gpt.training import Training, run_command
-from gpt.underflow import measure_underflow
-from rich.console import Console
+from gpt.options import Options
+from gpt.runs import Training, run_command
 from torch import Tensor, nn
 
 import microfloat.torch as mf
-from microfloat.recipes import Placement
-
-__all__ = ["Trainer", "load_corpus", "main", "parse_options"]
+from microfloat.torch.seeds import draw_seed
 
 
 class Trainer(Training):
-    """One run in torch: what gpt/training.py leaves to the framework."""
+    """One run in torch."""
 
-    suffix = ".pt"
+    program = "train_gpt.py"
 
-    def __init__(self, run: Run, options: Options, corpus: Corpus) -> None:
-        super().__init__(run, options, corpus)
+    def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
+        super().__init__(name, options, corpus)
         torch.manual_seed(options.seed)
-        self.model = GPT(options.shape)
-        if options.initial_weights is not None:
-            self._start_from(options.initial_weights)
-        if options.export_weights is not None and run is options.runs[0]:
-            save_weights(options.export_weights, {name: p.numpy() for name, p in self.model.state_dict().items()})
-        if run.disturbed:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.mul_(1 + 2**-8 * (2 * torch.rand_like(parameter) - 1))  # a bfloat16 has eight bits
+        self.model = GPT(options)
+        weights = self.first_weights({key: tensor.numpy() for key, tensor in self.model.state_dict().items()})
+        self.model.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
         self.model.to(options.device)
         self.place_recipe()
-        self.optimizer = self._make_optimizer()
-
-    # -------------------------------------------------------------------------------- what microfloat does
+        parameters = list(self.model.parameters())
+        matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay}
+        others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+        self.optimizer = torch.optim.AdamW([matrices, others], options.lr, betas=(0.9, 0.95))
 
     def place_recipe(self) -> None:
-        """Swap the blocks' nn.Linear for quantized ones (`lm_head` stays, by convert's own rule), or back again.
+        """Swap the blocks' nn.Linear for quantized ones, or from `bf16_from_step` on back again.
 
         Parameters are shared with the layers they came from, so the optimizer never notices.
         """
-        if self.run.recipe is None:
+        if self.recipe is None:
             return
         if self.step >= self.options.bf16_from_step:
             mf.revert(self.model)
-        elif self.options.bf16_blocks:
-            rules = [(f"blocks.{index}.*", None) for index in self.options.bf16_blocks]
-            mf.convert(self.model, Placement([*rules, ("blocks.*", self.run.recipe)]))
         else:
-            mf.convert(self.model, self.run.recipe)
+            mf.convert(self.model, self.options.placement(self.recipe))
 
-    def loss(self, tokens_BT: np.ndarray) -> Tensor:
+    def loss(self, tokens_BT: np.ndarray, model: GPT | None = None) -> Tensor:
         """The mean loss of a batch. x and w are bfloat16 before they are quantized; parameters stay float32.
 
         The converted layers have their recipe pinned; entering `mf.autocast` marks the steps of delayed scaling.
         """
-        recipe = self.run.recipe
-        with torch.autocast(self.options.device.type, torch.bfloat16), mf.autocast(recipe is not None, recipe):
-            return self.model.loss(torch.from_numpy(tokens_BT).to(self.options.device))
+        with (
+            torch.autocast(self.options.device_type, torch.bfloat16),
+            mf.autocast(self.recipe is not None, self.recipe),
+        ):
+            return (model or self.model).loss(torch.from_numpy(tokens_BT).to(self.options.device))
 
-    def quantized_layers(self) -> dict[str, nn.Module]:
-        """The layers whose operands the report is about; the same ones in the baseline, where they round to bf16."""
-        skipped = self.options.bf16_blocks
-        return {
-            f"blocks.{index}.{name}": layer
-            for index, block in enumerate(self.model.blocks)
-            if index not in skipped
-            for name, layer in block.named_modules()
-            if isinstance(layer, nn.Linear)
-        }
-
-    # ----------------------------------------------------------------------------------- ordinary training
-
-    def _train_step(self) -> float:
-        tokens_BT = self.batch()
+    def train_step(self) -> float:
+        """One optimizer step on `batch`; returns its loss."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.step)
-        layers, recipe = self.quantized_layers(), self.run.recipe
-        underflow = record = None
-        with contextlib.ExitStack() as stack:
-            if self.measuring:
-                underflow = stack.enter_context(measure_underflow(dict.fromkeys(layers.values(), recipe)))
-            if self.recording:
-                record = stack.enter_context(record_operands(layers, recipe))
-            loss = self.loss(tokens_BT)
-            loss.backward()
+            group["lr"] = self.options.learning_rate(self.step)
+        loss = self.loss(self.batch())
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if underflow is not None:
-            self.result.underflow = underflow.fractions()
-        if record is not None and self.options.record is not None:
-            save_record(self.options.record, record)
         return loss.item()
 
-    def evaluate(self) -> float:
-        self.model.eval()
-        heldout = super().evaluate()
-        self.model.train()
-        return heldout
-
     def held_out_loss(self, tokens_BT: np.ndarray) -> float:
+        """The loss alone."""
         with torch.no_grad():
             return self.loss(tokens_BT).item()
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW; weight decay on matrices only."""
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [parameter for parameter in parameters if parameter.dim() >= 2]},
-            {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, self.options.lr, betas=(0.9, 0.95), weight_decay=self.options.weight_decay)
+    def operands(self, rows: int | None) -> dict[str, Arrays]:
+        """x, w, y, dy and dw of every quantized layer in this step, at most `rows` rows of each, as float32.
 
-    def _start_from(self, path: Path) -> None:
-        own = self.model.state_dict()
-        weights = load_weights(path, {name: tuple(parameter.shape) for name, parameter in own.items()})
-        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+        Also the call seed where something is stochastic, and the scales of delayed scaling. The step is computed once
+        more on a copy of the model, so the training does not notice. In the baseline they are those of the same layers.
+        """
+        twin = copy.deepcopy(self.model)
+        layers = {name: layer for name, layer in twin.named_modules() if isinstance(layer, nn.Linear)}
+        layers = {name: layer for name, layer in layers.items() if self.options.has_recipe(name)}
+        found: dict[str, Arrays] = {name: {} for name in layers}
+        devices = [self.options.device] if self.options.device_type == "cuda" else []
 
-    # ----------------------------------------------------------------------------------------- checkpoints
+        def matrix(tensor: Tensor) -> np.ndarray:
+            return tensor.detach().flatten(0, -2)[:rows].float().cpu().numpy()
 
-    def state(self) -> dict:
+        def before(arrays: Arrays, layer: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+            with torch.random.fork_rng(devices):  # the seed that the layer is about to draw
+                if self.recipe is not None and self.recipe.is_stochastic:
+                    arrays["seed"] = draw_seed(self.options.device).cpu().numpy().astype(np.uint32)
+            for operand in ("x", "w", "dy") if self.recipe is not None and self.recipe.is_delayed else ():
+                arrays[f"{operand}_scale"] = getattr(layer, f"scaling_{operand}_scale").cpu().numpy().copy()
+            arrays["x"], arrays["w"] = matrix(inputs[0].bfloat16()), matrix(layer.weight.bfloat16())
+
+        def after(arrays: Arrays, _: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            arrays["y"] = matrix(output)
+            output.register_hook(lambda dy: arrays.update(dy=matrix(dy)))
+
+        for name, layer in layers.items():
+            layer.register_forward_pre_hook(partial(before, found[name]))
+            layer.register_forward_hook(partial(after, found[name]))
+        with torch.random.fork_rng(devices):
+            self.loss(self.batch(), twin).backward()
+        for name, layer in layers.items():
+            found[name]["dw"] = matrix(layer.weight.grad)
+        return found
+
+    def dump(self) -> bytes:
         """Everything that the rest of the run depends on."""
-        return {
-            **self.facts(),
+        state = {
             "model": self.model.state_dict(),  # delayed scaling keeps its scales and histories here
             "optimizer": None if self.result.finished else self.optimizer.state_dict(),
-            "generators": generator_states(self.options.device),
+            "cpu_generator": torch.get_rng_state(),  # stochastic rounding draws its call seeds from these
+            "cuda_generator": torch.cuda.get_rng_state(self.options.device)
+            if self.options.device_type == "cuda"
+            else None,
         }
+        torch.save(state, buffer := io.BytesIO())
+        return buffer.getvalue()
 
-    def save(self, path: Path) -> None:
-        save_checkpoint(path, self.state())
-
-    load = staticmethod(load_checkpoint)
-
-    def restore(self, state: dict) -> None:
-        self.step, self.result = state["step"], report.Result(**state["result"])
-        if self.result.finished:
-            return
-        if self.step > self.options.bf16_from_step:  # at that very step the switch is still to come
-            self.place_recipe()
+    def load(self, dumped: bytes) -> None:
+        """Continue where `dump` was called; no code in the bytes is run."""
+        state = torch.load(io.BytesIO(dumped), map_location="cpu", weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        restore_generators(state["generators"], self.options.device)
-
-    # ------------------------------------------------------------------------------- torch on this machine
-
-    @staticmethod
-    def prepare(options: Options, console: Console) -> int:
-        """On CUDA, switch on torch's deterministic algorithms, which --resume needs."""
-        if options.device_type == "cuda":
-            # cuBLAS reads this when its first handle is made.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs bandwidth
-            console.print(
-                "torch's deterministic algorithms are on, so that --resume gives the same losses bit for bit."
-            )
-        return GPT(options.shape).parameter_count()
+        torch.set_rng_state(state["cpu_generator"])
+        if self.options.device_type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_generator"], self.options.device)
 
     @staticmethod
-    def use_one_core() -> None:
-        torch.set_num_threads(1)
-
-    @staticmethod
-    def environment() -> dict[str, Any]:
-        return {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
-
-    @staticmethod
-    def machine(options: Options) -> dict[str, Any]:
-        threads = torch.get_num_threads() if options.jobs == 1 else 1
-        facts = {"device": str(options.device), "runs_at_a_time": options.jobs, "torch_threads": threads}
-        if options.device_type == "cuda":
-            facts["gpu"] = torch.cuda.get_device_name(options.device)
-        return report.machine(**facts)
-
-    @staticmethod
-    def versions() -> dict[str, str]:
-        return {**report.versions("numpy", "triton"), "torch": str(torch.__version__)}
+    def prepare_cuda() -> str:
+        """Switch on torch's deterministic algorithms, which --resume needs."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS's first handle is made
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs bandwidth
+        return "torch's deterministic algorithms are on, so that --resume gives the same losses bit for bit."
 
 
-def find_device(name: str) -> tuple[torch.device, str]:
-    """The device of that name and its type; "auto" is CUDA where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device).item()  # "meta" has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise device_error(name, str(error).splitlines()[0]) from None
-    return device, device.type
+def find_device(name: str) -> tuple[torch.device, str, str | None]:
+    """Device, its type and the GPU's name; "auto" is CUDA where there is one."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    torch.ones(1, device=device).item()  # "meta" has no values
+    return device, device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def parse_options(arguments: list[str] | None = None) -> Options:
-    """The command line, with a torch device."""
-    return gpt_options.parse_options(arguments, "train_gpt.py", find_device, divides_cores=True)
+parse_options = partial(gpt_options.parse_options, program=Trainer.program, find_device=find_device, divides_cores=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_command("train_gpt.py", parse_options, Trainer, arguments)
+    return run_command(Trainer, lambda: parse_options(arguments))
 
 
 if __name__ == "__main__":

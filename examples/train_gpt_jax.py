@@ -10,13 +10,13 @@ Parameters and optimizer are float32, linear layers compute in bfloat16; a recip
 blocks' matrix products, and nothing else differs: `Trainer.place_recipe` is all that turns a bf16 training into a
 low-precision one. From equal initial weights every weight quantizes to the bytes of the torch run, and so does every
 operand that is the same in both; sums differ in their last bits, so the curves agree closely and not exactly.
-
-Results: a table, runs/NAME/loss_curves.png and runs/NAME/results.json.
 """
 
 import functools
+import io
 import sys
-from pathlib import Path
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,173 +25,160 @@ import numpy as np
 import optax
 from flax import nnx
 from gpt import options as gpt_options
-from gpt import report
-from gpt.data import Corpus, load_corpus
-from gpt.exchange import load_weights, save_record, save_weights
-from gpt.options import Options, Run, device_error
-from gpt.training import Training, run_command
-from gpt_jax.checkpointing import arrays_of, load_checkpoint, save_checkpoint, set_arrays
-from gpt_jax.model import GPT, set_weights, weights_of
-from gpt_jax.watching import operands_of, underflow
-from rich.console import Console
+from gpt.data import Corpus
+from gpt.files import Arrays
+from gpt.model_jax import GPT, set_weights, weights_of
+from gpt.options import Options
+from gpt.runs import Training, run_command
 
+import microfloat.jax as mj
 import microfloat.jax.nnx as mnnx
-from microfloat.recipes import Placement
-
-__all__ = ["Trainer", "load_corpus", "main", "parse_options"]
 
 
 @functools.cache
 def adamw(rates: tuple[float, ...], weight_decay: float) -> optax.GradientTransformation:
     """Clipping and AdamW, weight decay on matrices only. Cached: equal optimizers share their compiled steps."""
     table = np.asarray(rates, np.float32)
-    tx = optax.adamw(
-        lambda count: jnp.asarray(table)[count], b1=0.9, b2=0.95, weight_decay=weight_decay,
-        mask=lambda params: jax.tree.map(lambda parameter: parameter.ndim >= 2, params),
-    )  # fmt: skip
-    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+    matrices = functools.partial(jax.tree.map, lambda parameter: parameter.ndim >= 2)
+    adamw = optax.adamw(lambda count: jnp.asarray(table)[count], 0.9, 0.95, weight_decay=weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 @nnx.jit
-def train_step(model: GPT, optimizer: mnnx.Optimizer, tokens_BT: jax.Array) -> jax.Array:
+def optimize(model: GPT, optimizer: mnnx.Optimizer, tokens_BT: jax.Array) -> jax.Array:
     """One step; `mnnx.value_and_grad` includes the state of delayed scaling, `mnnx.Optimizer` advances it."""
     loss, gradients = mnnx.value_and_grad(GPT.loss)(model, tokens_BT)
     optimizer.update(model, gradients)
     return loss
 
 
-@nnx.jit
-def held_out_loss(model: GPT, tokens_BT: jax.Array) -> jax.Array:
-    """The loss alone."""
-    return model.loss(tokens_BT)
+evaluate = nnx.jit(GPT.loss)
 
 
 class Trainer(Training):
-    """One run in JAX: what gpt/training.py leaves to the framework."""
+    """One run in JAX."""
 
-    suffix = ".npz"
+    program = "train_gpt_jax.py"
 
-    def __init__(self, run: Run, options: Options, corpus: Corpus) -> None:
-        super().__init__(run, options, corpus)
-        self.model = GPT(options.shape, nnx.Rngs(options.seed))
-        if options.initial_weights is not None:
-            own = weights_of(self.model)
-            shapes = {name: array.shape for name, array in own.items()}
-            set_weights(self.model, load_weights(options.initial_weights, shapes))
-        if options.export_weights is not None and run is options.runs[0]:
-            save_weights(options.export_weights, weights_of(self.model))
-        if run.disturbed:
-            noise = np.random.default_rng(options.seed)
-            disturbed = {  # by up to 2^-8: a bfloat16 has eight bits
-                name: (array * (1 + 2**-8 * noise.uniform(-1, 1, array.shape))).astype(np.float32)
-                for name, array in weights_of(self.model).items()
-            }
-            set_weights(self.model, disturbed)
+    def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
+        super().__init__(name, options, corpus)
+        jax.config.update("jax_default_device", options.device)
+        self.model = GPT(options, nnx.Rngs(options.seed))
+        set_weights(self.model, self.first_weights(weights_of(self.model)))
         self.place_recipe()
-        rates = tuple(self.learning_rate(step) for step in range(options.steps))
+        rates = tuple(options.learning_rate(step) for step in range(options.steps))
         self.optimizer = mnnx.Optimizer(self.model, adamw(rates, options.weight_decay), wrt=nnx.Param)
-
-    # -------------------------------------------------------------------------------- what microfloat does
 
     def place_recipe(self) -> None:
         """Give the blocks' nnx.Linear their recipe, or take it away again; parameters stay as they are."""
-        if self.run.recipe is None:
-            return
-        recipe = None if self.step >= self.options.bf16_from_step else self.run.recipe
-        rules = [(f"blocks.{index}.*", None) for index in self.options.bf16_blocks]
-        rngs = nnx.Rngs(sr_rng=self.options.seed)  # of stochastic rounding
-        mnnx.convert(self.model, Placement([*rules, ("blocks.*", recipe)]), rngs=rngs)
+        if self.recipe is not None:
+            recipe = None if self.step >= self.options.bf16_from_step else self.recipe
+            rngs = nnx.Rngs(sr_rng=self.options.seed)  # of stochastic rounding
+            mnnx.convert(self.model, self.options.placement(recipe), rngs=rngs)
 
-    def quantized_layers(self) -> list[str]:
-        """The layers whose operands the report is about; the same ones in the baseline, where they round to bf16."""
-        skipped = tuple(f"blocks.{index}." for index in self.options.bf16_blocks)
-        names = (
-            ".".join(map(str, path))
-            for path, module in nnx.iter_modules(self.model)
-            if isinstance(module, nnx.Linear) and path[0] == "blocks"
-        )
-        return [name for name in names if not name.startswith(skipped)]
-
-    # ----------------------------------------------------------------------------------- ordinary training
-
-    def _train_step(self) -> float:
-        tokens_BT = jnp.asarray(self.batch(), jnp.int32)
-        if self.measuring or self.recording:
-            operands = operands_of(self.model, tokens_BT, self.quantized_layers())
-            if self.measuring:
-                self.result.underflow = underflow(self.model, operands, self.run.recipe)
-            if self.recording and self.options.record is not None:
-                save_record(self.options.record, operands)
-        return float(train_step(self.model, self.optimizer, tokens_BT))
+    def train_step(self) -> float:
+        """One optimizer step on `batch`; returns its loss."""
+        return float(optimize(self.model, self.optimizer, jnp.asarray(self.batch(), jnp.int32)))
 
     def held_out_loss(self, tokens_BT: np.ndarray) -> float:
-        return float(held_out_loss(self.model, jnp.asarray(tokens_BT, jnp.int32)))
+        """The loss alone."""
+        return float(evaluate(self.model, jnp.asarray(tokens_BT, jnp.int32)))
 
-    # ----------------------------------------------------------------------------------------- checkpoints
+    def operands(self, rows: int | None) -> dict[str, Arrays]:
+        """As in train_gpt.py: x, w, y, dy and dw of every quantized layer in this step, seeds and delayed scales."""
+        found: dict[str, Arrays] = {}
+        graph, parameters, rest = nnx.split(self.model, nnx.Param, ...)
 
-    def save(self, path: Path) -> None:
-        arrays = arrays_of("model", self.model)
-        if not self.result.finished:
-            arrays |= arrays_of("optimizer", self.optimizer)
-        save_checkpoint(path, self.facts(), arrays)
+        def loss(parameters: nnx.State) -> jax.Array:
+            model = nnx.merge(graph, parameters, rest, copy=True)
+            for path, layer in nnx.iter_modules(model):
+                name = ".".join(map(str, path))
+                if isinstance(layer, nnx.Linear) and self.options.has_recipe(name):
+                    found[name] = {}
+                    layer.dot_general = nnx.static(watched(layer.dot_general, found[name], rows))
+            return model.loss(jnp.asarray(self.batch(), jnp.int32))
 
-    load = staticmethod(load_checkpoint)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a gradient is taken with respect to parameters but not to the delayed")
+            jax.grad(loss)(parameters)
+        return found
 
-    def restore(self, state: dict) -> None:
-        self.step, self.result = state["step"], report.Result(**state["result"])
-        if self.result.finished:
-            return
-        if self.step > self.options.bf16_from_step:  # at that very step the switch is still to come
-            self.place_recipe()
-        set_arrays("model", self.model, state["arrays"])
-        set_arrays("optimizer", self.optimizer, state["arrays"])
+    def dump(self) -> bytes:
+        """Everything that the rest of the run depends on, random keys as their words."""
+        leaves = jax.tree.leaves(nnx.state(self.modules()))
+        np.savez(buffer := io.BytesIO(), *(np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves))
+        return buffer.getvalue()
 
-    # --------------------------------------------------------------------------------- JAX on this machine
+    def load(self, dumped: bytes) -> None:
+        """Continue where `dump` was called; no code in the bytes is run."""
+        leaves, structure = jax.tree.flatten(nnx.state(self.modules()))
+        with np.load(io.BytesIO(dumped), allow_pickle=False) as file:
+            arrays = [jnp.asarray(file[name]) for name in file.files]
+        pairs = zip(leaves, arrays, strict=True)
+        restored = [jax.random.wrap_key_data(array) if is_key(leaf) else array for leaf, array in pairs]
+        nnx.update(self.modules(), structure.unflatten(restored))
 
-    @staticmethod
-    def prepare(options: Options, console: Console) -> int:
-        """Compute on the chosen device."""
-        jax.config.update("jax_default_device", options.device)
-        if options.device_type == "cuda":
-            console.print("XLA chooses kernels by timing them: --resume gives losses that agree, not to the last bit.")
-        model = nnx.eval_shape(lambda: GPT(options.shape, nnx.Rngs(0)))
-        return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-    @staticmethod
-    def environment() -> dict[str, Any]:
-        return {"jax": jax.__version__, "cpus": len(jax.devices("cpu"))}
-
-    @staticmethod
-    def machine(options: Options) -> dict[str, Any]:
-        facts = {"device": str(options.device)}
-        if options.device_type == "cuda":
-            facts["gpu"] = options.device.device_kind
-        return report.machine(**facts)
+    def modules(self) -> tuple:
+        """What a checkpoint holds the state of; delayed scaling keeps its scales and histories in the model."""
+        return (self.model,) if self.result.finished else (self.model, self.optimizer)
 
     @staticmethod
-    def versions() -> dict[str, str]:
-        return report.versions("numpy", "jax", "jaxlib", "flax", "optax")
+    def prepare_cuda() -> str:
+        """Nothing; what to know about --resume."""
+        return "XLA chooses kernels by timing them: --resume gives losses that agree, not to the last bit."
 
 
-def find_device(name: str) -> tuple[jax.Device, str]:
-    """The device of that name and its type; "auto" is JAX's default."""
+def is_key(value: jax.Array) -> bool:
+    """True for random keys."""
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def watched(op: Callable[..., jax.Array], found: Arrays, rows: int | None) -> Callable[..., jax.Array]:
+    """A dot_general that calls `op` and notes what goes in and out, forward and backward; outside of jit."""
+
+    def matrix(array: jax.Array) -> np.ndarray:
+        return np.asarray(array.astype(jnp.float32)).reshape(-1, array.shape[-1])[:rows]
+
+    def dot_general(lhs: jax.Array, rhs: jax.Array, numbers: Any, **options: Any) -> jax.Array:
+        if isinstance(op, mnnx.DotGeneral) and op.sr_rng is not None:
+            options["key"] = op.sr_rng()  # what the op would draw itself
+            found["seed"] = np.asarray(jax.random.bits(options["key"], (2,), "uint32"))
+        if isinstance(op, mnnx.DotGeneral) and op.recipe.is_delayed:
+            scales = mj.scaling.encode_scales(op.state())
+            found.update({f"{operand}_scale": np.asarray(scales[operand]) for operand in ("x", "w", "dy")})
+
+        def forward(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+            y, pull = jax.vjp(lambda lhs, rhs: op(lhs, rhs, numbers, **options), lhs, rhs)
+            found.update(x=matrix(lhs), w=matrix(rhs.T), y=matrix(y))
+            return y, pull
+
+        def backward(pull: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            dx, dw = pull(dy)
+            found.update(dy=matrix(dy), dw=matrix(dw.T))
+            return dx, dw
+
+        product = jax.custom_vjp(lambda lhs, rhs: forward(lhs, rhs)[0])
+        product.defvjp(forward, backward)
+        return product(lhs, rhs)
+
+    return dot_general
+
+
+def find_device(name: str) -> tuple[jax.Device, str, str | None]:
+    """Device, its type and the GPU's name; "auto" is JAX's default."""
     kind, _, index = name.partition(":")
-    try:
-        devices = jax.devices() if name == "auto" else jax.devices(kind)
-        device = devices[int(index or 0)]
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise device_error(name, str(error).splitlines()[0]) from None
-    return device, "cuda" if device.platform == "gpu" else device.platform
+    device = jax.devices(None if name == "auto" else kind)[int(index or 0)]
+    return (device, "cuda", device.device_kind) if device.platform == "gpu" else (device, device.platform, None)
 
 
-def parse_options(arguments: list[str] | None = None) -> Options:
-    """The command line, with a JAX device."""
-    return gpt_options.parse_options(arguments, "train_gpt_jax.py", find_device, divides_cores=False)
+parse_options = functools.partial(
+    gpt_options.parse_options, program=Trainer.program, find_device=find_device, divides_cores=False
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_command("train_gpt_jax.py", parse_options, Trainer, arguments)
+    return run_command(Trainer, lambda: parse_options(arguments))
 
 
 if __name__ == "__main__":

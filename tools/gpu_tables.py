@@ -197,14 +197,8 @@ def train_table(path: Path) -> str:
     return finished(["recipe", "mode", "bf16, tokens/s", "tokens/s", "ratio"], cells, rows, 2)
 
 
-KINDS = {
-    "amax": "amaxes",
-    "cast": "casts",
-    "quantize": "casts",
-    "fold": "casts",
-    "values": "casts",
-    "transform": "casts",
-}
+# The first word of a kernel's name -> its kind.
+KINDS = {"amax": "amaxes", **dict.fromkeys(("cast", "quantize", "fold", "values", "transform"), "casts")}
 
 
 def profile_table(path: Path) -> str:

@@ -93,17 +93,12 @@ def _missing(path: Path, what: str) -> str:
     return f"No result of {what} is committed yet (`{path.relative_to(ROOT).as_posix()}`)."
 
 
-def gpu_table(name: str) -> str:
-    """The table of a GPU result."""
-    return gpu_tables.generated(name)
-
-
 BLOCKS = [
     (ROOT / "README.md", "measured: peers", peers_table.peers_table),
     (ROOT / "README.md", "measured: demo", demo_table),
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
-        (ROOT / "docs" / "performance.md", f"measured: {name}", functools.partial(gpu_table, name))
+        (ROOT / "docs" / "performance.md", f"measured: {name}", functools.partial(gpu_tables.generated, name))
         for name in gpu_tables.TABLES
     ),
 ]

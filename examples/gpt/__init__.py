@@ -1,1 +1,1 @@
-"""The parts of examples/train_gpt.py: model, data, underflow, checkpointing, report."""
+"""What both GPT examples share: options, text, the loop over runs, the report; and a model for each framework."""

@@ -1,32 +1,24 @@
 """Files that are whole or not there, and the messages for those that cannot be written or read."""
 
 import contextlib
-import errno
+import json
 import os
-import shutil
-import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
 
-__all__ = ["UnwritableError", "check_writable", "unusable", "write_atomically"]
-
-_NEARLY_NOTHING = 1 << 16
-
-
-class UnwritableError(MicrofloatError, OSError):
-    """A file could not be written."""
+Arrays = dict[str, np.ndarray]
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, then rename it to `path`: readers see the old content or the new.
-
-    Raises UnwritableError, with the path and the reason, where that fails.
-    """
+    """Let `write` fill a temporary file, then rename it to `path`: readers see the old content or the new."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,50 +26,63 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise UnwritableError(f"cannot write {path}: {_reason(error, path.parent)}.") from error
+    except (OSError, SafetensorError) as error:
+        raise MicrofloatError(f"cannot write {path} ({error}).") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def check_writable(flag: str, path: Path, size: int = 0) -> None:
-    """Raise InvalidValueError, which names `flag`, where no file of `size` bytes can be written at `path`.
-
-    Makes the folder that it would lie in.
-    """
-    needed = "a file that can be written" if size == 0 else "a folder that can be written"
-    shown = path if size == 0 else path.parent
-    if path.is_dir():
-        raise invalid_value(flag, f"{str(shown)!r} (it is a folder)", needed)
+def check_writable(flag: str, path: Path) -> None:
+    """Raise InvalidValueError, which names `flag`, where no file can be written at `path`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise invalid_value(flag, f"{str(shown)!r} ({_reason(error, path.parent)})", needed) from None
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise invalid_value(
-            flag, f"{str(shown)!r} ({free / 1e6:.1f} MB are free there)", f"about {size / 1e6:.1f} MB for its files"
-        )
+        write_atomically(path.with_name(f"{path.name}.check"), Path.touch)
+        path.with_name(f"{path.name}.check").unlink()
+        if path.is_dir():
+            raise MicrofloatError("it is a folder")
+    except MicrofloatError as error:
+        raise invalid_value(flag, path, f"a file that can be written: {error}") from None
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    """The system's reason in one line; torch does not pass it on when a disk is full."""
-    if isinstance(error, FileExistsError):  # `mkdir` met a file
-        return os.strerror(errno.ENOTDIR)
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(folder).free < _NEARLY_NOTHING:
-            return os.strerror(errno.ENOSPC)
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def save_checkpoint(path: Path, facts: dict[str, Any], state: bytes) -> None:
+    """Write JSON-like facts and the framework's state to a zip file, which has a checksum of each."""
+
+    def write(temporary: Path) -> None:
+        with zipfile.ZipFile(temporary, "w") as archive:
+            archive.writestr("facts.json", json.dumps(facts))
+            archive.writestr("state", state)
+
+    write_atomically(path, write)
 
 
-def unusable(path: Path, reason: str) -> CheckpointError:
-    """The error for a checkpoint that cannot be read."""
-    return CheckpointError(
-        f"--resume: cannot read the checkpoint {path} ({reason}). Delete that file to train this recipe from the start "
-        f"(the other recipes keep theirs), or put a good copy in its place."
-    )
+def load_checkpoint(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Read what `save_checkpoint` wrote; CheckpointError, with what to do, for a damaged or foreign file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return json.loads(archive.read("facts.json")), archive.read("state")
+    except Exception as error:  # a damaged file can fail in many ways, with many types of exception
+        raise CheckpointError(
+            f"--resume: cannot read the checkpoint {path} ({type(error).__name__}: {error}). Delete that file to train "
+            f"this recipe from the start (the other recipes keep theirs), or put a good copy in its place."
+        ) from error
+
+
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """Write a safetensors file, under the names of the torch model's parameters: weights, or a record of one step."""
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    write_atomically(path, lambda temporary: save_file(whole, temporary))
+
+
+def load_weights(path: Path, model: Arrays) -> Arrays:
+    """Read what --export-weights wrote. Raises InvalidValueError unless it has the names and shapes of `model`."""
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise invalid_value("--initial-weights", f"{path} ({error})", "a file of --export-weights") from error
+    found, needed = ({name: array.shape for name, array in arrays.items()} for arrays in (weights, model))
+    for name in sorted({*found, *needed}):
+        if found.get(name) != needed.get(name):
+            got, wanted = (f"{name} of shape {shapes.get(name)}" for shapes in (found, needed))
+            remedy = "Give the sizes (--dim, --layers, ...) of the run that exported it."
+            raise invalid_value("--initial-weights", f"{path} with {got}", f"the model's {wanted}", remedy)
+    return weights

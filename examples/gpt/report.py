@@ -1,28 +1,27 @@
-"""What a run leaves behind: the progress bar, the table, loss_curves.png and results.json."""
+"""What is seen of a run: progress, the table, loss_curves.png and results.json."""
 
 import json
-import math
 import os
 import platform
-from collections.abc import Mapping
+import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-import microfloat
-from gpt.files import write_atomically
+from gpt.data import Corpus
+from gpt.files import Arrays, write_atomically
+from gpt.options import BASELINE, Options
+from microfloat import metrics, reference
+from microfloat.recipes import Recipe
 
-__all__ = ["Result", "draw_curves", "machine", "make_progress", "make_table", "versions", "write_results"]
-
-BASELINE = "bf16"
 # Okabe and Ito's palette, which stays apart for colour-blind readers; the baseline is black.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C510A", "#542788")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C510A", "#542788")
 
 
 @dataclass
@@ -40,104 +39,111 @@ class Result:
         """Trained to the last step, and evaluated."""
         return self.final_heldout is not None
 
-    def finish(self, heldout: float) -> None:
-        """Set the final losses; a batch is noisy, so the training loss is the mean over the last tenth of the steps."""
-        self.final_train = float(np.mean(self.train_loss[-max(1, len(self.train_loss) // 10) :]))
-        self.final_heldout = heldout
+
+Results = dict[str, Result]  # by the run's name
 
 
-def gap_to_baseline(results: Mapping[str, Result], name: str) -> float | None:
+def underflow(layers: dict[str, Arrays], recipe: Recipe | None) -> dict[str, float]:
+    """Share of the non-zero x, w and dy, over all layers, that the recipe flushes to zero: what a GEMM loses."""
+    shares = {}
+    for operand, gemm, side in (("x", "fprop", "lhs"), ("w", "fprop", "rhs"), ("dy", "dgrad", "lhs")):
+        cast = None if recipe is None else recipe.cast(gemm, side)
+        before, after = [np.empty(0)], [np.empty(0)]
+        for arrays in layers.values():
+            rounded = arrays[operand]
+            if cast is not None:  # by the oracle, which writes the bytes that the layer wrote
+                seed, scale = 0 if cast.is_stochastic else None, arrays.get(f"{operand}_scale")
+                rounded = reference.dequantize(reference.quantize(rounded, cast, seed=seed, scale_enc=scale))
+            before.append(arrays[operand].ravel())
+            after.append(rounded.ravel())
+        shares[operand] = metrics.underflow(np.concatenate(before), np.concatenate(after))
+    return shares
+
+
+class Display(Progress):
+    """A bar per run with loss, speed and time left."""
+
+    def __init__(self, names: list[str], steps: int, tokens_per_step: int, console: Any) -> None:
+        text = TextColumn("loss {task.fields[loss]:>6}  {task.fields[speed]:>7} tokens/s")
+        clock = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(compact=True)
+        name = TextColumn("{task.description:<14}")
+        super().__init__(name, BarColumn(bar_width=30), MofNCompleteColumn(), text, *clock, console=console)
+        self.tokens = tokens_per_step
+        self.bars = {name: self.add_task(name, start=False, total=steps, loss="", speed="") for name in names}
+
+    def show(self, step: tuple[str, int, float | None]) -> None:
+        """Show that a run has done so many steps, the last one with this loss."""
+        name, count, loss = step
+        self.start_task(self.bars[name])
+        speed = f"{(self.tasks[self.bars[name]].speed or 0) * self.tokens:,.0f}"
+        self.update(self.bars[name], completed=count, loss="" if loss is None else f"{loss:.3f}", speed=speed)
+
+
+def gap_to_baseline(results: Results, name: str) -> float | None:
     """Held-out loss minus the baseline's; None while either is missing."""
-    ours, baseline = results[name].final_heldout, results[BASELINE].final_heldout if BASELINE in results else None
+    ours, baseline = (results[run].final_heldout if run in results else None for run in (name, BASELINE))
     return None if ours is None or baseline is None else ours - baseline
 
 
-def make_progress(console) -> Progress:
-    """A bar per run with loss, speed and time left; fields `loss` and `speed` are set by the training loop."""
-    return Progress(
-        TextColumn("{task.description:<14}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:>6}"),
-        TextColumn("{task.fields[speed]:>7} tokens/s"),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-    )
-
-
-def make_table(results: Mapping[str, Result], title: str) -> Table:
+def make_table(results: Results, title: str) -> Table:
     """The summary, one row per run."""
-    table = Table(
-        title=title,
-        caption="Losses in nats per byte. train: mean over the last tenth of the steps; gap: held-out minus bf16's "
-        "(the recipe bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's non-zero values "
-        "that the recipe flushes to zero.",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    caption = (
+        "Losses in nats per byte. train: mean over the last tenth of the steps; gap: held-out minus bf16's (the recipe "
+        "bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's non-zero values that the "
+        "recipe flushes to zero."
     )
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("recipe", "train", "held-out", "gap to bf16", "x", "w", "dy", "time"):
         table.add_column(heading, justify="left" if heading == "recipe" else "right", no_wrap=True)
     for name, result in results.items():
+        losses = ["-" if loss is None else f"{loss:.3f}" for loss in (result.final_train, result.final_heldout)]
         gap = gap_to_baseline(results, name)
-        if gap is None:
-            gap_text = "-"
-        elif name == BASELINE:
-            gap_text = "0"
-        else:
-            gap_text = f"{gap:+.3f} ({gap / results[BASELINE].final_heldout:+.1%})"
+        shown = "-" if gap is None else f"{gap:+.3f} ({gap / results[BASELINE].final_heldout:+.1%})" if gap else "0"
         flushed = [f"{result.underflow[operand]:.1%}" if result.underflow else "-" for operand in ("x", "w", "dy")]
-        table.add_row(
-            name, _loss_text(result.final_train), _loss_text(result.final_heldout), gap_text, *flushed,
-            f"{result.seconds:.0f} s",
-        )  # fmt: skip
+        table.add_row(name, *losses, shown, *flushed, f"{result.seconds:.0f} s")
     return table
 
 
-def _loss_text(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.3f}"
+def write(options: Options, corpus: Corpus, results: Results, complete: bool, console: Console) -> None:
+    """The table, the picture and results.json, of whatever there is so far; a loss that is no number becomes null."""
+    title = f"{options.preset}, {options.steps} steps" + ("" if complete else " (not finished)")
+    picture, numbers = options.folder / "loss_curves.png", options.folder / "results.json"
+    recipes = {name: {**asdict(run), "gap_to_bf16": gap_to_baseline(results, name)} for name, run in results.items()}
+    config = {**options.settings(), "runs": {name: repr(recipe) for name, recipe in options.runs.items()}}
+    sizes = {"train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out)}
+    text = {"files": corpus.files, **sizes, "sha256": corpus.digest}
+    facts = {"recipes": recipes, "complete": complete, "config": config, "corpus": text, **environment(options)}
+    finite = json.loads(json.dumps(facts), parse_constant=lambda name: None)
+    write_atomically(numbers, lambda temporary: temporary.write_text(json.dumps(finite, indent=1) + "\n", "utf-8"))
+    draw_curves(picture, results, title)
+    console.print(make_table(results, title), f"Written: {picture}, {numbers}")
 
 
-def write_results(path: Path, results: Mapping[str, Result], **facts: Any) -> None:
-    """results.json: ``{"recipes": {name: {...}}, **facts}``; a loss that is no number becomes null."""
-    entries = {name: asdict(result) for name, result in results.items()}
-    for name, entry in entries.items():
-        entry["gap_to_bf16"] = gap_to_baseline(results, name)
-    text = json.dumps(_finite({"recipes": entries, **facts}), indent=1, allow_nan=False)
-    write_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def draw_curves(path: Path, results: Mapping[str, Result], title: str) -> None:
+def draw_curves(path: Path, results: Results, title: str) -> None:
     """Left: training loss over steps. Right: how far each recipe lies above bf16, step by step, on the same batches."""
     from matplotlib.figure import Figure
 
-    longest = max((len(result.train_loss) for result in results.values()), default=0)
-    window = max(1, longest // 20)
-    baseline = results[BASELINE].train_loss if BASELINE in results else []
+    window = max([1, *(len(result.train_loss) // 20 for result in results.values())])
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colors = iter(_COLORS * (1 + len(results) // len(_COLORS)))
-    for name, result in results.items():
-        is_baseline = name == BASELINE
-        color = "black" if is_baseline else next(colors)
+
+    def draw(axes: Any, values: np.ndarray, **style: Any) -> None:
+        """The mean over `window` values around each; the ends, which have no whole window, are left out."""
+        if len(values) >= window:
+            means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+            axes.plot(np.arange(len(means)) + (window + 1) / 2, means, **style)
+
+    baseline = np.array(results[BASELINE].train_loss if BASELINE in results else [])
+    for index, (name, result) in enumerate(results.items()):
         losses = np.array(result.train_loss)
-        left.plot(*_smooth(losses, 1), color=color, alpha=0.15, linewidth=0.8)
-        # Dashed and on top, since the curves lie close together.
-        style = {"linestyle": "--", "linewidth": 1, "zorder": 3} if is_baseline else {"linewidth": 1.6}
-        left.plot(*_smooth(losses, window), color=color, label=name, **style)
-        common = min(len(baseline), len(losses))
-        if not is_baseline and common:
-            right.plot(*_smooth(losses[:common] - np.array(baseline[:common]), window), color=color, label=name)
+        color = "black" if name == BASELINE else COLORS[(index - 1) % len(COLORS)]
+        left.plot(np.arange(len(losses)) + 1, losses, color=color, alpha=0.15, linewidth=0.8)
+        if name == BASELINE:  # dashed and on top, since the curves lie close together
+            draw(left, losses, color=color, label=name, linestyle="--", linewidth=1, zorder=3)
+        else:
+            common = min(len(baseline), len(losses))
+            draw(left, losses, color=color, label=name)
+            draw(right, losses[:common] - baseline[:common], color=color, label=name)
     right.axhline(0, color="black", linestyle="--", linewidth=1, label=BASELINE)
     left.set(xlabel="step", ylabel="training loss (nats per byte)", title="loss")
     right.set(xlabel="step", ylabel="training loss - bf16's", title="gap to bf16, same batches")
@@ -148,38 +154,17 @@ def draw_curves(path: Path, results: Mapping[str, Result], title: str) -> None:
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=130))
 
 
-def _smooth(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps from 1, mean over the `window` values around each); the ends, which have no whole window, are left out."""
-    if len(values) < window:
-        return np.empty(0), np.empty(0)
-    means = np.convolve(values, np.full(window, 1 / window), mode="valid")
-    return np.arange(len(means)) + (window + 1) / 2, means
-
-
-def machine(**facts: Any) -> dict[str, Any]:
-    """What the run ran on, as far as it bears on speed and bits; `facts` are the framework's own."""
-    return {
-        "processor": _processor_name(), "cores": os.cpu_count(), **facts,
-        "system": f"{platform.system()} {platform.machine()}",
+def environment(options: Options) -> dict[str, dict[str, Any]]:
+    """What the run ran on and what computed, as far as it bears on speed and bits."""
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux, where platform.processor() is often empty
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    machine = {
+        "processor": (names or [platform.processor()])[0], "cores": os.cpu_count(), "device": str(options.device),
+        "gpu": options.gpu, "runs_at_a_time": options.jobs, "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
-
-
-def _processor_name() -> str:
-    """The processor's own name on Linux, where `platform.processor` is often empty."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Versions of what computes: Python, microfloat, and those of `packages` that are installed."""
-    found = {"python": platform.python_version(), "microfloat": microfloat.__version__}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {
+        name: sys.modules.get(name) for name in ("microfloat", "numpy", "torch", "triton", "jax", "flax", "optax")
+    }
+    versions = {name: str(package.__version__) for name, package in packages.items() if package is not None}
+    return {"machine": machine, "versions": {"python": platform.python_version(), **versions}}

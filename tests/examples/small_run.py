@@ -20,6 +20,13 @@ def train(out: Path, more: str = "", script: str = "train_gpt") -> int:
     return importlib.import_module(script).main(arguments(out, more))
 
 
+def trainer_of(out: Path, more: str, name: str | None = None, script: str = "train_gpt"):
+    """The Trainer of one run (by default the last) that these flags ask for."""
+    module, data = importlib.import_module(script), importlib.import_module("gpt.data")
+    options = module.parse_options(arguments(out, more))
+    return module.Trainer(name or [*options.runs][-1], options, data.load_corpus(options.corpus_bytes))
+
+
 def results(out: Path) -> dict:
     """What the run below `out` wrote."""
     return json.loads((out / "small" / "results.json").read_text())

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-from gpt.data import HELD_OUT_EVERY, CorpusError, load_corpus, standard_library_files
+from gpt.data import HELD_OUT_EVERY, load_corpus, standard_library_files
+
+from microfloat.errors import InvalidValueError, MicrofloatError
 
 
 @pytest.fixture
@@ -58,26 +60,27 @@ def test_batches_are_windows_that_depend_on_seed_and_step(library):
 
 def test_held_out_windows_are_spread_over_the_stream(library):
     corpus = load_corpus(10**6, library)
-    batches = corpus.held_out_batches(windows=5, batch=2, context=8)
+    batches = corpus.held_out_batches(5, batch=2, context=8)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     first, last = batches[0][0].tolist(), batches[-1][-1].tolist()
     assert bytes(first) == corpus.held_out[:9].tobytes()
     assert bytes(last) == corpus.held_out[-9:].tobytes()
-    few = corpus.held_out_batches(windows=10**6, batch=1, context=8)
+    few = corpus.held_out_batches(10**6, batch=1, context=8)
     assert len(few) == (len(corpus.held_out) - 1) // 8
 
 
 def test_too_little_text_is_said(library, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CorpusError, match="found 0 Python source files"):
+    with pytest.raises(MicrofloatError, match="found 0 Python source files"):
         load_corpus(10**6, tmp_path / "empty")
-    with pytest.raises(CorpusError, match="--corpus-bytes: got 799, needed at least 800"):  # twenty files of forty
+    # Twenty files of forty bytes each.
+    with pytest.raises(InvalidValueError, match="--corpus-bytes: got 799, needed at least 800"):
         load_corpus(799, library)
     assert load_corpus(800, library).files == 20
     corpus = load_corpus(10**6, library)
-    with pytest.raises(CorpusError, match="--context: got 1000"):
+    with pytest.raises(InvalidValueError, match="--context: got 1000"):
         corpus.held_out_batches(4, 2, 1000)
-    with pytest.raises(CorpusError, match=f"the {len(corpus.train)} bytes"):
+    with pytest.raises(InvalidValueError, match=f"the {len(corpus.train)} bytes"):
         corpus.batch(0, 0, 2, len(corpus.train))
 
 

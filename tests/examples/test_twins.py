@@ -4,7 +4,7 @@ Sums (norms, attention, GEMMs) differ in their last place between frameworks, so
 compared byte by byte: the weights both start from, and the operands that one of them recorded.
 """
 
-import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +16,14 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
-from gpt.data import load_corpus  # noqa: E402
-from gpt.exchange import load_record, load_weights  # noqa: E402
-from gpt.shape import Shape  # noqa: E402
-from gpt_jax.model import GPT, set_weights, weights_of  # noqa: E402
+from gpt.files import load_weights  # noqa: E402
+from gpt.model_jax import GPT, set_weights, weights_of  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
 
 import microfloat.jax as mj  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.recipes import RECIPES, from_name  # noqa: E402
-from tests.examples.small_run import arguments  # noqa: E402
+from tests.examples.small_run import trainer_of  # noqa: E402
 from tests.jax.effort import cheaper_passes  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("twins")
@@ -45,19 +44,28 @@ def twins(tmp_path_factory):
     folder = tmp_path_factory.mktemp("twins")
     losses = {}
     for name, script in SCRIPTS.items():
-        module = importlib.import_module(script)
         flag = "--export-weights" if name == "torch" else "--initial-weights"
-        more = f"--recipe {RUN} --steps 2 --context 32 {flag} {folder / WEIGHTS} --record {folder / name}.safetensors"
-        options = module.parse_options(arguments(folder, more))
-        baseline, trainer = (module.Trainer(run, options, load_corpus(options.corpus_bytes)) for run in options.runs)
+        more = f"--recipe {RUN} --steps 1 --context 32 {flag} {folder / WEIGHTS} --record {folder / name}.safetensors"
         with cheaper_passes():
-            losses[name] = {"bf16": baseline.held_out_loss(baseline.batch()), RUN: trainer._train_step()}
+            baseline = trainer_of(folder, more, "bf16", script)
+            loss = baseline.held_out_loss(baseline.batch())
+            trained = trainer_of(folder, more, RUN, script).train(lambda: False, lambda step: None)
+            losses[name] = {"bf16": loss, RUN: trained.train_loss[0]}
     return folder, losses
 
 
 @pytest.fixture(scope="module")
 def records(twins):
     return {name: load_record(twins[0] / f"{name}.safetensors") for name in SCRIPTS}
+
+
+def load_record(path):
+    """Layer -> name -> array."""
+    layers = {}
+    for key, array in load_file(path).items():
+        layer, _, name = key.rpartition(".")
+        layers.setdefault(layer, {})[name] = array
+    return layers
 
 
 def test_losses_of_the_first_step_agree(twins):
@@ -101,8 +109,8 @@ def assert_same_bytes(operand, cast, **options):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_weight_quantizes_to_the_same_bytes(twins, name):
     recipe = from_name(name)
-    model = GPT(Shape(dim=32, layers=1, heads=2, hidden=32, context=32), nnx.Rngs(0))
-    weights = load_weights(twins[0] / WEIGHTS, {key: array.shape for key, array in weights_of(model).items()})
+    model = GPT(SimpleNamespace(dim=32, layers=1, heads=2, hidden=32, context=32), nnx.Rngs(0))
+    weights = load_weights(twins[0] / WEIGHTS, weights_of(model))
     set_weights(model, weights)
     matrices = {key: array for key, array in weights_of(model).items() if key.startswith("blocks.")}
     for key, array in matrices.items():
