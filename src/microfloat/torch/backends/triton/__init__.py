@@ -420,12 +420,11 @@ def _norm(
     x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, eps: float, kind: str
 ) -> tuple[Producer, _Inputs]:
     """A norm and its inputs; a LayerNorm without bias gets zeros."""
-    work = Producer.of_norm(kind, eps, str(weight_K.dtype))
+    work = Producer.of_norm(kind, eps, _name(weight_K.dtype))
     if not work.is_layer_norm:
         bias_K = None
     elif bias_K is None:
         bias_K = torch.zeros_like(weight_K)
-    work = work._replace(parameter_dtype=str(weight_K.dtype).removeprefix("torch."))
     return work, _Inputs(x_MK, weight_K, bias_K, is_norm=True)
 
 
