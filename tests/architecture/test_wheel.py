@@ -96,6 +96,7 @@ def test_the_wheel_runs_with_its_core_dependencies_alone(wheel_python, tmp_path)
     assert f'"{done.stdout.strip()}"' in version
 
 
+@pytest.mark.slow("the wheel in the environment of a reader of the README")
 def test_the_wheel_runs_the_first_code_of_the_readme(wheel_python, repository, tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     blocks = code_blocks(repository / "README.md", "python") if (repository / "README.md").exists() else []

@@ -254,6 +254,7 @@ def test_ctrl_c_in_a_real_process(tmp_path, repository, jobs):
     assert trainer.step == len(results(tmp_path)["recipes"]["bf16"]["train_loss"]) > 0
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_runs_side_by_side_end_with_the_losses_of_runs_in_turn(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

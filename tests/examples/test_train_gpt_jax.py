@@ -64,11 +64,12 @@ def test_it_trains_and_reports(tmp_path):
     assert (tmp_path / "small" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow("examples: runs with further settings")
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        pytest.param("delayed", "", marks=pytest.mark.slow("examples: runs with further settings")),
-        pytest.param("nvfp4", "", marks=pytest.mark.slow("examples: runs with further settings")),
+        ("delayed", ""),
+        ("nvfp4", ""),
         ("delayed", "--last-fraction-bf16 0.4"),  # bf16 from step 3: interrupted just before the switch
     ],
 )

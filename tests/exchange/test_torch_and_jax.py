@@ -12,6 +12,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import microfloat.jax as mj  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
+from tests.jax.effort import effort_of  # noqa: E402
 
 X = np.random.default_rng(31).standard_normal((20, 90)).astype(np.float32)
 SEED = 0x89ABCDEF01234567
@@ -21,6 +22,12 @@ CASES = {
     "transposed": (Cast("nvfp4_2d"), -2),
     "hadamard, stochastic": (Cast("nvfp4", rounding="stochastic", hadamard=Hadamard()), -1),
 }
+
+
+@pytest.fixture(autouse=True)
+def compile_effort(request):
+    with effort_of(request.node):
+        yield
 
 
 def bytes_of(array):

@@ -43,6 +43,7 @@ def test_a_key_has_no_gradient(transform):
     assert dseed.dtype == jax.dtypes.float0
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @eager_and_jit
 def test_integers_into_a_flax_op_have_no_gradient(transform):
     """Integer lhs is cast to the compute dtype, as Flax does; its cotangent is float0."""
@@ -89,6 +90,7 @@ def test_subnormal_operands(dtype):
         assert relative_error(y, expected) < 1e-5
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_checkpoint_replays_the_noise():
     """Recomputed forwards see the same key, so all gradients are those without rematerialisation, bit for bit."""
 

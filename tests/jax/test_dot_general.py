@@ -80,6 +80,7 @@ def test_dtypes_of_results(dtype):
     assert mj.dot_general(recipe)(x, W, PLAIN, None, jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_residuals_high_gives_the_same_gradients():
     recipe = NVFP4BlockScaling()
     low, high = (gradients(mj.dot_general(recipe, residuals=kept), X, W, DY, seed=SEED) for kept in ("low", "high"))
@@ -191,6 +192,7 @@ def test_einsum_keeps_operands_by_position():
     np.testing.assert_array_equal(np.asarray(summed), np.full(3, 40, np.float32))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_keys():
     """The key's bits are the call seed; the same key gives the same noise, in eager, jit, remat and scan alike."""
     recipe = NVFP4BlockScaling()

@@ -90,6 +90,7 @@ def test_differentiated_fake_quantization(op):
     unchanged(run, HALF, HALF[::-1], SCALE[None], np.float32([2, 0]))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_differentiated_fp8_dot():
     """One product of powers of two per sum: what differs are codes."""
     state = [jnp.full(1, 0.37), jnp.full(1, 0.021), jnp.full(1, 1.3), *[jnp.asarray([0.0, 3])] * 3]

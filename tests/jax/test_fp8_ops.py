@@ -268,6 +268,7 @@ def test_small_operands_keep_their_products_and_gradients(size, gradient):
         assert history[0] == dy[0, 0]
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_types_of_results():
     lhs, rhs = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.bfloat16)
     assert dots(lhs, rhs, "one call", None).dtype == F32, "None means the compute dtype, never FP8"
@@ -294,6 +295,7 @@ def test_transposed_dots():
         np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_forward_mode_and_second_order():
     with pytest.raises(TypeError):
         jax.jvp(lambda x: fp8_ops.in_qdq(F32, E4M3, x, ONE, HISTORY), (jnp.float32(2),), (jnp.float32(1),))

@@ -127,6 +127,7 @@ def test_one_kernel_for_each_tensor(repository):
     assert "cast by kernels.blocks: dgrad w, wgrad x" in told
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_delayed_scaling_records_in_the_cast(repository):
     found = program(repository, "delayed")
     layouts = {"x": ("512x1024", "1024x512"), "w": ("1024x2048", "2048x1024"), "dy": ("512x2048", "2048x512")}
@@ -165,6 +166,7 @@ def test_kernels_inside_shard_map(repository, name):
     assert len(found["inside"]) == len(found["cuda"]["calls"])
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_several_devices_are_left_to_xla(repository):
     found = program(repository, "reason", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert found["calls"] == []

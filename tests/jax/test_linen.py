@@ -282,6 +282,7 @@ def test_flax_train_state_works_unchanged():
     assert state_of(state.params[OWG])["input_amax_history"][0] == np.abs(X).max()
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_optax_transformation():
     model = one_layer(OPS["delayed"])
     variables = model.init(jax.random.key(0), X)
@@ -329,6 +330,7 @@ def test_every_recipe_by_injection(name):
     assert relative_error(dx, reference[1]) < 1e-5
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_stochastic_recipes_need_the_stream_only_for_gradients():
     model = ml.Dense(16, recipe=NVFP4BlockScaling())
     variables = model.init(jax.random.key(0), X)
@@ -353,6 +355,7 @@ def test_state_is_float32_with_x64():
     assert {leaf.dtype for leaf in jax.tree.leaves((grads, after))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_attention_einsum_and_dense_general():
     recipe = MXFP8BlockScaling()
     x = X[None]
@@ -387,6 +390,7 @@ def test_einsum_op_keeps_operands_by_position():
         op.apply(variables, "mm,mk->k", X, kernel)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_options_and_names():
     """Dtypes are honoured, integers are cast, attributes may be assigned later, checkpoints have Flax's names."""
     op = fp8_ops.Fp8DirectDotGeneralOp(e4m3_dtype=jnp.float8_e5m2, amax_history_length=2)

@@ -115,6 +115,7 @@ def test_multi_steps_outside_is_refused_by_name():
         linen.overwrite_with_gradient(3)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_nnx_optimizer(jitted):
     model = nnx.Linear(32, 4, use_bias=False, rngs=nnx.Rngs(0))

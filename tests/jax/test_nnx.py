@@ -82,6 +82,7 @@ def test_linear_equals_the_oracle():
     np.testing.assert_array_equal(np.asarray(plain.kernel[...]), np.asarray(layer.kernel[...]))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_general_layers_and_attention():
     general = mnnx.LinearGeneral(32, (4, 8), recipe=Float8CurrentScaling(), rngs=nnx.Rngs(0))
     assert general(X).shape == (6, 4, 8)
@@ -230,6 +231,7 @@ def both_states():
     return (nnx.DiffState(0, nnx.Param),)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_streams_of_stochastic_recipes():
     """The stream sr_rng, or a key; forward alone needs neither; gradients without one are refused."""
     recipe = NVFP4BlockScaling()

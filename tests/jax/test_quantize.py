@@ -56,6 +56,7 @@ def test_every_narrow_input_value(dtype):
         assert q.dequantize().dtype == x.dtype
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_hadamard_axes_and_stochastic(name):
     x = digests.input_set("A")[:40, :100]
@@ -80,6 +81,7 @@ def test_ties_of_block_scales(name):
         assert_oracle(mj.quantize(tensor, cast), tensor, cast)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_eager_operation_by_operation():
     """Without jit every primitive is a program of its own, of which no pass can make another: the same bytes."""
     x = digests.input_set("C")[:3, :32]
@@ -96,6 +98,7 @@ def test_inside_a_larger_program():
     assert_same_bytes(program(x), reference.quantize(x * np.float32(1.1), cast, scale_enc=3.7))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_x64(x64):
     x = digests.input_set("A")[:20, :50]
     for name in ("mxfp4", "nvfp4_2d", "fp8_row"):

@@ -107,7 +107,7 @@ CASES += [
 ]
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed-*-True", "nvfp4-*-False"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed-*-True", "mxfp8-*-False"))
 @pytest.mark.parametrize(("name", "devices", "layout", "check_vma"), CASES)
 def test_parallelism(name, devices, layout, check_vma):
     local, x_spec, w_spec, y_spec, repeated = LAYOUTS[layout]
@@ -162,6 +162,7 @@ def test_one_state_cannot_hold_the_amaxes_of_each_device():
         jax.grad(lambda x: mapped(x, W, state).astype(jnp.float32).sum())(X)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_gathered_operands():
     """A gathered weight is whole: gathered as invariant, any size fits; else it looks as if K were sharded."""
     op, x, w = mj.dot_general(MXFP8BlockScaling()), X[:, :72], W[:64, :72]

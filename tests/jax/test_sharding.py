@@ -112,6 +112,7 @@ def test_quantize_sharded(kind):
         np.testing.assert_array_equal(np.asarray(values), reference.dequantize(reference.quantize(X, name)))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_shard_map_tensor_parallel():
     """K sharded: float32 partial products, one psum, one rounding."""
     mesh = mesh_of(AxisType.Auto, (4,))
@@ -168,6 +169,7 @@ def test_fp8_ops_in_shard_map(inside):
     np.testing.assert_array_equal(np.asarray(new_history), [5, 0, 0])
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_fp8_module_in_shard_map_without_vma():
     mesh = mesh_of(AxisType.Auto, (4,))
     module = fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=3, axis_names=("data",))

@@ -209,6 +209,7 @@ def test_data_gradients_under_transformations(recipe):
         assert relative_error(jax.jit(jax.grad(other))(w, stacked), expected) < limit
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_constants_are_not_confused():
     """A program whose operands are constants gives what the same program gives with arguments."""
     op = mj.dot_general(NVFP4BlockScaling(disable_stochastic_rounding=True))
@@ -229,6 +230,7 @@ def test_constants_are_not_confused():
         np.testing.assert_array_equal(np.asarray(one.codes), np.asarray(mj.quantize(x, "nvfp4").codes))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_donation():
     op = mj.dot_general(DELAYED)
 

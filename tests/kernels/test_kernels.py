@@ -153,20 +153,17 @@ WORDS = [
 
 # Cases of seconds, whose kernels other cases run too.
 LONG = (
-    "folded-mxfp8-False", "operands-mxfp8_e5m2-(256,192)-bfloat16-special", "scale_orders",
-    "operands-mxfp6_e2m3-(256,192)-bfloat16-special", "wide_offsets", "guard_zones", "programs", "fused_squares",
-    "delayed_gradients", "sides-()-((rht,True),(rounding,stochastic))",
-    "sides-((rounding,stochastic),)-((rht,True),(rounding,stochastic))", "norms_alone-layer-fp8_tensor",
-    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,even),)-special",
-    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,oas),)-special",
-    "operands-mxfp8-(128,128)-bfloat16-((scale_rule,ceil),)-special",
+    "folded-mxfp8-False", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
+    "fused_squares", "delayed_gradients", "gradients-nvfp4-((scale_rule,four_over_six),)-(40,72)-bfloat16",
+    "operands-mxfp8_e5m2-(256,192)-*", "operands-mxfp6_e2m3-(256,192)-*", "operands-mxfp8-(128,128)-*-special",
+    "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*", "norms_alone-layer-fp8_tensor",
+    "hidden_by_nan-nvfp4-*", "values_in_bf16-nvfp4-*",
 )  # fmt: skip
-_LEFT = pytest.mark.slow("long cases of the kernels, interpreted")
-INTERPRETED = [pytest.param(*what.values, id=what.id, marks=_LEFT if what.id in LONG else ()) for what in CASES]
 
 
+@pytest.mark.slow_cases("long cases of the kernels, interpreted", cases=LONG)
 @pytest.mark.xdist_group("triton-interpreter")
-@pytest.mark.parametrize("what", INTERPRETED)
+@pytest.mark.parametrize("what", CASES)
 def test_interpreted(interpreted, what, record_property):
     record_property("conversions", interpreted(what))
 

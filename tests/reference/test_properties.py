@@ -382,11 +382,11 @@ def test_hadamard_is_orthogonal(x):
     for hadamard in (Hadamard(), Hadamard(16, 0)):
         transformed = hadamard_transform(x, hadamard)
         assert transformed.shape == (x.shape[0], -(-x.shape[1] // 16) * 16)
-        # bf16 rounds input and output once each: 2^-9 relative to the norm of the group, twice.
+        # bf16 rounds input and output once each: by at most 2^-8 of the norm of the group, twice.
         restored = hadamard_inverse(transformed, hadamard)[:, : x.shape[1]]
         padded = np.pad(x, ((0, 0), (0, -x.shape[1] % 16))).astype(np.float64)
         norm = np.sqrt((padded.reshape(x.shape[0], -1, 16) ** 2).sum(-1)).repeat(16, axis=1)[:, : x.shape[1]]
-        assert (np.abs(restored - x) <= 2.0**-7.9 * norm).all()
+        assert (np.abs(restored - x) <= 2.0**-6.9 * norm).all()
 
 
 def test_hadamard_matrix_is_sylvester_with_signs():

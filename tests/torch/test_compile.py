@@ -112,7 +112,9 @@ def test_backward_decodes_again_where_a_gemm_reads_values(name: str, monkeypatch
     assert matrices == [*codes, (40 * 24, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("C++ that Inductor compiles"))]
+)
 def test_a_model_gives_the_bits_of_eager(backend: str) -> None:
     # ReLU and no bias: Inductor's own GELU and sums differ from eager's in the last bit, which casts would magnify.
     shapes = ((32, 48), (48, 32))
