@@ -26,8 +26,8 @@ from microfloat.passes import family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard
 
 __all__ = [
-    "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "encoding_of", "own_gemm_is_faster", "route_between",
-    "route_of",
+    "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of", "own_gemm_is_faster",
+    "route_between", "route_of",
 ]  # fmt: skip
 
 UNTRIED = "not yet run on the hardware"
@@ -67,6 +67,14 @@ class Route(NamedTuple):
     def turned(self) -> bool:
         """True where the GEMM takes its right operand turned, [C, R]."""
         return self.kind in ("fp8", "blocks") or (self.kind == "values" and self.rhs == "values")
+
+
+class Routes(NamedTuple):
+    """The routes of the three GEMMs of a Linear."""
+
+    fprop: Route
+    dgrad: Route
+    wgrad: Route
 
 
 # What multiplies, in words, for each library of GEMMs: torch's, and XLA's as JAX calls it.

@@ -21,7 +21,7 @@ from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import fused, program, reference
 from microfloat.torch.backends import triton
-from tests.torch.planned.setting import native_on
+from tests.torch.scheduled.setting import native_on
 
 SEED = 0x89ABCDEF01234567
 CUSTOM = {

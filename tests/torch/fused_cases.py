@@ -15,8 +15,9 @@ import microfloat.torch as mf
 from microfloat.chips import Chip
 from microfloat.recipes import Cast, CustomRecipe, Gemm, from_name
 from microfloat.torch import backends, fused, scaling
-from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, fused_kernels, norm_gradients
-from tests.torch.planned.setting import block_gemms
+from microfloat.torch.produced_linear import NormRun
+from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, norm_gradients
+from tests.torch.scheduled.setting import block_gemms
 
 TOKENS, WIDTH, HIDDEN, OUT = 40, 48, 80, 32
 
@@ -116,7 +117,7 @@ def state_of(model):
 def statistics_of(y):
     """(mean, inverse) as the fused forward saved them."""
     function = y.grad_fn
-    while function.name() != "NormLinearBackward":
+    while not isinstance(getattr(function, "run", None), NormRun):
         function = next(following for following, _ in function.next_functions if following is not None)
     return function.saved_tensors[3:5]
 
@@ -127,7 +128,7 @@ def check(device, backend, name, kind="rms", gated=True, bias=False, activation=
     torch.manual_seed(3)
     together = Mlp(kind, gated, bias, recipe, backend, device)
     apart = copy.deepcopy(together)
-    kernels = fused_kernels(backends.choose(backend, torch.device(device)))
+    kernels = backends.choose(backend, torch.device(device)).producers
     for step in range(2 if recipe.is_delayed else 1):
         x = (torch.randn(TOKENS, WIDTH) * (1 + step)).bfloat16().to(device)
         dy = torch.randn(TOKENS, OUT).bfloat16().to(device)

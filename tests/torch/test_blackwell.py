@@ -15,11 +15,9 @@ import torch.nn.functional as F  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
-from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
 from microfloat.torch import backends, gemms  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
-from microfloat.torch.backends import native  # noqa: E402
 
 AS_THEY_ARE = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
 AS_MXFP8 = ("mxfp6_e2m3", "mxfp6_e3m2", "fp8_1x128", "fp8_128x128", "fp8_1x128_e5m2")
@@ -144,10 +142,7 @@ class BlockScaledGemm:
 def on_blackwell():
     """The native backend of a Blackwell on the CPU, with casts by the reference (their bytes are the kernels')."""
     gemm = BlockScaledGemm()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "choose", lambda name, device: native)
-        patch.setattr(backends, "chip_of", lambda device: Chip((10, 0)))
-        patch.setattr(native, "_kernels", lambda *casts: torch_reference)
+    with pytest.MonkeyPatch.context() as patch, backends.pretend(chip="b200", interpreted=False):
         patch.setattr(torch.nn.functional, "scaled_mm", gemm.scaled_mm)
         yield gemm
 

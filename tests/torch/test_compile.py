@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.chips import Chip  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
+from microfloat.layout import layout_of  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
     CustomRecipe,
@@ -25,7 +25,7 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from microfloat.torch import backends, reference  # noqa: E402
+from microfloat.torch import backends, schedule  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [
@@ -90,22 +90,22 @@ def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept:
 
 
 @pytest.mark.parametrize("name", ["mxfp8.exact", "nvfp4", "mixed"])
-def test_backward_decodes_again_where_a_gemm_reads_values(name: str, monkeypatch) -> None:
+def test_backward_decodes_again_where_a_gemm_reads_values(name: str) -> None:
     """Decoded operands take two bytes an element, as x and w do, which are there: only these are kept."""
-    native = pytest.importorskip("microfloat.torch.backends.native", reason="triton is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tests.torch.scheduled.setting import by_torch
+
     recipes = {
         "mxfp8.exact": MXFP8BlockScaling(path="exact"), "nvfp4": NVFP4BlockScaling(),
         "mixed": CustomRecipe(Gemm("mxfp8", "mxfp8", path="exact"), Gemm("nvfp4", "nvfp4"), Gemm("fp8_row", "fp8_row")),
     }  # fmt: skip
-    monkeypatch.setattr(backends, "choose", lambda name, device: native)
-    monkeypatch.setattr(backends, "chip_of", lambda device: Chip((8, 0) if name == "mixed" else (9, 0)))
-    monkeypatch.setattr(native, "_kernels", lambda *casts: reference)
     layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=recipes[name])
     x = torch.randn(2, 9, 40, dtype=torch.bfloat16)
-    expected, saved = step(layer, layer, x), []
-    function = compiled(layer)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        actual = step(function, layer, x)
+    with backends.pretend(chip="a100" if name == "mixed" else "h200", interpreted=False), by_torch():
+        expected, saved = step(layer, layer, x), []
+        function = compiled(layer)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            actual = step(function, layer, x)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     matrices = sorted((t.numel(), t.dtype) for t in saved if t.numel() > 64)
     codes = [(18 * 40, torch.float8_e4m3fn)] if name == "mixed" else [(18 * 40, torch.bfloat16)]
@@ -239,6 +239,7 @@ def test_the_backend_of_the_autocast_is_that_of_compiled_code(monkeypatch) -> No
             seen = []
             for run in (layer, function):
                 chosen.clear()
+                schedule.forget()
                 with mf.autocast(recipe="mxfp8", backend=name):
                     run(x)
                 seen.append(set(chosen))
@@ -388,17 +389,11 @@ def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
 
 
 def test_saved_operands_lie_as_their_fake_promises() -> None:
-    from microfloat.torch import compiled
-
-    class Kernels:
-        COLUMN_MAJOR_BLOCK_SCALES = True
-
-    recipes = ((MXFP8BlockScaling(), (1, 64)), (NVFP4BlockScaling(), (16, 1)))
-    for recipe, strides in recipes:
-        layout = compiled._layout(Kernels, recipe.wgrad, 64, 256, "codes")
-        promised = layout.empty(torch.empty(0))
-        assert promised[1].stride() == strides
-        for order in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
-            given = [order(torch.ones_like(tensor)) for tensor in promised]
-            for tensor, want in zip(layout.conform(given), promised, strict=True):
-                assert (tensor.shape, tensor.stride()) == (want.shape, want.stride())
+    """MX scales of both operands lie column-major, and what is made in another order is copied."""
+    recipes = ((MXFP8BlockScaling(), True, (1, 64)), (NVFP4BlockScaling(), True, (16, 1)))
+    for recipe, paired, strides in recipes:
+        promised = layout_of(recipe.wgrad.rhs, 64, 256, paired=paired)
+        assert promised.scale.strides == strides
+        for part in (promised.codes, promised.scale):
+            for tensor in (torch.ones(part.shape), torch.ones(part.shape[::-1]).t()):
+                assert schedule.laid(tensor, part).stride() == part.strides

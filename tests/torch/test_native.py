@@ -2,8 +2,6 @@
 values, and what folding counts lead to. What Blackwell's GEMM is given: test_blackwell.py."""
 
 import importlib
-import types
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,22 +68,6 @@ def test_routes(recipe, chip: Chip, forms: set[str], accelerated: bool) -> None:
     assert {route.accelerated for route in routes} == {accelerated}
     untried = ["not yet run" in route.reason for route in routes]
     assert all(untried) is (chip == BLACKWELL and accelerated)
-
-
-@pytest.mark.parametrize(
-    ("name", "chip", "planned"),
-    [
-        ("fp8_block", HOPPER, True),
-        ("fp8_block", ADA, False),
-        ("fp8_current", ADA, True),
-        ("fp8_current", AMPERE, False),
-    ],
-)
-def test_plans_call_no_gemm_that_the_chip_lacks(name, chip, planned, monkeypatch) -> None:
-    monkeypatch.setattr(backends, "chip_of", lambda device: chip)
-    monkeypatch.setattr(native, "make_plan", lambda *arguments: types.SimpleNamespace())
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    assert (native.linear_plan(RECIPES[name](), x, x, None, True, True) is not None) is planned
 
 
 def test_every_stock_recipe_has_a_route_on_every_chip() -> None:
@@ -276,15 +258,3 @@ def test_gemms_read_the_transpose_of_stored_codes_row_by_row(monkeypatch, name) 
     assert scale.t().is_contiguous()
     assert torch.equal(codes.view(torch.uint8), weight.codes.view(torch.uint8))
     assert torch.equal(scale, weight.scale)
-
-
-def test_a_plan_takes_no_gradient_without_memory():
-    """A tensor whose address is 0, as a batch of gradients has on some devices, is left to the general path."""
-    from microfloat.torch.backends.native._plan import LinearPlan
-
-    plan = SimpleNamespace(dtype=torch.float32, device=-1)
-    assert LinearPlan.takes(plan, torch.empty(0, 16).new_zeros(4, 16)) is True
-    nothing = torch.empty(4, 16, device="meta")
-    assert nothing.data_ptr() == 0
-    plan.device = nothing.get_device()
-    assert LinearPlan.takes(plan, nothing) is False

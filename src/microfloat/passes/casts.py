@@ -21,8 +21,8 @@ from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast
 from microfloat.recipes import Cast
 
 __all__ = [
-    "Both", "amax_passes", "block_casts", "cast_passes", "codes_of", "operands_of", "packed_passes", "pair_passes",
-    "scale_of", "scaled_casts", "seed_of", "shared_scale", "streams_of",
+    "Both", "amax_passes", "block_casts", "cast_passes", "codes_of", "launches_of", "operands_of", "packed_passes",
+    "pair_passes", "scale_of", "scaled_casts", "seed_of", "shared_scale", "streams_of",
 ]  # fmt: skip
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
@@ -70,7 +70,7 @@ def cast_passes(
     """
     _refuse(matrix, row, column)
     passes = Passes(6)
-    for number, specs in enumerate(_launches(matrix.device, row, column)):
+    for number, specs in enumerate(launches_of(matrix.device, row, column)):
         _Casting(passes, matrix, batch, given_amax).cast(At.SOURCE, specs, records and number == 0)
     return passes
 
@@ -89,7 +89,7 @@ def pair_passes(
         there = [spec for spec in specs if spec is not None]
         if any(kernel_cast(spec.cast).refusal or spec.cast.is_stochastic for spec in there) or not there:
             return None
-        if len(_launches(matrix.device, *specs)) != 1 or matrix.is_column_major:
+        if len(launches_of(matrix.device, *specs)) != 1 or matrix.is_column_major:
             return None
     matrices = [(first, operands_of(first, first_specs)), (second, operands_of(second, second_specs, (6, 9)))]
     operands = [one for _, both in matrices for one in both if one is not None]
@@ -160,7 +160,7 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
 _Specs = tuple[OperandSpec | None, OperandSpec | None]
 
 
-def _launches(device: Device, row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
+def launches_of(device: Device, row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
     """Both operands in one pass where their forms and casts allow it, else in two."""
     if row is None or column is None:
         return [(row, column)]

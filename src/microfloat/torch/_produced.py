@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from microfloat.operands import operands_of
 from microfloat.recipes import Cast, as_cast
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import (
@@ -22,8 +23,7 @@ from microfloat.torch._checks import (
     check_tensor,
     real_tensor,
 )
-from microfloat.torch.linear import STREAM
-from microfloat.torch.producers import Activation, Norm, fused_kernels, waits_for_amax
+from microfloat.torch.producers import Activation, Norm, waits_for_amax
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -84,13 +84,14 @@ def _produce_values(
     producer = _producer(kind, x, second, bias, eps)
     x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
     module = backends.choose(backend, x.device)
-    options: dict[str, Any] = {"seed": None, "row_stream": STREAM["x"][0], "column_stream": STREAM["x"][1]}
+    first, second = operands_of("x")
+    options: dict[str, Any] = {"seed": None, "row_stream": first.stream, "column_stream": second.stream}
     if row.is_stochastic or column.is_stochastic:
         options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
     encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
     if encode_scale is not None:
         options["scale_enc"] = encode_scale
-    kernels = fused_kernels(module)
+    kernels = module.producers
     if kernels is not None and kernels.fuses(row, column) and not waits_for_amax(row, column):
         both, statistics = producer.codes(kernels, row, column, options)
     else:

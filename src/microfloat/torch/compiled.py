@@ -8,28 +8,19 @@ operator compares with the true context of its caller, and raises where a layer 
 Legend: M = rows of x, K = in features, N = out features.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.formats import ScaledFormat
-from microfloat.layout import folded_format
-from microfloat.operands import OPERANDS
-from microfloat.recipes import Cast, Delayed, Gemm, Recipe
+from microfloat.layout import Layout
+from microfloat.operands import operands_of
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
-from microfloat.torch import context as tokens
-from microfloat.torch.backends.base import Operand
-from microfloat.torch.linear import (
-    LinearCall,
-    bias_gradient,
-    column_operand,
-    linear_backward,
-    linear_forward,
-    refuse_double_backward,
-    refuse_transforms,
-)
+from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, refuse_transforms
+from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -89,15 +80,15 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         _make_eager_forward()
         return _EAGER_FORWARD(layer, x)
     pinned = layer._pin_token is not None
-    token = context.RECIPE if not pinned else tokens.PLAIN if context.ISLAND else layer._pin_token
-    if token == tokens.PLAIN:
+    token = context.RECIPE if not pinned else context.PLAIN if context.ISLAND else layer._pin_token
+    if token == context.PLAIN:
         calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
-        if calibrated and tokens.is_delayed(calibrated):
+        if calibrated and context.is_delayed(calibrated):
             _check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
             operands = x.detach(), layer.weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
-        if not pinned or layer._pin_token != tokens.PLAIN:
+        if not pinned or layer._pin_token != context.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
         return layer._plain(x)
     refuse_transforms(x)
@@ -106,10 +97,10 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
     backend = context.BACKEND if layer.backend == "auto" else layer.backend
-    seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
+    seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     state: tuple[Any, ...] = (None, None, None, None)
     number = -1
-    if tokens.is_delayed(token):
+    if context.is_delayed(token):
         _check_buffers(layer)
         state = (
             layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
@@ -133,9 +124,9 @@ def abstract_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str, compute: torch.dtype
 ) -> torch.Tensor:
     """A call on tensors without values: y and what backward keeps as they would be; no state is read or recorded."""
-    token = tokens.token_of(recipe)
-    seed = torch.ops.microfloat.draw_seed_for(x) if tokens.is_stochastic(token) else None
-    scale = x.new_empty((), dtype=torch.float32) if tokens.is_delayed(token) else None
+    token = context.token_of(recipe)
+    seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
+    scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
     return _CompiledLinear.apply(
         x, weight, bias, seed, scale, scale, scale, None, token, True, backend, compute, -1, torch.is_grad_enabled()
     )
@@ -161,7 +152,7 @@ class _CompiledLinear(torch.autograd.Function):
             x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records
         )
         live, saved = (saved[0], saved[1:]) if records else (None, saved)
-        again = tokens.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
+        again = context.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
         kept = x if wants_dw and again else None
         ctx.save_for_backward(kept, weight, seed, *saved)
         # Not saved, which would refuse a backward after that of another call, whose amax went into the history since.
@@ -194,38 +185,51 @@ class _CompiledLinear(torch.autograd.Function):
 
 
 def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
-    """Whether backward casts the right operand of a GEMM itself, for a GEMM that reads decoded values.
+    """True where backward casts the right operand of a GEMM itself, because the GEMM reads decoded values.
 
     These take two bytes an element, as x and the weight do, which are there (or can be had again by a compiler) for
     others who read them too; codes take one.
     """
     place = torch.device(device if index is None else f"{device}:{index}")
-    recipe, module = tokens.recipe_of(token), backends.choose(backend, place)
-    return _makes_again(_forms(module, recipe, place), getattr(recipe, gemm), gemm)
+    recipe, module = context.recipe_of(token), backends.choose(backend, place)
+    return _makes_again(module.routes(recipe, place, None), recipe, gemm)
 
 
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
 _is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _makes_again(forms: dict[str, tuple[str, str]], gemm: Gemm, name: str) -> bool:
-    return gemm.rhs is not None and forms[name][1] == "values"
+def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
+    return getattr(recipe, gemm).rhs is not None and getattr(routes, gemm).rhs == "values"
 
 
-def _call(token: str, backend: str, device: torch.device, compute: torch.dtype, seed: Any) -> LinearCall:
-    # Not forced on a fake device: shapes of saved operands are those of the same backend on the real one.
-    module, recipe = backends.choose(backend, device), tokens.recipe_of(token)
-    forms = _forms(module, recipe, device) if hasattr(module, "call_forms") else None
-    return LinearCall(recipe, module, compute, seed=seed, forms=forms)
+def _schedule(
+    token: str, backend: str, shape: Any, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool,
+) -> Schedule:  # fmt: skip
+    """The schedule of a call.
+
+    No fold counts: the outputs of what is compiled once cannot change with what a step before has counted. Where x is
+    not at hand it is taken to be contiguous, on which nothing in a backward depends.
+    """
+    if x is None:
+        strides = (weight.shape[1], 1) if len(shape) == 2 else torch.empty(shape, device="meta").stride()
+        key = (shape, strides, x_dtype, weight.get_device(), 0, False)
+    else:
+        key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
+    schedule = find(key, x, weight, bias, context.recipe_of(token), backend, compute, wants_dx, wants_dw)
+    assert schedule is not None
+    return schedule
 
 
-def _record_into(call: LinearCall, records: bool, device: torch.device, *slots: str) -> list[torch.Tensor]:
-    """Let the casts of a call record their amaxes into a tensor of its own, which is returned."""
-    if not records:
-        return []
-    live = torch.zeros(8, dtype=torch.float32, device=device)
-    call.live = {slot: live[_LIVE[slot] : _LIVE[slot] + 1] for slot in slots}
-    return [live]
+def _live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
+    """What the delayed casts of a call record into, where they do: a tensor of its own, an output of the operator."""
+    return [torch.zeros(8, dtype=torch.float32, device=device)] if records else []
+
+
+def _inputs(scale: Any, seed: Any, live: list[torch.Tensor], tensor: str) -> CastInputs:
+    history = live[0][_LIVE[tensor] : _LIVE[tensor] + 1] if live else None
+    return CastInputs(scale, seed, history)
 
 
 def _linear_forward(
@@ -233,19 +237,18 @@ def _linear_forward(
     compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     _check_caller(token, pinned)
-    call = _call(token, backend, x.device, compute, seed)
-    call.scales = {"x": x_scale, "w": w_scale}
-    live = _record_into(call, records, x.device, "x", "w")
-    recipe = call.recipe
-    forms = _forms(call.backend, recipe, x.device)
-    wants_dx = wants_dx and not _makes_again(forms, recipe.dgrad, "dgrad")
-    wants_dw = wants_dw and not _makes_again(forms, recipe.wgrad, "wgrad")
-    y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
+    wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw)
+    schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
+    live = _live_amaxes(records, x.device)
+    x_inputs, w_inputs = _inputs(x_scale, seed, live, "x"), _inputs(w_scale, seed, live, "w")
+    with schedule.scope():
+        # The seed is drawn, so that the launch which casts x and w together and draws one does not serve.
+        kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
+        y, made = schedule.forward(x, weight, bias, x_inputs, w_inputs, kept)
     saved = []
-    layouts = _saved_layouts(recipe, call.backend, x.numel() // x.shape[-1], x.device, weight, wants_dx, wants_dw)
-    for operand, layout in zip((x_column, w_column), layouts, strict=True):
-        if operand is not None and layout is not None:
-            saved += layout.conform(list(operand.flatten()[0]))
+    for parts, layout in zip((made[:3], made[3:]), schedule.saved_layouts(), strict=True):
+        if layout is not None:
+            saved += [laid(tensor, part) for tensor, part in zip(parts, layout, strict=True) if part is not None]
     # Outputs of an operator may not share memory with its inputs or with each other.
     seen = {y.untyped_storage().data_ptr()}
     for index, tensor in enumerate(saved):
@@ -255,36 +258,47 @@ def _linear_forward(
     return [y, *live, *saved]
 
 
+def _saves(token: str, backend: str, device: torch.device, wants_dx: bool, wants_dw: bool) -> tuple[bool, bool]:
+    """True for dx where forward makes the operand w.T that backward reads, and for dw likewise x.T."""
+    recipe = context.recipe_of(token)
+    routes = backends.choose(backend, device).routes(recipe, device, None)
+    return (
+        wants_dx and recipe.dgrad.rhs is not None and not _makes_again(routes, recipe, "dgrad"),
+        wants_dw and recipe.wgrad.rhs is not None and not _makes_again(routes, recipe, "wgrad"),
+    )
+
+
 def _linear_backward(
     dy: Any, x: Any, weight: Any, saved: list[torch.Tensor], seed: Any, dy_scale: Any, token: str, backend: str,
     compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    call = _call(token, backend, dy.device, compute, seed)
-    call.scales = {"dy": dy_scale}
-    live = _record_into(call, records, dy.device, "dy")
-    recipe, rest = call.recipe, list(saved)
-    rows = dy.numel() // dy.shape[-1]
-    x_layout, w_layout = _saved_layouts(recipe, call.backend, rows, dy.device, weight, wants_dx, wants_dw)
-    x_column = None if x_layout is None else x_layout.take(rest)
-    w_column = None if w_layout is None else w_layout.take(rest)
+    shape = (*dy.shape[:-1], weight.shape[1])
+    schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
+    live = _live_amaxes(records, dy.device)
+    inputs, plain, rest = _inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
+    saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw)
+    x_layout, w_layout = schedule.saved_layouts()
 
-    def x_operand() -> Any:
-        if x_column is not None or not wants_dw:
-            return x_column
-        return column_operand(call, "x", x.reshape(-1, x.shape[-1]).to(compute), recipe.wgrad.rhs)
+    def column(tensor: str, source: Any, layout: Layout | None, wanted: bool, is_saved: bool) -> Any:
+        """A column operand: taken from what forward has saved, or cast now."""
+        if not wanted:
+            return None, None, None
+        if is_saved and layout is not None:
+            return tuple(None if part is None else rest.pop(0) for part in layout)
+        return tuple(schedule.column(tensor, source, plain))
 
-    def w_operand() -> Any:
-        if w_column is not None or not wants_dx:
-            return w_column
-        return column_operand(call, "w", weight.detach().to(compute), recipe.dgrad.rhs)
-
-    forms = _forms(call.backend, recipe, dy.device)
-    if "values" in (*forms["dgrad"], *forms["wgrad"]):  # one GEMM after the other, so that only its operands exist
-        dx, _ = linear_backward(call, dy, None, w_operand(), x_dtype, weight.dtype)
-        _, dw = linear_backward(call, dy, x_operand(), None, x_dtype, weight.dtype)
-    else:
-        dx, dw = linear_backward(call, dy, x_operand(), w_operand(), x_dtype, weight.dtype)
-    dx = None if dx is None else dx.reshape(*dy.shape[:-1], weight.shape[1])
+    with schedule.scope():
+        x_column = column("x", x, x_layout, wants_dw, saves_x) if saves_x else None
+        w_column = column("w", weight, w_layout, wants_dx, saves_w) if saves_w else None
+        dx = dw = None
+        if x_column is None and w_column is None and wants_dx and wants_dw and not records:
+            # One GEMM after the other, so that only its operands exist.
+            dx, _ = schedule.backward(dy, (None,) * 3 + column("w", weight, w_layout, True, False), inputs, True, False)
+            _, dw = schedule.backward(dy, column("x", x, x_layout, True, False) + (None,) * 3, inputs, False, True)
+        else:
+            x_column = x_column or column("x", x, x_layout, wants_dw, False)
+            w_column = w_column or column("w", weight, w_layout, wants_dx, False)
+            dx, dw = schedule.backward(dy, (*x_column, *w_column), inputs, wants_dx, wants_dw)
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 
@@ -292,7 +306,7 @@ def _check_caller(token: str, pinned: bool) -> None:
     """Raise where the recipe that was compiled is not the one that the caller's autocast asks for."""
     if torch._C._current_graph_task_id() != -1:
         return  # run again by a backward, whose context is not that of the forward
-    stale = context.ISLAND is not (token == tokens.PLAIN) if pinned else token != context.RECIPE
+    stale = context.ISLAND is not (token == context.PLAIN) if pinned else token != context.RECIPE
     if stale:
         raise NotSupportedError(
             "compiled code: got code of another recipe than the caller's autocast asks for, because its guards were "
@@ -302,12 +316,12 @@ def _check_caller(token: str, pinned: bool) -> None:
 
 
 def _check_autocast_(marker: torch.Tensor, pinned: bool) -> None:
-    _check_caller(tokens.PLAIN, pinned)
+    _check_caller(context.PLAIN, pinned)
 
 
 def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
-    recipe = tokens.recipe_of(token)
-    of_slot = [recipe.casts[operand.key] for operand in OPERANDS if operand.tensor == slot]
+    recipe = context.recipe_of(token)
+    of_slot = [recipe.casts[operand.key] for operand in operands_of(slot)]
     cast = next((cast for cast in of_slot if _is_delayed(cast)), None)
     if cast is None:
         return
@@ -323,106 +337,28 @@ def _calibrate_(
     state = context.ambient()
     group = None if state is None else state.group
     histories = {"x": x_history, "w": w_history}
-    scaling.calibrate(scaling.numbered(layer), tokens.recipe_of(token), x, weight, group, histories)
+    scaling.calibrate(scaling.numbered(layer), context.recipe_of(token), x, weight, group, histories)
 
 
 def _is_delayed(cast: Cast | None) -> bool:
     return cast is not None and isinstance(cast.scaling, Delayed)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a saved operand [rows, length] is made of: its class, its fields, and the shape of every tensor among them.
-
-    Outputs of an operator are known by shape before it runs, so this says what `prepare_both` will return.
-    """
-
-    kind: type
-    fields: tuple[Any, ...]  # a field that is a tensor is given as (shape, dtype, column_major)
-
-    def take(self, tensors: list[torch.Tensor]) -> Any:
-        """The operand, built from the first of `tensors`, which are removed."""
-        return self.kind(*(tensors.pop(0) if isinstance(field, tuple) else field for field in self.fields))
-
-    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Its tensors, uninitialised, on the device of `like`."""
-        tensors = []
-        for field in self.fields:
-            if isinstance(field, tuple):
-                shape, dtype, column_major = field
-                tensor = like.new_empty(shape[::-1] if column_major else shape, dtype=dtype)
-                tensors.append(tensor.t() if column_major else tensor)
-        return tensors
-
-    def conform(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Its tensors in the memory order that `empty` promises to a compiler."""
-        promised = [field[2] for field in self.fields if isinstance(field, tuple)]
-        return [
-            tensor.t().contiguous().t() if column_major else tensor.contiguous()
-            for tensor, column_major in zip(tensors, promised, strict=True)
-        ]
-
-
-def _layout(module: Any, gemm: Gemm, rows: Any, length: Any, form: str) -> _Layout | None:
-    """The layout of the right operand of `gemm`, which a forward saves; None where it saves none (`_is_made_again`)."""
-    cast = gemm.rhs
-    if cast is None or form == "values":
-        return None
-    stored = -(-length // 16) * 16 if cast.hadamard else length
-    row_scaled = cast.format.tensor_scale == "row"
-    two_level = cast.rule.two_level is not None and cast.rule.two_level.tensor_scale
-    tensor_scale = ((rows, 1) if row_scaled else (), torch.float32, False) if two_level else None
-    fmt = cast.format
-    if form != "codes":
-        fmt = folded_format(fmt, form)
-    element = fmt.element
-    code_dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.get(element.name, torch.uint8)
-    codes = ((rows, -(-stored // element.codes_per_byte)), code_dtype, False)
-    scale_dtype = torch.float32 if fmt.scale.name == "FP32" else torch.uint8
-    # FP8 1x128; and MX, which one pass casts along rows and columns, except where a layer does not need the rows.
-    block_scales = (fmt.block, fmt.scale.name) in (((1, 128), "FP32"), ((1, 32), "E8M0"))
-    column_major = getattr(module, "COLUMN_MAJOR_BLOCK_SCALES", False) and block_scales
-    scale = (_scale_shape(fmt, rows, stored), scale_dtype, column_major)
-    pow2 = cast.rule.power_of_two
-    return _Layout(Operand, (codes, scale, tensor_scale, fmt, rows, length, cast.hadamard, pow2))
-
-
-def _scale_shape(fmt: ScaledFormat, rows: Any, stored: Any) -> tuple[Any, ...]:
-    if fmt.is_per_tensor:
-        return ()
-    block_rows, block_columns = fmt.block
-    return (-(-rows // block_rows), 1 if block_columns is None else -(-stored // block_columns))
-
-
-def _saved_layouts(
-    recipe: Recipe, module: Any, rows: Any, device: torch.device, weight: torch.Tensor, wants_dx: bool, wants_dw: bool
-) -> tuple[_Layout | None, _Layout | None]:
-    """Layouts of x.T for wgrad and of w.T for dgrad; None where nothing is saved. `rows`: of x."""
-    out_features, in_features = weight.shape
-    forms = _forms(module, recipe, device)
-    return (
-        _layout(module, recipe.wgrad, in_features, rows, forms["wgrad"][1]) if wants_dw else None,
-        _layout(module, recipe.dgrad, in_features, out_features, forms["dgrad"][1]) if wants_dx else None,
-    )
-
-
-def _forms(module: Any, recipe: Recipe, device: torch.device) -> dict[str, tuple[str, str]]:
-    # No counts here: what is compiled once cannot change its outputs with what a step before has counted.
-    if hasattr(module, "call_forms"):
-        return module.call_forms(recipe, device, None)
-    return dict.fromkeys(("fprop", "dgrad", "wgrad"), ("codes", "codes"))
-
-
 def _fake_forward(
     x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
     compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    module = backends.choose(backend, x.device)
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
     outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
-    rows = x.numel() // x.shape[-1]
-    for layout in _saved_layouts(tokens.recipe_of(token), module, rows, x.device, weight, wants_dx, wants_dw):
-        outputs += [] if layout is None else layout.empty(x)
+    module, recipe = backends.choose(backend, x.device), context.recipe_of(token)
+    routes = module.routes(recipe, x.device, None)
+    saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw)
+    rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
+    for tensor, wanted, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
+        layout = layouts_of(module, entries_of(recipe, routes, tensor, True, wanted), *sizes)[1]
+        for part in layout or ():
+            if part is not None:
+                outputs.append(x.new_empty_strided(part.shape, part.strides, dtype=getattr(torch, part.dtype)))
     return outputs
 
 

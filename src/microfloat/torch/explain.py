@@ -27,6 +27,7 @@ from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
 from microfloat.torch.gemms import own_gemm_serves
+from microfloat.torch.linear import backend_name
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -348,7 +349,7 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         if recipe is None:
             yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")
             continue
-        own = layer._backend_name(ambient())
+        own = backend_name(layer, ambient())
         answer = _explain(
             recipe, layer.weight.device if device is None else device, None, backend if own == "auto" else own
         )

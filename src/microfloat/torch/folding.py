@@ -6,16 +6,16 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from microfloat.chips import Chip
 from microfloat.operands import GEMMS, TENSORS
 from microfloat.recipes import Gemm, Recipe
-from microfloat.routes import Route, route_of
+from microfloat.routes import Route, Routes, route_of
 
-__all__ = ["LOSSY_LIMIT", "FoldCounts", "Routes", "routes_of"]
+__all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_of"]
 
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
@@ -119,14 +119,6 @@ class FoldCounts:
             f"{gemm}.{side}": self._words[word] / max(elements, 1)
             for (gemm, side), (_, word, elements) in self._noted.items()
         }
-
-
-class Routes(NamedTuple):
-    """The routes of the three GEMMs of a Linear."""
-
-    fprop: Route
-    dgrad: Route
-    wgrad: Route
 
 
 # By recipe and chip: the routes of a layer that has not folded yet, and whether any operand folds.

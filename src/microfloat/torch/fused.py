@@ -14,7 +14,7 @@ of a norm are torch's own on a GPU where all dtypes agree, else float32 arithmet
 from torch's by rounding.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from torch import nn
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
-from microfloat.torch import scaling
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
-from microfloat.torch.fused_linear import ActivationLinear, GradientLink, NormLinear, NormSpec
-from microfloat.torch.linear import LinearCall, autocast_dtype, refuse_transforms
+from microfloat.torch.linear import Run, apply, begin_apart, end, refuse_transforms
 from microfloat.torch.nn.linear import UNPINNED, Linear
+from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
 from microfloat.torch.producers import ACTIVATIONS
+from microfloat.torch.schedule import autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -54,19 +54,19 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
     torch.Size([2, 8])
     """
-    spec = _spec_of(norm, x)
+    kind, eps = _kind_of(norm, x)
     if not layers:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:
         _check_layer("layers", layer)
     check_features("layers", layers, x.shape[-1], "x")
-    prepared = _prepare(x, norm, *layers)
-    if prepared is None:
+    runs = _begin(x, layers, [(x, norm)] * len(layers))
+    if runs is None:
         value = norm(x)
         outputs = tuple(layer(value) for layer in layers)
     else:
-        outputs = _norm_linears(x, norm, spec, layers, prepared, None)
-        prepared.close()
+        outputs = apply(NormRun(runs, kind, eps, None), x, *_tensors(norm), *_tensors(*layers))
+        _end(runs, layers)
     return outputs[0] if len(layers) == 1 else outputs
 
 
@@ -84,11 +84,11 @@ def activation_linear(
     check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
         check_like("up", up, x)
-    prepared = _prepare(x, layer)
-    if prepared is None:
+    runs = _begin(x, [layer], [(x, up)])
+    if runs is None:
         return layer(_plain_activation(x, up, activation))
-    y = ActivationLinear.apply(x, up, activation, prepared.calls[0], None, layer.weight, layer.bias)
-    prepared.close()
+    y = apply(ActivationRun(runs[0], activation, None), x, up, layer.weight, layer.bias)
+    _end(runs, [layer])
     return y
 
 
@@ -100,7 +100,7 @@ def norm_mlp(
     Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
     `activation_linear`; a joint matrix for gate and up takes `norm_linear` and `activation_linear` one after the other.
     """
-    spec = _spec_of(norm, x)
+    kind, eps = _kind_of(norm, x)
     _check_activation(activation)
     outer = (gate,) if up is None else (gate, up)
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
@@ -111,46 +111,34 @@ def norm_mlp(
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
     check_features("down", [down], gate.out_features, "gate's output")
-    prepared = _prepare(x, norm, *outer, down)
-    if prepared is None:
+    layers = (*outer, down)
+    runs = _begin(x, layers, [*[(x, norm)] * len(outer), (x, norm, *outer)])
+    if runs is None:
         value = norm(x)
         return down(_plain_activation(gate(value), None if up is None else up(value), activation))
     link = GradientLink()
-    first, *second = _norm_linears(x, norm, spec, outer, prepared, link)
+    first, *second = apply(NormRun(runs[:-1], kind, eps, link), x, *_tensors(norm), *_tensors(*outer))
     inner = second[0] if second else None
-    y = ActivationLinear.apply(first, inner, activation, prepared.calls[-1], link, down.weight, down.bias)
-    prepared.close()
+    y = apply(ActivationRun(runs[-1], activation, link), first, inner, down.weight, down.bias)
+    _end(runs, layers)
     return y
 
 
-def _norm_linears(
-    x: torch.Tensor, norm: Any, spec: NormSpec, layers: tuple[Linear, ...], prepared: "_Prepared",
-    link: GradientLink | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    calls = prepared.calls[: len(layers)]
-    return NormLinear.apply(x, norm.weight, getattr(norm, "bias", None), spec, calls, link, *tensors)
+def _tensors(*modules: nn.Module) -> list[torch.Tensor | None]:
+    """Weight and bias of each module in turn."""
+    return [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
 
 
-@dataclass(eq=False)
-class _Prepared:
-    """The calls of the Linears, and the scaling regions that end with them where no autocast gives one."""
+def _begin(x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[Any]]) -> list[Run] | None:
+    """A run for every Linear, or None where the modules must run by themselves.
 
-    calls: list[LinearCall]
-    regions: list[scaling.Region]
-
-    def close(self) -> None:
-        for region in self.regions:
-            region.close()
-
-
-def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
-    """A call for every Linear, or None where the modules must run by themselves."""
-    layers = [module for module in modules if isinstance(module, Linear)]
+    `feeds`: for each layer the tensors and modules that its input is made from.
+    """
     if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
         return None
     state = ambient()
     recipes = [layer._resolve(state) for layer in layers]
+    modules = [*layers, *(source for feed in feeds for source in feed if isinstance(source, nn.Module))]
     parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
     plain = (
         any(recipe is None for recipe in recipes) or (state is not None and state.calibrating)
@@ -162,20 +150,36 @@ def _prepare(x: torch.Tensor, *modules: nn.Module) -> _Prepared | None:
     compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
         return None
-    calls, regions = [], []
-    for layer, recipe in zip(layers, recipes, strict=True):
+    grad, rows = torch.is_grad_enabled(), x.numel() // x.shape[-1]
+    runs = []
+    for layer, recipe, feed in zip(layers, recipes, feeds, strict=True):
         layer._check_input(x) if layer is layers[0] else layer._check_parameters(x)
         if layer._pinned is UNPINNED:
             layer.__dict__["_followed"] = True
-        call = layer._prepare(recipe, state, x, None)  # type: ignore[arg-type]
-        if recipe is not None and recipe.is_delayed:
-            region = layer._prepare_delayed(call, recipe, state)
-            regions += [] if region is None else [region]
-        calls.append(call)
-    return _Prepared(calls, regions)
+        width = layer.in_features
+        x_key = (torch.Size((rows, width)), (width, 1), x.dtype, x.get_device(), 0, False)
+        wants_dx = grad and any(_requires_grad(source) for source in feed)
+        wants_dw = grad and layer.weight.requires_grad
+        run = begin_apart(layer, x_key, recipe, state, compute, wants_dx, wants_dw)  # type: ignore[arg-type]
+        if run is None:
+            return None
+        runs.append(run)
+    return runs
 
 
-def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
+def _requires_grad(source: Any) -> bool:
+    if isinstance(source, nn.Module):
+        return any(parameter.requires_grad for parameter in source.parameters(recurse=False))
+    return source is not None and source.requires_grad
+
+
+def _end(runs: Sequence[Run], layers: Sequence[Linear]) -> None:
+    for run, layer in zip(runs, layers, strict=True):
+        end(run, layer)
+
+
+def _kind_of(norm: nn.Module, x: torch.Tensor) -> tuple[str, float]:
+    """("rms" or "layer", eps) of a norm over the last dimension of x."""
     check_rows("x", x)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
@@ -193,7 +197,7 @@ def _spec_of(norm: nn.Module, x: torch.Tensor) -> NormSpec:
         if parameter.device != x.device:
             needed = f"one on {x.device}, where x is"
             raise invalid_value(f"norm.{name}", f"a tensor on {parameter.device}", needed, "Move the module to x.")
-    return NormSpec(float(eps), kind)
+    return kind, float(eps)
 
 
 def _check_layer(argument: str, layer: object) -> None:

@@ -1,113 +1,381 @@
-"""The quantized linear function: three GEMMs read off a recipe's table, six operands cast where the table says.
+"""A Linear under a recipe in eager mode: one autograd Function over a schedule.
 
     fprop  y_MN  = x_MK @ w_NK.T      contracts K   operands x [M, K],    w [N, K]
     dgrad  dx_MK = dy_MN @ w_NK       contracts N   operands dy [M, N],   w.T [K, N]
     wgrad  dw_NK = dy_MN.T @ x_MK     contracts M   operands dy.T [N, M], x.T [K, M]
 
-Legend: M = rows of x (all leading dimensions), K = in features, N = out features. "row" is the operand form of the
-tensor as it lies, "column" that of its transpose. Only usages whose GEMM will run are cast (docs/numerics.md, 6).
+`run_linear` looks up the schedule of a call (`microfloat.torch.schedule`), gathers what its casts read besides their
+tensors (seeds, encode scales and histories of delayed scaling, places for fold counts) and runs it. Only usages whose
+GEMM will run are cast (docs/numerics.md, 6).
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
-import contextlib
-import dataclasses
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError
-from microfloat.recipes import Cast, Gemm, Recipe
-from microfloat.torch import scaling
+from microfloat.passes import CastInputs
+from microfloat.recipes import Recipe
+from microfloat.routes import Routes
+from microfloat.torch import backends, scaling
+from microfloat.torch._checks import check_linear, is_abstract
 from microfloat.torch._operators import has_tangent
-from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.gemms import high_precision_product
+from microfloat.torch.context import Ambient
+from microfloat.torch.folding import FoldCounts
 from microfloat.torch.kept import KeptWeight
-from microfloat.torch.reference import transpose_operand
+from microfloat.torch.schedule import NoInputs, Schedule, autocast_dtype, find_schedule, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "STREAM", "LinearCall", "autocast_dtype", "bias_gradient", "column_operand", "layer_of", "linear_backward",
-    "linear_forward", "quantized_linear", "refuse_batched", "refuse_double_backward", "refuse_transforms",
+    "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find", "find_for",
+    "refuse_double_backward", "refuse_transforms", "run_linear",
 ]  # fmt: skip
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
-# Counter word `stream` of each operand's random bytes (docs/numerics.md 5.3).
-STREAM = {"x": (0, 5), "w": (1, 3), "dy": (2, 4)}
-# The GEMM and side (0 = lhs, 1 = rhs) that read a tensor's row form, and those that read its column form.
-USES = {
-    "x": (("fprop", 0), ("wgrad", 1)),
-    "w": (("fprop", 1), ("dgrad", 1)),
-    "dy": (("dgrad", 0), ("wgrad", 0)),
-}
-
-# An operand in high precision is the plain 2-D tensor in operand form.
-AnyOperand = Operand | Values | torch.Tensor
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
+_NO_INPUTS = (NoInputs, NoInputs, NoInputs)
 
 
-@dataclass(eq=False)
-class LinearCall:
-    """Everything one forward fixes and its backward reads again: no ambient state is consulted later."""
+def run_linear(
+    layer: Any, x: Any, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+) -> torch.Tensor | None:
+    """``x @ weight.T + bias`` under `recipe`, differentiable once; None where there are no elements to multiply.
 
-    recipe: Recipe
-    backend: Any
-    compute_dtype: torch.dtype
-    layer: "weakref.ref[torch.nn.Module] | None" = None
-    region: scaling.Region | None = None
-    group: Any = None
-    wants_grad: bool = True
-    records: bool = False
-    seed: torch.Tensor | None = None
-    scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Slot -> float32 [1] that takes the amax of a delayed cast, where the caller records it and not the layer's state.
-    live: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept_weight: KeptWeight | None = None
-    weight_key: tuple = ()
-    # In a forward inside a backward: what it records if its own backward runs.
-    late: scaling.Late | None = None
-    # Only for backends with several forms of an operand (`call_forms`): GEMM -> forms of its operands, and fold counts.
-    forms: dict[str, tuple[str, str]] | None = None
-    counts: Any = None
-
-
-def quantized_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
-) -> torch.Tensor:
-    """``y = x @ weight.T + bias`` under ``call.recipe``, differentiable once.
-
-    x [..., K], weight [N, K], bias [N] or None -> y [..., N] in the call's compute dtype. Sizes need not divide
-    anything. Source: docs/numerics.md, section 6.
+    x [..., K], weight [N, K], bias [N] or None -> y [..., N] in the compute dtype. Sizes need not divide anything.
+    Source: docs/numerics.md, section 6.
     """
-    return _QuantizedLinear.apply(x, weight, bias, call)
+    parameters = layer._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
+    if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
+        weight, bias = layer.weight, layer.bias
+    if (
+        type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or x.is_meta
+        or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):  # fmt: skip
+        refuse_transforms(x, weight, bias)
+        check_linear(x, weight, bias)
+        if is_abstract(x):
+            from microfloat.torch.compiled import abstract_linear
+
+            name = "auto" if x.is_meta else backend_name(layer, state)
+            return abstract_linear(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
+    schedule = _of_call(layer, x, weight, bias, recipe, state)
+    if schedule is None:
+        return None
+    if schedule.is_elsewhere:
+        with torch.cuda.device(schedule.device):
+            return run_linear(layer, x, recipe, state, is_first_microbatch)
+    run = begin(layer, schedule, weight, state, is_first_microbatch)
+    if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
+        y = apply(run, x, weight, bias)
+    elif schedule.shields:
+        with schedule.scope():
+            y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
+    else:
+        y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
+    if run.delayed is not None:
+        end(run, layer)
+    return y
 
 
-class _QuantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall):
-        wants_dx, wants_dw = (needed and call.wants_grad for needed in ctx.needs_input_grad[:2])
-        y, x_column, w_column = linear_forward(call, x, weight, bias, wants_dx, wants_dw)
-        saver = _Saver()
-        ctx.x_column, ctx.w_column = saver.add(x_column), saver.add(w_column)
-        ctx.save_for_backward(*saver.tensors)
-        ctx.call = call
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.w_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
+def find_for(layer: Any, x: Any, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+    """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
+    weight, bias = layer.weight, layer.bias
+    check_linear(x, weight, bias)
+    if is_abstract(x):
+        raise NotSupportedError("x: got a tensor without values, needed one whose memory a schedule can be made for.")
+    return _of_call(layer, x, weight, bias, recipe, state)
+
+
+def backend_name(layer: Any, state: Ambient | None) -> str:
+    """The backend that a call asks for: the layer's own, else the autocast's."""
+    return layer.backend if layer.backend != "auto" or state is None else state.backend
+
+
+def _of_call(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+    """The schedule of an eager call; None where there are no elements to multiply."""
+    grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
+    compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    x_key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
+    name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
+    wants = grad and x.requires_grad, grad and weight.requires_grad
+    schedule = find(x_key, x, weight, bias, recipe, name, compute, *wants)
+    if schedule is not None and schedule.folds:
+        routes = schedule.backend.routes(recipe, x.device, counts_of(layer))
+        if routes is not schedule.routes:  # fold counts of earlier steps ask for others
+            return find(x_key, x, weight, bias, recipe, name, compute, *wants, routes)
+    return schedule
+
+
+def find(
+    x_key: tuple, x: torch.Tensor | None, weight: Any, bias: Any, recipe: Recipe, name: str, compute: torch.dtype,
+    wants_dx: bool, wants_dw: bool, routes: Routes | None = None,
+) -> Schedule | None:  # fmt: skip
+    """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
+
+    `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
+    one made; `routes`: other ones than the recipe has there.
+    """
+    key = (
+        recipe, name, compute, wants_dx, wants_dw, x_key, routes,
+        weight.cast if isinstance(weight, QuantizedTensor) else weight.data_ptr() & 15,
+        weight.shape, weight.stride(), weight.dtype, weight.get_device(),
+        None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
+    )  # fmt: skip
+    schedule = find_schedule(key)
+    if schedule is not None:
+        return schedule
+    if x is None:
+        x = torch.empty_strided(x_key[0], x_key[1], dtype=x_key[2], device=weight.device)
+    check_linear(x, weight, bias)
+    if x.numel() == 0 or weight.numel() == 0:
+        return None
+    backend = backends.choose(name, x.device)
+    routes = backend.routes(recipe, x.device, None) if routes is None else routes
+    made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, compute, wants_dx, wants_dw)
+    return remember(key, made)
+
+
+def counts_of(layer: Any) -> FoldCounts:
+    """The number of elements that folding has changed in this layer so far."""
+    counts = layer.__dict__.get("_fold_counts")
+    if counts is None:
+        counts = layer.__dict__["_fold_counts"] = FoldCounts()
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------------- one forward
+
+
+class Run:
+    """One forward of a schedule and its backward: no ambient state is consulted after it was made.
+
+    `x`, `w`, `dy`: the inputs of the three casts; `kept`: the weight's operands from an earlier call; `delayed`: the
+    state of delayed scaling; `is_alone`: no autocast will update that state.
+    """
+
+    __slots__ = ("bias_dtype", "delayed", "dy", "is_alone", "kept", "schedule", "w", "x")
+
+    def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
+        self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
+        self.kept: Any = None
+        self.delayed: _Delayed | None = None
+        self.is_alone = False
+        self.bias_dtype: torch.dtype | None = None
+
+    def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """y; the operands of backward go to autograd."""
+        schedule = self.schedule
+        if schedule.shields:
+            with schedule.scope():
+                y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+        else:
+            y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+        ctx.save_for_backward(*saved)
+        self.kept = None
+        self.bias_dtype = None if bias is None else bias.dtype
         return y
 
+    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients of x, weight and bias."""
+        _, wants_dx, wants_dw, wants_db = ctx.needs_input_grad
+        schedule, dx, dw = self.schedule, None, None
+        if wants_dx or wants_dw:
+            try:
+                if schedule.shields or schedule.is_elsewhere:
+                    with schedule.scope():
+                        dx, dw = schedule.backward(dy, ctx.saved_tensors, self.dy_inputs(), wants_dx, wants_dw)
+                else:
+                    dx, dw = schedule.backward(dy, ctx.saved_tensors, self.dy_inputs(), wants_dx, wants_dw)
+            except RuntimeError:
+                refuse_batched(dy)  # whose address cannot be read
+                raise
+        elif self.delayed is not None and self.delayed.late:
+            scaling.record_late(self.delayed.kept_layer(), self.delayed.late)
+        return dx, dw, bias_gradient(dy, self.bias_dtype) if wants_db else None
+
+    def dy_inputs(self) -> CastInputs:
+        """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""
+        delayed, cast = self.delayed, self.schedule.delayed["dy"]
+        if delayed is None or cast is None:
+            return self.dy
+        layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
+        if delayed.late is not None:
+            region, group = scaling.record_late(layer, delayed.late)
+        history = None
+        if delayed.records:
+            scaling.note_recorded(layer, "dy", cast, group=group, region=region)
+            history = scaling.amax_history(layer, "dy")
+        return CastInputs(_aligned(scaling.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
+
+
+class Scheduled(torch.autograd.Function):
+    """The one Function of the library: `run.forward` and `run.backward`, of a `Run` or of a fused one."""
+
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, run: Any, *tensors: Any) -> Any:
+        ctx.run = run
+        return run.forward(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         refuse_double_backward()
-        (dy,) = gradients
-        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        saved = ctx.saved_tensors
-        x_column = _Saver.restore(ctx.x_column, saved) if wants_dw else None
-        w_column = _Saver.restore(ctx.w_column, saved) if wants_dx else None
-        if ctx.call.late and not (wants_dx or wants_dw):
-            scaling.record_late(layer_of(ctx.call), ctx.call.late)
-        dx, dw = linear_backward(ctx.call, dy, x_column, w_column, ctx.x_dtype, ctx.w_dtype)
-        db = bias_gradient(dy, ctx.bias_dtype) if wants_db else None
-        return None if dx is None else dx.reshape(ctx.x_shape), dw, db, None
+        return None, *ctx.run.backward(ctx, *gradients)
+
+
+# What torch's own `Function.apply` ends in, without its preparations for functorch, which is refused before.
+apply: Any = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def begin(
+    layer: Any, schedule: Schedule, weight: Any, state: Ambient | None, is_first_microbatch: bool | None,
+    apart: bool = False,
+) -> Run:  # fmt: skip
+    """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
+    inputs = _NO_INPUTS
+    if schedule.folds:
+        counts = counts_of(layer)
+        counts.note(schedule.noted)
+        inputs = schedule.inputs_by(counts)
+    if schedule.is_stochastic:
+        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None)
+    run = Run(schedule, *inputs)
+    if schedule.is_delayed:
+        _begin_delayed(run, layer, weight, state, is_first_microbatch)
+    elif is_first_microbatch is not None:
+        _keep_weight(run, layer, weight, is_first_microbatch, None)
+    return run
+
+
+def begin_apart(
+    layer: Any, x_key: tuple, recipe: Recipe, state: Ambient | None, compute: torch.dtype, wants_dx: bool,
+    wants_dw: bool,
+) -> Run | None:  # fmt: skip
+    """A run of `layer` on an input that a producer will make; `x_key` as in `find`. None without elements."""
+    weight, bias, name = layer.weight, layer.bias, backend_name(layer, state)
+    schedule = find(x_key, None, weight, bias, recipe, name, compute, wants_dx, wants_dw)
+    if schedule is not None and schedule.folds:
+        routes = schedule.backend.routes(recipe, weight.device, counts_of(layer))
+        if routes is not schedule.routes:
+            schedule = find(x_key, None, weight, bias, recipe, name, compute, wants_dx, wants_dw, routes)
+    return None if schedule is None else begin(layer, schedule, weight, state, None, apart=True)
+
+
+def _keep_weight(run: Run, layer: Any, weight: Any, is_first_microbatch: bool, version: int | None) -> bool:
+    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
+    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
+    if not isinstance(weight, nn.Parameter) or isinstance(weight, QuantizedTensor):
+        return True
+    schedule = run.schedule
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    if is_first_microbatch:
+        kept.clear()
+    key = (*schedule.weight_key, version, weight.dtype)
+    operands = kept.find(weight, key)
+    if operands is not None and not (schedule.wants_dx and operands[3] is None):
+        run.kept = operands
+        return False
+    with torch.no_grad(), schedule.scope():
+        run.kept = schedule.quantize_weight(weight, run.w)[:6]
+    kept.keep(weight, key, run.kept)
+    return True
+
+
+# --------------------------------------------------------------------------------------------------- delayed scaling
+
+
+class _Delayed(NamedTuple):
+    """The delayed scaling of one forward, as its backward needs it."""
+
+    layer: "weakref.ref[nn.Module]"
+    group: Any
+    region: scaling.Region
+    records: bool
+    late: scaling.Late | None  # of a forward inside a backward: what it records if its own backward runs
+    recorded: tuple[Any, Any]  # the casts of x and w that this forward has recorded for
+
+    def kept_layer(self) -> nn.Module:
+        """The layer that holds the state."""
+        layer = self.layer()
+        if layer is None:
+            raise NotSupportedError(
+                "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
+                "Keep the model alive until backward is done."
+            )
+        scaling.check_kept(layer)
+        return layer
+
+
+def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_first_microbatch: bool | None) -> None:
+    """Give the casts of x and w their encode scales and histories, and note what they will record."""
+    casts = run.schedule.delayed
+    x_cast, w_cast = casts["x"], casts["w"]
+    delayed = (x_cast or w_cast or casts["dy"]).scaling  # type: ignore[union-attr]
+    buffers = layer._buffers
+    history = buffers.get("scaling_x_amax_history")
+    if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:
+        scaling.ensure_buffers(layer, delayed)
+    group, region = (None, None) if state is None else (state.group, state.region)
+    if region is not None and region.closed:  # the context was copied inside an autocast that has been left
+        region = None
+    recomputed = scaling.recomputation(layer, state)
+    late, x_history, w_history = None, None, None
+    if recomputed is not None:
+        scales, late = recomputed
+        records = late is not None
+        if records:
+            x_history, w_history = (scales["x"].new_zeros(1, dtype=torch.float32) for _ in range(2))
+    else:
+        records = torch.is_grad_enabled()
+        if region is not None or scaling.LATE:
+            scaling.begin_forward(layer, region, group)
+        scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
+        if records:
+            x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
+    x_scale, w_scale = _aligned(scales["x"]), _aligned(scales["w"])
+    if state is not None and state.record_tape is not None:
+        # Clones: the live buffers change when the region closes, the recomputation wants those of now.
+        state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone()})
+    if x_cast is not None:
+        run.x = CastInputs(x_scale, run.x.seed, x_history, *run.x[3:])
+    if w_cast is not None:
+        run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
+    if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
+        w_cast = None  # codes of an earlier call were recorded then
+    if late is not None:
+        if x_cast is not None:
+            late["x"] = (x_cast, x_history)
+        if w_cast is not None:
+            late["w"] = (w_cast, w_history)
+    elif records and region is not None:
+        scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
+    run.is_alone = region is None and recomputed is None
+    closed = scaling.CLOSED_REGION if region is None else region
+    run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast))
+
+
+def end(run: Run, layer: Any) -> None:
+    """After a forward that no autocast will update: do what the exit of its region would."""
+    if run.is_alone and run.delayed is not None:
+        scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """An encode scale where a bound launch may read it."""
+    return scale if scale.data_ptr() & 15 == 0 else scale.clone()
+
+
+# ------------------------------------------------------------------------------------------------------------ shared
+
+
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """``db = sum over rows of dy``, summed in float32 from the unquantized dy and rounded once."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 def refuse_double_backward() -> None:
@@ -123,9 +391,7 @@ def refuse_double_backward() -> None:
 
 def refuse_transforms(*tensors: torch.Tensor | None) -> None:
     """Raise NotSupportedError inside torch.func's transforms and for tensors that carry a forward-mode tangent."""
-    if torch._C._are_functorch_transforms_active():
-        _refuse_transform("forward")
-    if has_tangent(*tensors):
+    if torch._C._are_functorch_transforms_active() or has_tangent(*tensors):
         _refuse_transform("forward")
 
 
@@ -141,219 +407,3 @@ def _refuse_transform(where: str) -> None:
         "through a quantized Linear, needed an ordinary forward and backward. Call the layer on a batch and use "
         "loss.backward() or torch.autograd.grad, one gradient at a time, or run it under autocast(enabled=False)."
     )
-
-
-def linear_forward(
-    call: LinearCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool, wants_dw: bool
-) -> tuple[torch.Tensor, AnyOperand | None, AnyOperand | None]:
-    """fprop. Returns y [..., N], and what backward needs: x.T for wgrad and w.T for dgrad (None if not wanted)."""
-    recipe = call.recipe
-    x = x.resolve_neg()  # a kernel reads memory, not the negation that a view of it may stand for
-    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if x_MK.dtype != call.compute_dtype:
-        x_MK = x_MK.to(call.compute_dtype)
-    with _plain_dtypes(x.device.type):
-        x_row, x_column = _cast_both(call, "x", x_MK, recipe.fprop.lhs, recipe.wgrad.rhs if wants_dw else _UNUSED)
-        w_row, w_column = _cast_weight(call, weight, recipe.dgrad.rhs if wants_dx else _UNUSED)
-        y_MN = _gemm(call.backend, recipe.fprop, x_row, w_row, bias, call.compute_dtype)
-    # Not a view for autograd, as nn.Linear's result is none: an activation may then work in place.
-    y = y_MN if x.dim() == 2 else _unsafe_view(y_MN, (*x.shape[:-1], weight.shape[0]))
-    return y, x_column, w_column
-
-
-def linear_backward(
-    call: LinearCall, dy: torch.Tensor, x_column: AnyOperand | None, w_column: AnyOperand | None,
-    x_dtype: torch.dtype, w_dtype: torch.dtype,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """dgrad and wgrad, each where its other operand is given: (dx [M, K], dw [N, K])."""
-    recipe, backend = call.recipe, call.backend
-    dy = dy.resolve_neg()
-    dy_MN = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-    dx = dw = None
-    with _plain_dtypes(dy.device.type):
-        dy_row, dy_column = _cast_both(
-            call, "dy", dy_MN,
-            _UNUSED if w_column is None else recipe.dgrad.lhs,
-            _UNUSED if x_column is None else recipe.wgrad.lhs,
-        )  # fmt: skip
-        if w_column is not None:
-            dx = _gemm(backend, recipe.dgrad, dy_row, w_column, None, x_dtype)
-        if x_column is not None:
-            dw = _gemm(backend, recipe.wgrad, dy_column, x_column, None, w_dtype)
-    return dx, dw
-
-
-def column_operand(call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast | None) -> AnyOperand | None:
-    """The column operand of x or w alone, to the bits of the one that comes with a row operand; None = as it is."""
-    with _plain_dtypes(tensor.device.type):
-        return _cast_both(call, slot, tensor, _UNUSED, cast)[1]
-
-
-def bias_gradient(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``db = sum over rows of dy``, summed in float32 from the unquantized dy and rounded once."""
-    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
-
-
-def of_slot(slot: str, cast: Cast) -> Cast:
-    """The cast as products of a layer run it: of dy, one that tells them of overflow."""
-    return cast.of_gradient if slot == "dy" else cast
-
-
-class _Unused:
-    """Marks a usage whose GEMM will not run; None already means high precision."""
-
-
-_UNUSED = _Unused()
-
-
-def _cast_both(
-    call: LinearCall, slot: str, tensor: torch.Tensor, row: Cast | _Unused | None, column: Cast | _Unused | None
-) -> tuple[AnyOperand | None, AnyOperand | None]:
-    """Both operand forms of one tensor; high-precision forms are views of it, unused ones None."""
-    refuse_batched(tensor)
-    row_cast, column_cast = (of_slot(slot, cast) if isinstance(cast, Cast) else None for cast in (row, column))
-    row_stream, column_stream = STREAM[slot]
-    quantized: tuple[Any, Any] = (None, None)
-    if row_cast is not None or column_cast is not None:
-        options: dict[str, Any] = {"seed": call.seed, "row_stream": row_stream, "column_stream": column_stream}
-        backend, history = call.backend, None
-        delayed = next((cast for cast in (row_cast, column_cast) if cast is not None and cast.is_delayed), None)
-        if delayed is not None:
-            options["scale_enc"], history = _delayed_state(call, slot, tensor, delayed)
-        if call.forms is not None:
-            (row_gemm, row_side), (column_gemm, column_side) = USES[slot]
-            quantized = backend.prepare_both(
-                tensor, row_cast, column_cast, row_form=call.forms[row_gemm][row_side],
-                column_form=call.forms[column_gemm][column_side], record=history, slot=slot, counts=call.counts,
-                **options,
-            )  # fmt: skip
-        else:
-            if history is not None:
-                options["amax"] = backend.amax(tensor)
-                scaling.record_amax_(history, options["amax"])
-            quantized = backend.quantize_both(tensor, row_cast, column_cast, **options)
-    return tensor if row is None else quantized[0], tensor.t() if column is None else quantized[1]
-
-
-def layer_of(call: Any) -> torch.nn.Module:
-    """The layer that holds the delayed-scaling state of a call whose backward runs."""
-    layer = call.layer()
-    if layer is None:
-        raise NotSupportedError(
-            "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
-            "Keep the model alive until backward is done."
-        )
-    scaling.check_kept(layer)
-    return layer
-
-
-def _delayed_state(
-    call: LinearCall, slot: str, tensor: torch.Tensor, cast: Cast
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The slot's encode scale, and the history whose live entry this cast must record into (None: it must not)."""
-    scale = call.scales.get(slot)
-    if call.layer is None:  # compiled code, which records by itself
-        return scale, call.live.get(slot)  # type: ignore[return-value]
-    layer = layer_of(call)
-    region, group = call.region, call.group
-    if call.late is not None:
-        if slot != "dy":
-            live = torch.zeros(1, dtype=torch.float32, device=scale.device)  # type: ignore[union-attr]
-            call.late[slot] = (cast, live)
-            return scale, live  # type: ignore[return-value]
-        region, group = scaling.record_late(layer, call.late)
-    if scale is None:  # dy's scale is read when backward runs: forward could not know it
-        scale = scaling.encode_scale(layer, slot)
-    if not call.records:
-        return scale, None
-    scaling.note_recorded(layer, slot, cast, group=group, region=region)
-    return scale, scaling.amax_history(layer, slot)
-
-
-def _cast_weight(
-    call: LinearCall, weight: torch.Tensor, column: Cast | _Unused | None
-) -> tuple[AnyOperand | None, AnyOperand | None]:
-    """The weight's two operands, the kept ones where the caller allows it and the weight has not changed."""
-    kept = None if call.kept_weight is None else call.kept_weight.find(weight, call.weight_key)
-    if kept is not None and (kept[1] is not None or isinstance(column, _Unused)):
-        return kept[0], None if isinstance(column, _Unused) else kept[1]
-    if isinstance(weight, QuantizedTensor):
-        return _stored_weight(call, weight, column)
-    w_NK = weight.detach()
-    if w_NK.dtype != call.compute_dtype:
-        w_NK = w_NK.to(call.compute_dtype)
-    operands = _cast_both(call, "w", w_NK, call.recipe.fprop.rhs, column)
-    if call.kept_weight is not None:
-        call.kept_weight.keep(weight, call.weight_key, operands)
-    return operands
-
-
-def _stored_weight(
-    call: LinearCall, weight: QuantizedTensor, column: Cast | _Unused | None
-) -> tuple[AnyOperand | None, AnyOperand | None]:
-    """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
-    row = call.recipe.fprop.rhs
-    w_NK = weight.dequantize(call.compute_dtype)
-    w_row, w_column = _cast_both(call, "w", w_NK, _UNUSED if _is_stored(weight, row) else row, column)
-    if _is_stored(weight, row):
-        w_row = weight.to_operand()
-    if isinstance(column, Cast) and column.transposes and _is_stored(weight, column):
-        w_column = transpose_operand(weight.to_operand())
-    return w_row, w_column
-
-
-def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
-    return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
-
-
-def _gemm(
-    backend: Any, gemm: Gemm, lhs: Any, rhs: Any, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """``lhs @ rhs.T (+ bias)``: quantized when both operands are, else in high precision with the other dequantized."""
-    if not isinstance(lhs, torch.Tensor) and not isinstance(rhs, torch.Tensor):
-        return backend.scaled_matmul(lhs, rhs, bias=bias, out_dtype=out_dtype, accumulate=gemm.accumulate)
-    if isinstance(lhs, torch.Tensor):
-        rhs = rhs if isinstance(rhs, torch.Tensor) else backend.dequantize(rhs, lhs.dtype)
-    else:
-        lhs = backend.dequantize(lhs, rhs.dtype)
-    return high_precision_product(lhs, rhs, bias, out_dtype)
-
-
-class _Saver:
-    """Flattens operands into the tensors that save_for_backward takes, so that saved-tensor hooks see codes."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def add(self, operand: AnyOperand | None) -> Any:
-        if operand is None:
-            return None
-        start = len(self.tensors)
-        if isinstance(operand, torch.Tensor):
-            self.tensors.append(operand)
-            return (start, start + 1, None, None)
-        tensors, rest = operand.flatten()
-        self.tensors += tensors
-        return (start, len(self.tensors), type(operand), rest)
-
-    @staticmethod
-    def restore(entry: Any, saved: tuple[torch.Tensor, ...]) -> AnyOperand:
-        start, stop, kind, rest = entry
-        return saved[start] if kind is None else kind.unflatten(saved[start:stop], rest)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of torch.autocast where it is enabled for such devices (there is none for meta), else None."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def _plain_dtypes(device_type: str) -> Any:
-    """Keep torch.autocast from touching the GEMMs inside: their dtypes are this module's business."""
-    if autocast_dtype(device_type) is not None:
-        return torch.autocast(device_type, enabled=False)
-    return _NOTHING

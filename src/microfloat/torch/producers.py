@@ -24,7 +24,7 @@ from microfloat.errors import unknown_name
 from microfloat.recipes import Cast
 
 __all__ = [
-    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Statistics", "fused_kernels", "norm_gradients",
+    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Statistics", "norm_gradients",
     "waits_for_amax",
 ]  # fmt: skip
 
@@ -38,15 +38,6 @@ class Statistics:
 
     mean: torch.Tensor | None
     inverse: torch.Tensor
-
-
-def fused_kernels(backend: Any) -> ModuleType | None:
-    """The module with fused kernels behind a backend, or None (the reference has none)."""
-    if backend.__name__.rpartition(".")[2] not in ("native", "triton"):
-        return None
-    from microfloat.torch.backends import triton
-
-    return triton
 
 
 def waits_for_amax(row: Cast | None, column: Cast | None) -> bool:
@@ -69,6 +60,11 @@ class Norm:
     def dtype(self) -> torch.dtype:
         """Of the value."""
         return self.x_MK.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the value."""
+        return self.x_MK.shape
 
     def values(self, kernels: ModuleType | None) -> tuple[torch.Tensor, torch.Tensor | None, Statistics]:
         """(value [M, K] in x's dtype, its amax or None where it was not measured, statistics)."""
@@ -187,6 +183,11 @@ class Activation:
     def dtype(self) -> torch.dtype:
         """Of the value."""
         return self.x_MF.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the value."""
+        return self.x_MF.shape
 
     def values(self, kernels: ModuleType | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """(value [M, F], its amax or None where it was not measured, None)."""

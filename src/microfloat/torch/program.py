@@ -21,14 +21,14 @@ import triton
 from microfloat.kernels.device import convert, random
 from microfloat.layout import Part
 from microfloat.passes import CastInputs, OperandSpec
-from microfloat.passes.casts import cast_passes, pair_passes
+from microfloat.passes.casts import cast_passes, launches_of, pair_passes
 from microfloat.passes.matrix import ALIGNMENT, At, Device, Matrix, Pass, Passes
 from microfloat.passes.tables import Warps
 
 __all__ = [
     "INTERPRETED", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program", "cast_program",
-    "compiled_conversions", "device_of", "fast_empty", "forget_programs", "kernel_of", "largest_cluster", "matrix_of",
-    "pair_program", "refuse_clusters", "run_passes", "scratch", "split_words",
+    "compiled_conversions", "device_of", "fast_empty", "forget_programs", "is_one_pass", "kernel_of",
+    "largest_cluster", "matrix_of", "pair_program", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -381,13 +381,16 @@ class Program:
         "_slices",
         "_starts",
         "layouts",
+        "names",
     )
 
     layouts: tuple[Part | None, ...]  # of what `run` returns
+    names: str  # its launches, in words
 
     def __init__(self, passes: Passes, device: torch.device, misaligned: frozenset[int] = frozenset()) -> None:
         """`misaligned`: positions up to MADE whose tensors do not begin at multiples of 16 bytes."""
         self.layouts = passes.layouts
+        self.names = " + ".join(one.kernel.__name__ for one in passes.launches)
         self._empty = fast_empty(device)
         self._results = passes.results
         self._allocations = tuple(
@@ -468,6 +471,11 @@ def cast_program(
     matrix = matrix_of(x)
     passes = cast_passes(matrix, row, column, records=records, given_amax=given_amax, batch=batch)
     return Program(passes, x.device, misaligned | _misaligned(At.SOURCE, matrix))
+
+
+def is_one_pass(row: OperandSpec | None, column: OperandSpec | None) -> bool:
+    """True where one launch writes both operands of a matrix."""
+    return row is not None and column is not None and len(launches_of(device_of(-1), row, column)) == 1
 
 
 def pair_program(

@@ -5,19 +5,21 @@ A backend is a module with ``quantize, quantize_both, dequantize, scaled_matmul,
 chosen, and nothing falls back in silence: `choose` returns what was asked for, or raises with the `Support.reason`.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
-from microfloat.chips import Chip
-from microfloat.errors import NotSupportedError, invalid_type, unknown_name
+from microfloat.chips import Chip, chip_named
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.support import Support
 
-__all__ = ["NAMES", "check_name", "chip_of", "choose", "resolve", "support"]
+__all__ = ["NAMES", "check_name", "chip_of", "choose", "pretend", "resolve", "support"]
 
 
 def _reference_support(device: torch.device) -> Support:
@@ -28,6 +30,8 @@ def _reference_support(device: torch.device) -> Support:
 
 def _why_no_kernels(device: torch.device) -> str:
     """The need of the kernels that is not met for tensors on `device`; "" where they run."""
+    if _PRETENDED and device.type == "cpu":
+        return ""
     if device.type != "cuda":
         return f"an NVIDIA GPU, and the tensor is on {device.type}"
     if torch.version.hip is not None:
@@ -60,9 +64,46 @@ _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
 NAMES = ("auto", *reversed(_REGISTRY))
 
 
-@functools.cache
+# The chips that `pretend` names while it is entered, and whether tensors on the CPU run as on them.
+_PRETENDED: list[tuple[Chip, bool]] = []
+
+
+@contextlib.contextmanager
+def pretend(*, chip: str, interpreted: bool = True) -> Iterator[None]:
+    """Answer for another chip than the one at hand: the seam for tests, in this process alone.
+
+    `chip`: a name such as "h200" or "sm_100". While this is entered, tensors on the CPU run the native backend of that
+    chip, by its routes; GEMMs are what torch has on a CPU. `interpreted`: its kernels run in Triton's interpreter
+    (which Triton decides when it is imported: TRITON_INTERPRET=1); else plain torch operations cast, to the same bytes.
+    Raises InvalidValueError for unknown names.
+    """
+    named = chip_named(chip)
+    if named is None:
+        raise invalid_value("chip", repr(chip), "the name of a GPU, such as 'h200', 'b200' or 'sm_90'")
+    _PRETENDED.append((named, interpreted))
+    _forget()
+    try:
+        yield
+    finally:
+        _PRETENDED.pop()
+        _forget()
+
+
+def _forget() -> None:
+    """Drop what was worked out for another chip."""
+    from microfloat.torch import schedule
+
+    _CHOSEN.clear()
+    schedule.forget()
+
+
 def chip_of(device: torch.device) -> Chip:
     """The chip behind a CUDA device. Raises NotSupportedError for a GPU of another maker."""
+    return _PRETENDED[-1][0] if _PRETENDED else _chip_of(device)
+
+
+@functools.cache
+def _chip_of(device: torch.device) -> Chip:
     if torch.version.hip is not None:
         raise NotSupportedError(
             f"{device}: got a ROCm build of torch, for AMD GPUs, needed an NVIDIA GPU. Use backend='reference'."
@@ -110,4 +151,15 @@ def _choose(backend: str, device: torch.device) -> ModuleType:
     verdict = supports(device)
     if not verdict:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
-    return importlib.import_module(module)
+    chosen = importlib.import_module(module)
+    interpreted = not _PRETENDED or _PRETENDED[-1][1]
+    return chosen if interpreted or name == "reference" else _without_kernels(chosen)
+
+
+def _without_kernels(backend: ModuleType) -> Any:
+    """A backend whose casts are made by plain torch operations."""
+    reference = importlib.import_module(_REGISTRY["reference"][1])
+    same = {key: getattr(backend, key) for key in ("name", "routes", "scaled_matmul")}
+    casts = {key: getattr(reference, key) for key in ("quantize", "quantize_both", "dequantize", "amax")}
+    rest = {"programs": None, "producers": None, "why_no_program": lambda row, column: "kernels are left out"}
+    return SimpleNamespace(**same, **casts, **rest)

@@ -5,13 +5,36 @@ Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Hadamard
+from microfloat.passes import OperandSpec
+from microfloat.recipes import Hadamard, Recipe
+from microfloat.routes import Routes
 
-__all__ = ["Operand", "Values", "record_amax_"]
+__all__ = ["Backend", "Operand", "Values", "record_amax_"]
+
+
+class Backend(Protocol):
+    """What runs casts and products: an executor of passes, or plain torch operations. Each is a module.
+
+    `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast.
+    `producers`: the module of kernels that produce a value and cast it at once, or None.
+    """
+
+    name: str
+    programs: Any
+    producers: Any
+
+    def routes(self, recipe: Recipe, device: torch.device, counts: Any) -> Routes:
+        """How the operands of each GEMM enter it on `device`; `counts`: of folding in earlier steps, or None."""
+        ...
+
+    def why_no_program(self, row: OperandSpec | None, column: OperandSpec | None) -> str:
+        """Why torch operations must cast these operands, "" where launches do. Raises NotSupportedError to refuse."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

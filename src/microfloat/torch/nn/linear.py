@@ -1,7 +1,6 @@
 """`Linear`: nn.Linear whose three GEMMs run under a recipe."""
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract
-from microfloat.torch.compiled import abstract_linear, compiled_linear
+from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient, canonical, token_of
-from microfloat.torch.kept import KeptWeight
-from microfloat.torch.linear import LinearCall, autocast_dtype, quantized_linear, refuse_transforms
+from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
-from microfloat.torch.planned import counts_of, planned_linear
-from microfloat.torch.seeds import draw_seed
+from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["UNPINNED", "Linear"]
@@ -160,33 +157,13 @@ class Linear(nn.Linear):
             recipe = canonical(recipe)
             if self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
-            y = planned_linear(self, x, recipe, state, is_first_microbatch)
-            return self._general(x, recipe, state, is_first_microbatch) if y is None else y
+            y = run_linear(self, x, recipe, state, is_first_microbatch)
+            return self._plain(x) if y is None else y
         except Exception as error:
             named = self._named(error, x, recipe)
             if named is error:
                 raise
             raise named from error
-
-    def _general(
-        self, x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
-    ) -> torch.Tensor:
-        weight, bias = self.weight, self.bias  # read once: a parametrization computes them
-        refuse_transforms(x, weight, bias)
-        check_linear(x, weight, bias)
-        if x.numel() == 0 or weight.numel() == 0:
-            return self._plain(x)
-        if is_abstract(x):
-            name = "auto" if x.is_meta else self._backend_name(state)
-            return abstract_linear(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
-        call = self._prepare(recipe, state, x, is_first_microbatch)
-        own_region = None
-        if recipe.is_delayed:
-            own_region = self._prepare_delayed(call, recipe, state)
-        y = quantized_linear(x, weight, bias, call)
-        if own_region is not None:
-            own_region.close()
-        return y
 
     def _named(self, error: Exception, x: Any, recipe: Recipe | None) -> Exception:
         """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
@@ -206,9 +183,6 @@ class Linear(nn.Linear):
             error.args = (f"{error} {layer}",)
         return error
 
-    def _backend_name(self, state: Ambient | None) -> str:
-        return self.backend if self.backend != "auto" or state is None else state.backend
-
     def _note_plain(self, state: Ambient | None) -> None:
         """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
         if not self.__dict__.get("_followed"):
@@ -227,9 +201,10 @@ class Linear(nn.Linear):
             raise invalid_type("x", type(x), "a torch.Tensor")
         weight, bias = self.weight, self.bias
         if isinstance(weight, QuantizedTensor):
-            refuse_transforms(x)
-            self._check_input(x)
-            return quantized_linear(x, weight, bias, self._prepare(HIGH_PRECISION, None, x, None))
+            y = run_linear(self, x, HIGH_PRECISION, None, None)
+            if y is not None:
+                return y
+            weight = weight.dequantize(x.dtype)
         if (
             not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
             or autocast_dtype(x.device.type) is not None
@@ -264,52 +239,6 @@ class Linear(nn.Linear):
             "torch.export, or microfloat.torch.revert the model first."
         )
 
-    def _prepare(self, recipe: Recipe, state: Ambient | None, x: torch.Tensor, first: bool | None) -> LinearCall:
-        compute = autocast_dtype(x.device.type) or x.dtype
-        name = self._backend_name(state)
-        call = LinearCall(recipe, backends.choose(name, x.device), compute, wants_grad=torch.is_grad_enabled())
-        if hasattr(call.backend, "call_forms"):
-            call.counts = counts_of(self, call.backend)
-            call.forms = call.backend.call_forms(recipe, x.device, call.counts)
-        if recipe.is_stochastic:
-            call.seed = draw_seed(x.device)
-        # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
-        if first is not None and isinstance(self.weight, nn.Parameter) and not isinstance(self.weight, QuantizedTensor):
-            kept = call.kept_weight = self.__dict__.setdefault("_weight_cache", KeptWeight())
-            if first:
-                kept.clear()
-            scale = scaling.encode_scale(self, "w") if recipe.is_delayed and scaling.has_buffers(self) else None
-            call.weight_key = (
-                compute, recipe.fprop.rhs, recipe.dgrad.rhs, name, None if scale is None else scale._version,
-                None if call.forms is None else (call.forms["fprop"][1], call.forms["dgrad"][1]),
-            )  # fmt: skip
-        return call
-
-    def _prepare_delayed(self, call: LinearCall, recipe: Recipe, state: Ambient | None) -> scaling.Region | None:
-        """Fill the delayed-scaling part of a call; returns a region of this call's own when no autocast gives one."""
-        scaling.ensure_buffers(self, _delayed_of(recipe))
-        call.layer = weakref.ref(self)
-        call.group = state.group if state is not None else None
-        call.records = torch.is_grad_enabled()
-        recomputed = scaling.recomputation(self, state)
-        own_region = None
-        if recomputed is not None:
-            call.scales, call.late = recomputed
-            call.records = call.late is not None
-        else:
-            region = state.region if state is not None else None
-            if region is not None and region.closed:  # the context was copied inside an autocast that has been left
-                region = None
-            scaling.begin_forward(self, region, call.group)
-            if region is None:
-                region = own_region = scaling.Region(alone=True)
-            call.region = region
-            call.scales = {slot: scaling.encode_scale(self, slot) for slot in ("x", "w")}
-        if state is not None and state.record_tape is not None:
-            # Clones: the live buffers change when the region closes, the recomputation wants those of now.
-            state.record_tape.record({slot: scale.clone() for slot, scale in call.scales.items()})
-        return own_region if call.records else None
-
     def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
         recipe = self._pinned if isinstance(self._pinned, Recipe) else state.recipe
         if recipe is None or not recipe.is_delayed:
@@ -319,6 +248,15 @@ class Linear(nn.Linear):
             return
         scaling.ensure_buffers(self, _delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
+
+    def schedule(self, x: torch.Tensor) -> Schedule | None:
+        """What a call with `x` would run here and now: casts, products, and what backward keeps; ``print`` shows it.
+
+        None where x has no elements. Nothing runs, and no state changes. Raises what the call would raise for x.
+        """
+        with torch.enable_grad():
+            recipe, state = self.effective_recipe(), ambient()
+            return find_for(self, x, HIGH_PRECISION if recipe is None else canonical(recipe), state)
 
     def folded_elements(self) -> dict[str, float]:
         """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.

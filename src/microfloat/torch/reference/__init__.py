@@ -5,8 +5,30 @@ Blocks run along the contraction axis, the last of the operand form [R, C]. One 
 `_values` (dequantize, scaled_matmul). Other backends implement the same functions.
 """
 
+import torch
+
+from microfloat.passes import OperandSpec
+from microfloat.recipes import Recipe
+from microfloat.routes import Routes
+from microfloat.torch.folding import routes_of
 from microfloat.torch.reference._quantize import quantize, quantize_both, transpose_operand
 from microfloat.torch.reference._quantize import tensor_amax as amax
 from microfloat.torch.reference._values import dequantize, scaled_matmul
 
-__all__ = ["amax", "dequantize", "quantize", "quantize_both", "scaled_matmul", "transpose_operand"]
+__all__ = [
+    "amax", "dequantize", "name", "producers", "programs", "quantize", "quantize_both", "routes", "scaled_matmul",
+    "transpose_operand", "why_no_program",
+]  # fmt: skip
+
+# What `backends.base.Backend` asks of a backend.
+name, programs, producers = "reference", None, None
+
+
+def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
+    """See `backends.base.Backend`: operands are codes, decoded and multiplied by torch operations."""
+    return routes_of(recipe, None, None)
+
+
+def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
+    """See `backends.base.Backend`."""
+    return "the reference backend casts by plain torch operations"

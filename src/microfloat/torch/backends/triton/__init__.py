@@ -12,14 +12,17 @@ encode scale (delayed scaling) or amax; `*_values` write the value and its amax,
 Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.layout import folded_format
-from microfloat.passes import CastInputs, OperandSpec, producers
+from microfloat.passes import CastInputs, OperandSpec
+from microfloat.passes import producers as producer_passes
 from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
 from microfloat.passes.conversions import (
     check_packed,
@@ -30,9 +33,11 @@ from microfloat.passes.conversions import (
 from microfloat.passes.matrix import Matrix
 from microfloat.passes.producers import Producer, fuses
 from microfloat.passes.tables import kernel_cast
-from microfloat.recipes import Cast
-from microfloat.torch import reference
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Routes
+from microfloat.torch import program, reference
 from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.folding import routes_of
 from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
@@ -43,9 +48,23 @@ __all__ = [
     "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "swizzle_scales",
 ]  # fmt: skip
 
+# What `backends.base.Backend` asks of a backend.
+name, programs, producers = "triton", program, sys.modules[__name__]
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
 scaled_matmul = reference.scaled_matmul
-COLUMN_MAJOR_BLOCK_SCALES = True
+
+
+def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
+    """See `backends.base.Backend`: operands are codes, decoded and multiplied in float32."""
+    return routes_of(recipe, None, None)
+
+
+def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
+    """See `backends.base.Backend`; a cast without a kernel is refused."""
+    for spec in (row, column):
+        if spec is not None and (why := refusal(spec.cast)):
+            raise NotSupportedError(f"the triton backend has no kernel for {why}. Use backend='reference'.")
+    return ""
 
 
 def refusal(cast: Cast) -> str:
@@ -345,7 +364,8 @@ def _quantize(
     records = record[0] is not None, record[1] is not None
     return run_passes(
         (work, row, column, records, given, inputs.is_norm and largest_cluster(inputs.x.get_device()), *inputs.key),
-        lambda: producers.cast_passes(inputs.matrix, work, row, column, records=records, given=given), inputs.x.device,
+        lambda: producer_passes.cast_passes(inputs.matrix, work, row, column, records=records, given=given),
+        inputs.x.device,
         inputs.table(known),
     )  # fmt: skip
 
@@ -353,7 +373,10 @@ def _quantize(
 def _values(work: Producer, inputs: _Inputs) -> list[Any]:
     table = inputs.table((_NONE, _NONE, _NONE, _NONE))
     return run_passes(
-        ("values", work, *inputs.key), lambda: producers.values_passes(inputs.matrix, work), inputs.x.device, table
+        ("values", work, *inputs.key),
+        lambda: producer_passes.values_passes(inputs.matrix, work),
+        inputs.x.device,
+        table,
     )
 
 

@@ -1,4 +1,4 @@
-"""What lasts from call to call: plans, kept weights, fold counts, the state of delayed scaling."""
+"""What lasts from call to call: schedules, kept weights, fold counts, the state of delayed scaling."""
 
 import contextlib
 import contextvars
@@ -7,31 +7,30 @@ import torch
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from microfloat.torch import planned, scaling
-from microfloat.torch.backends import native
-from tests.torch.planned.setting import (
+from microfloat.torch import scaling, schedule
+from tests.torch.scheduled.setting import (
     K,
     M,
     N,
     assert_same,
     block_gemms,
+    by_torch,
     inputs,
     make,
     native_on,
     recipe_of,
     results,
-    without_plans,
 )
 
 
-def counts_change_the_plan(device):
-    """What folding changed is counted by the plan as without one; too much of it leads to other forms, by plan too."""
-    outcomes, forms = [], []
+def counts_change_the_schedule(device):
+    """What folding changed is counted by launches as by the oracle; too much of it leads to other routes."""
+    outcomes, routes = [], []
     x, dy = inputs(device, (32, 128), out=128)
     with torch.no_grad():  # in some groups of 128 scales lie far apart, so that small values are lost
         x[:, ::64] *= 2.0**40
     with native_on(device), block_gemms(device, []):
-        for guard in (contextlib.nullcontext, without_plans):
+        for guard in (contextlib.nullcontext, by_torch):
             with guard():
                 layer = make(MXFP8BlockScaling(), device, features=(128, 128))
                 outcome = []
@@ -39,22 +38,21 @@ def counts_change_the_plan(device):
                     outcome += results(layer, [(x, dy)])
                     outcome.append(torch.tensor(sorted(layer.folded_elements().values())))
                 outcomes.append([*outcome, torch.tensor(sorted(layer.__dict__["_fold_counts"].shares().values()))])
-                forms.append(native.call_forms(layer.pinned, x.device, layer.__dict__["_fold_counts"]))
-        plans = [plan for _, plan in planned._PLANS.values()]
+                routes.append([one.routes for one in schedule._SCHEDULES.values()])
     assert_same(*outcomes)
-    assert forms[0] == forms[1] != plans[0].forms
-    assert plans[0].variants
+    assert routes[0] == routes[1]
+    assert len(set(routes[0])) == len(routes[0]) > 1
 
 
-def a_changed_setting_finds_another_plan(device):
-    """Each of these changes what a call does; none may run the plan made before."""
+def a_changed_setting_finds_another_schedule(device):
+    """Each of these changes what a call does; none may run the schedule made before."""
     with native_on(device):
         x, _ = inputs(device)
         layer = make(Float8CurrentScaling(), device)
 
         def check(what, *, dtype=None):
             y = layer(x)
-            with without_plans():
+            with by_torch():
                 expected = layer(x)
             assert y.dtype == (dtype or x.dtype), what
             assert y.requires_grad == expected.requires_grad, what
@@ -90,7 +88,7 @@ def a_changed_setting_finds_another_plan(device):
         check("another weight")
 
 
-def equal_recipes_share_plans(device):
+def equal_recipes_share_schedules(device):
     """A recipe made anew in every step, as `autocast()` without one may, finds what the step before has made."""
     with native_on(device):
         layer = make(None, device)
@@ -100,7 +98,7 @@ def equal_recipes_share_plans(device):
                 layer(x)
             with mf.autocast():
                 layer(x)
-        assert len(planned._PLANS) == 1
+        assert len(schedule._SCHEDULES) == 1
 
 
 def every_call_casts_its_input(device):
@@ -114,7 +112,7 @@ def every_call_casts_its_input(device):
         y = y + second(x)
         y.backward(dy)
         twins = leaf.detach() * 2, leaf.detach() * -2
-        with without_plans():
+        with by_torch():
             expected = first(twins[0]) + second(twins[1])
         assert_same([y.detach()], [expected.detach()])
 
@@ -139,7 +137,7 @@ def microbatches(device, name):
     steps, count = (2, 3) if device == "cuda" else (1 if name == "nvfp4" else 2, 2)
     with native_on(device):
         outcomes = []
-        for guard in (contextlib.nullcontext, without_plans):
+        for guard in (contextlib.nullcontext, by_torch):
             layer, kept = make(recipe, device), []
             layer(inputs(device)[0]).sum()
             with guard():
@@ -160,7 +158,7 @@ def microbatches(device, name):
 
 
 def kept_weights_serve_other_sizes(device):
-    """A weight kept by one plan serves that of another number of rows; one that folds otherwise casts anew."""
+    """A weight kept by one schedule serves that of another number of rows; one that folds otherwise casts anew."""
     with native_on(device), block_gemms(device, []):
         for name in ("fp8_current", "mxfp8"):
             layer = make(recipe_of(name), device)
@@ -181,7 +179,7 @@ def regions(device):
     steps = 3 if device == "cuda" else 2
     with native_on(device):
         outcomes = []
-        for guard in (contextlib.nullcontext, without_plans):
+        for guard in (contextlib.nullcontext, by_torch):
             first, second, kept = make(recipe, device), make(recipe, device, features=(N, K)), []
             with guard():
                 for step in range(steps):

@@ -1,51 +1,102 @@
-"""Where plans run, and how their results are compared with those of the general path."""
+"""Where schedules with kernels run, and how their results are compared with those of casts by torch operations."""
 
 import contextlib
 import ctypes
+import dataclasses
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import microfloat.torch as mf
-import microfloat.torch.nn.linear as linear_module
-from microfloat.chips import Chip
+from microfloat import reference
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
-from microfloat.torch import backends, gemms, planned, program, rolling
-from microfloat.torch.backends import native
-from microfloat.torch.backends.native import _plan
-from microfloat.torch.backends.triton import _delayed
+from microfloat.torch import backends, gemms, program, schedule
+from microfloat.torch import reference as torch_reference
+from microfloat.torch.backends.base import record_amax_
 
 M, K, N = 32, 48, 64
 
 
 @contextlib.contextmanager
 def native_on(device: str):
-    """The native backend of a Hopper: as it is on a GPU; on the CPU in Triton's interpreter, under its own name."""
-    planned._PLANS.clear()
-    if device == "cuda":
+    """The native backend of a Hopper: as it is on a GPU; on the CPU in Triton's interpreter."""
+    schedule.forget()
+    with contextlib.nullcontext() if device == "cuda" else backends.pretend(chip="h200"):
         yield
-        return
-    saved = backends.choose, planned._ON_CPU_TOO, backends.chip_of, rolling._update_kernel
-    rolling._update_kernel = lambda device: _delayed
-    backends.choose = lambda name, device: native
-    planned._ON_CPU_TOO = True
-    backends.chip_of = lambda device: Chip((9, 0))
-    try:
-        yield
-    finally:
-        backends.choose, planned._ON_CPU_TOO, backends.chip_of, rolling._update_kernel = saved
-        planned._PLANS.clear()
 
 
 @contextlib.contextmanager
-def without_plans():
-    """The general path alone."""
-    saved = linear_module.planned_linear
-    linear_module.planned_linear = lambda *arguments: None
-    try:
+def by_torch():
+    """Every operand is made by plain torch operations, one by one, folded by the oracle, laid as its layout says."""
+    with (
+        mock.patch.object(schedule.CastStep, "__call__", _cast_by_torch),
+        mock.patch.object(schedule.Schedule, "_pair_programs", return_value=(None, None)),
+    ):
+        schedule.forget()
         yield
-    finally:
-        linear_module.planned_linear = saved
+    schedule.forget()
+
+
+def _cast_by_torch(step, x, stream, words, inputs):
+    x = x.reshape(-1, x.shape[-1])
+    if inputs.record is not None:
+        record_amax_(inputs.record, torch_reference.amax(x))
+    layouts = schedule.layouts_of(_Native, step.entries, *x.shape)
+    made = [None] * 6
+    for form, counts in (("folded", inputs.folded), ("tiles", inputs.tiles)):
+        if counts is not None and any(entry is not None and entry.form == form for entry in step.entries):
+            counts.zero_()  # a launch counts both operands, the one that it does not make too
+    for index, (entry, layout) in enumerate(zip(step.entries, layouts, strict=True)):
+        if entry is not None:
+            matrix = x.t() if index else x
+            parts = [matrix, None, None] if entry.cast is None else _parts(entry, layout, matrix, inputs, index)
+            made[3 * index : 3 * index + 3] = parts
+    return made
+
+
+class _Native:
+    programs = None
+
+
+def _parts(entry, layout, matrix, inputs, index):
+    """Codes (or values), scale and tensor scale of one operand."""
+    options = {"seed": inputs.seed if entry.cast.is_stochastic else None, "stream": entry.operand.stream}
+    if entry.cast.is_delayed:
+        options["scale_enc"] = inputs.scale_enc
+        if inputs.record is not None:
+            options["amax"] = torch_reference.amax(matrix)
+    made = torch_reference.quantize(matrix, entry.cast, **options)
+    codes, scale, level = made.codes, made.scale, made.tensor_scale
+    if entry.form in ("folded", "tiles"):
+        parts = codes.view(torch.uint8).cpu().numpy(), scale.cpu().numpy()
+        quantized = reference.Quantized(*parts, None, entry.cast.format, 1, tuple(matrix.shape))
+        folded, lossy = reference.fold(quantized, (1, 128) if entry.form == "folded" else (128, 128))
+        place = inputs.folded if entry.form == "folded" else inputs.tiles
+        if place is not None:
+            place[index] = int(np.sum(lossy))
+        codes, scale = (torch.from_numpy(part) for part in (folded.codes, folded.scale))
+        codes = codes.view(getattr(torch, layout.codes.dtype))
+    elif entry.form == "values":
+        bare = dataclasses.replace(made, tensor_scale=None, length=made.stored_length, hadamard=None)
+        codes, scale = torch_reference.dequantize(bare, torch.bfloat16), None
+    parts = [_laid(codes, layout.codes, matrix.device, entry, is_scale=False), None, level]
+    if scale is not None:
+        parts[1] = _laid(scale, layout.scale, matrix.device, entry, is_scale=True)
+    return parts
+
+
+def _laid(tensor, part, device, entry, is_scale):
+    """A part in the memory order of its layout, turned where its operand is, filled up with scales of one."""
+    block = {"codes": entry.cast.format.block, "folded": (1, 128)}.get(entry.form)
+    turns = entry.turned and tensor.dim() == 2 and not (is_scale and block == (1, 128))
+    source = tensor.t() if turns else tensor
+    result = torch.empty_strided(part.shape, part.strides, dtype=source.dtype, device=device)
+    if part.shape != tuple(source.shape):  # rows of tiles are filled up for their GEMM
+        result.fill_(1)
+    result[tuple(slice(size) for size in source.shape)].copy_(source)
+    return result
 
 
 def _at(address, like):
@@ -79,38 +130,12 @@ def by_addresses():
 
     saved = program.Kernel.compile, program.INTERPRETED
     program.Kernel.compile, program.INTERPRETED = compile_interpreted, False
-    planned._PLANS.clear()
+    schedule.forget()
     try:
         yield
     finally:
         program.Kernel.compile, program.INTERPRETED = saved
-        planned._PLANS.clear()
-
-
-class Spy:
-    """Counts the calls that ran by plan."""
-
-    def __init__(self) -> None:
-        self.forwards = self.backwards = 0
-
-    @contextlib.contextmanager
-    def watching(self):
-        plan = _plan.LinearPlan
-        forward, backward = plan.forward, plan.backward
-
-        def counted_forward(*arguments):
-            self.forwards += 1
-            return forward(*arguments)
-
-        def counted_backward(*arguments):
-            self.backwards += 1
-            return backward(*arguments)
-
-        plan.forward, plan.backward = counted_forward, counted_backward
-        try:
-            yield self
-        finally:
-            plan.forward, plan.backward = forward, backward
+        schedule.forget()
 
 
 def make(recipe, device, *, bias=False, dtype=torch.bfloat16, features=(K, N)):
@@ -184,22 +209,19 @@ def block_gemms(device, seen):
         F.scaled_mm, gemms._scaled_mm_v2 = saved
 
 
-def compare(device, recipe, steps, *, planned_steps=None, run=None, guard=contextlib.nullcontext, **options):
-    """The same steps by plan and without, bit for bit, block GEMMs with the same arguments; by plan they did run."""
-    spy, outcomes, arguments = Spy(), [], []
+def compare(device, recipe, steps, *, run=None, guard=contextlib.nullcontext, **options):
+    """The same steps by launches and by torch operations, bit for bit, block GEMMs with the same arguments."""
+    outcomes, arguments = [], []
     with native_on(device):
-        for around in (guard, without_plans):
+        for around in (guard, by_torch):
             seen: list = []
             layer = make(recipe, device, **options)
             torch.manual_seed(5)  # the call seeds of stochastic rounding
-            with block_gemms(device, seen), around(), spy.watching():
+            with block_gemms(device, seen), around():
                 outcomes.append(results(layer, steps, run=run and run(layer)))
             arguments.append(seen)
-    expected = len(steps) if planned_steps is None else planned_steps
-    assert spy.forwards == expected, f"{spy.forwards} forwards by plan, {expected} expected"
     assert_same(*outcomes)
     assert arguments[0] == arguments[1]
-    return spy
 
 
 def recipe_of(name):

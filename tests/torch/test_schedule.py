@@ -1,4 +1,4 @@
-"""Plans of eager Linear steps give the bytes of the general path: in Triton's interpreter here, compiled on a GPU."""
+"""Schedules by launches give the bytes of casts by torch operations: interpreted here, compiled on a GPU."""
 
 import pytest
 
@@ -18,16 +18,16 @@ CASES = [
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "fp8_row", "mxfp8")],
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
-    *[("general_backward_takes_over", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
+    *[("fewer_gradients_than_planned", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     *[("overflow", (name,)) for name in NAMES],
-    ("counts_change_the_plan", ()),
-    *[("general_path_serves_the_rest", (what,)) for what in OTHER_INPUTS],
+    ("counts_change_the_schedule", ()),
+    *[("any_input_is_served", (what,)) for what in OTHER_INPUTS],
     ("negated_views", ()),
     ("only_what_is_wanted", ()),
-    ("a_changed_setting_finds_another_plan", ()),
+    ("a_changed_setting_finds_another_schedule", ()),
     *[("microbatches", (name,)) for name in ("fp8_current", "delayed", "nvfp4")],
     ("kept_weights_serve_other_sizes", ()),
-    ("equal_recipes_share_plans", ()),
+    ("equal_recipes_share_schedules", ()),
     ("every_call_casts_its_input", ()),
     ("kept_weights_and_fused_optimizers", ()),
     ("regions", ()),
@@ -41,9 +41,9 @@ CASES = [
 
 
 def _run(case: tuple) -> None:
-    from tests.torch import planned
+    from tests.torch import scheduled
 
-    planned.run(case, "cpu")
+    scheduled.run(case, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def _name(case: tuple) -> str:
     "further cases of planned calls, interpreted",
     cases=("microbatches-nvfp4", "saved_tensors_may_travel", "overflow-nvfp4", "overflow-mx*4", "overflow-mxfp6",
     "overflow-fp8_*", "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
-    "general_backward_takes_over-[fn]*", "same_bits-*-float16", "same_bits-fp8_block-(48,400)*"),
+    "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block-(48,400)*"),
 )  # fmt: skip
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_interpreted(interpreted, case: tuple) -> None:
@@ -79,6 +79,6 @@ ON_GPUS = [
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward-mode AD uses it
 @pytest.mark.parametrize("case", [*CASES, *ON_GPUS], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
-    from tests.torch import planned
+    from tests.torch import scheduled
 
-    planned.run(case, "cuda")
+    scheduled.run(case, "cuda")

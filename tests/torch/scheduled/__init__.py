@@ -1,6 +1,6 @@
-"""Cases of tests/torch/test_planned.py: the plan of a Linear against the general path, on a GPU or interpreted."""
+"""Cases of tests/torch/test_schedule.py: launches against casts by torch operations, on a GPU or interpreted."""
 
-from tests.torch.planned import bits, kept, running
+from tests.torch.scheduled import bits, kept, running
 
 
 def run(case, device):

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from microfloat.recipes import Float8CurrentScaling
-from tests.torch.planned.setting import assert_same, inputs, make, recipe_of
+from tests.torch.scheduled.setting import assert_same, inputs, make, recipe_of
 
 
 def graphs_and_streams(device):
@@ -48,7 +48,7 @@ def graphs_and_streams(device):
 
 
 def threads(device):
-    """GPU only: two threads with layers of one shape, hence one plan, on one stream and on two."""
+    """GPU only: two threads with layers of one shape, hence one schedule, on one stream and on two."""
     recipe = Float8CurrentScaling()
     pairs = [(make(recipe, device), *inputs(device, seed=seed)) for seed in range(2)]
     expected = []

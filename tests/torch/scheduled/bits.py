@@ -1,4 +1,4 @@
-"""One call: the same bits by plan and without, whatever it is given and whatever is wanted of it."""
+"""One call: the same bits by launches and by torch operations, whatever it is given or wanted of it."""
 
 import contextlib
 
@@ -9,29 +9,28 @@ from torch.autograd import forward_ad
 import microfloat.torch as mf
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
-from microfloat.torch import planned
-from tests.torch.planned.setting import (
+from microfloat.torch import schedule
+from tests.torch.scheduled.setting import (
     K,
     M,
     N,
     assert_same,
     block_gemms,
     by_addresses,
+    by_torch,
     compare,
     inputs,
     make,
     native_on,
     recipe_of,
     results,
-    without_plans,
 )
 
 
 def same_bits(device, name, shape, out, bias, dtype):
     dtype = getattr(torch, dtype)
     steps = [inputs(device, shape, out, dtype=dtype, seed=seed) for seed in range(2)]
-    spy = compare(device, recipe_of(name), steps, bias=bias, dtype=dtype, features=(shape[-1], out))
-    assert spy.backwards == spy.forwards
+    compare(device, recipe_of(name), steps, bias=bias, dtype=dtype, features=(shape[-1], out))
 
 
 def same_bits_by_addresses(device, name):
@@ -44,9 +43,9 @@ def same_bits_by_addresses(device, name):
 
 
 def overflow(device, name):
-    """An infinity in dy: non-finite dx and dw by plan, in the elements where the general path has them."""
+    """An infinity in dy: non-finite dx and dw by launches, in the elements where torch operations have them."""
     outcomes = []
-    for around in (contextlib.nullcontext, without_plans):
+    for around in (contextlib.nullcontext, by_torch):
         with native_on(device), block_gemms(device, []), around():
             torch.manual_seed(5)
             layer, (x, dy) = make(recipe_of(name), device), inputs(device)
@@ -63,11 +62,11 @@ def overflow(device, name):
     assert all(torch.equal(a, b) for a, b in zip(outcomes[1], outcomes[4], strict=True))
 
 
-def general_path_serves_the_rest(device, what):
-    """Inputs that a plan does not fit run without one, to the same bits."""
+def any_input_is_served(device, what):
+    """Ragged sizes, addresses, strides and recipes are schedules like any other."""
     recipe = Float8CurrentScaling()
     x, dy = inputs(device)
-    options, planned_steps, run = {}, 0, None
+    options, run = {}, None
     if what == "odd rows":
         x, dy = inputs(device, (M - 1, K))
     elif what == "odd rows in blocks":  # whose 1x128 scales the vendor's GEMM takes for multiples of 8 rows only
@@ -82,11 +81,14 @@ def general_path_serves_the_rest(device, what):
     elif what == "another recipe":
         recipe = CustomRecipe(Gemm("fp8_tensor", "fp8_tensor"), Gemm(None, None), Gemm(None, None))
     elif what == "expanded dy":
-        planned_steps, run = 1, lambda layer: lambda x: _Expanded.apply(layer(x))
+        run = _expanded
     elif what == "strided x":
-        planned_steps = 1
         x = torch.randn(M, 2 * K, dtype=torch.bfloat16).to(device)[:, :K].detach().requires_grad_()
-    compare(device, recipe, [(x, dy)], planned_steps=planned_steps, run=run, **options)
+    compare(device, recipe, [(x, dy)], run=run, **options)
+
+
+def _expanded(layer):
+    return lambda x: _Expanded.apply(layer(x))
 
 
 def _without_dw(layer):
@@ -146,8 +148,8 @@ def only_what_is_wanted(device):
                 assert torch.equal(layer(x), y)
 
 
-def general_backward_takes_over(device, name):
-    """Fewer gradients than the plan was made for, by the general path, from what the plan has saved; kept weights."""
+def fewer_gradients_than_planned(device, name):
+    """One gradient of two, from what the forward for both has saved; kept weights."""
     layer = make(recipe_of(name), device)
     x, dy = inputs(device)
     with native_on(device), block_gemms(device, []):
@@ -165,7 +167,7 @@ def general_backward_takes_over(device, name):
             kept.append(layer(x, is_first_microbatch=is_first))
         assert torch.equal(kept[0], got)
         assert torch.equal(kept[1], got)
-        assert len({id(plan) for _, plan in planned._PLANS.values()}) == 1
+        assert len(schedule._SCHEDULES) == 1
 
 
 def in_place_after_three_dimensions(device):
@@ -228,7 +230,7 @@ def saved_tensors_may_travel(device):
 
 
 def operands_are_checked_once_for_all(device):
-    """A bias that does not fit is refused before a plan is made, also beside a plan for one that fits."""
+    """A bias that does not fit is refused before a schedule is made, also beside one for a bias that fits."""
     with native_on(device):
         layer, (x, _) = make(Float8CurrentScaling(), device, bias=True), inputs(device)
         bias = layer.bias
@@ -257,7 +259,7 @@ def a_computed_bias_is_not_dropped(device):
 
 
 def transforms_are_refused(device):
-    """A tangent or a batch of gradients never reaches a plan."""
+    """A tangent or a batch of gradients never reaches a schedule."""
     with native_on(device):
         layer, (x, _) = make(Float8CurrentScaling(), device), inputs(device)
         layer.weight.requires_grad_(False)

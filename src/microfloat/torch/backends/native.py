@@ -1,0 +1,72 @@
+"""The native backend: fused casts feeding the vendor's GEMMs on a CUDA device.
+
+`microfloat.routes` decides in which form each operand enters its GEMM, which is what `explain` prints;
+`microfloat.torch.gemms` multiplies. Casts without a kernel are made by plain torch operations.
+"""
+
+from types import ModuleType
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.passes import OperandSpec, is_stock
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Routes
+from microfloat.torch import backends, gemms, program, reference
+from microfloat.torch.backends import triton
+from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.folding import FoldCounts, routes_of
+
+__all__ = [
+    "amax", "dequantize", "name", "producers", "programs", "quantize", "quantize_both", "routes", "scaled_matmul",
+    "why_no_program",
+]  # fmt: skip
+
+name, programs, producers = "native", program, triton
+amax = triton.amax
+
+
+def _caster(*casts: Cast | None) -> ModuleType:
+    """The backend with kernels for these casts: triton, or the reference where one of them has none."""
+    return reference if any(cast is not None and triton.refusal(cast) for cast in casts) else triton
+
+
+def quantize(x: torch.Tensor, cast: Cast, **options: object) -> Operand:
+    """See `torch.reference.quantize`."""
+    return _caster(cast).quantize(x, cast, **options)
+
+
+def quantize_both(
+    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, **options: object
+) -> tuple[Operand | None, Operand | None]:
+    """See `torch.reference.quantize_both`."""
+    return _caster(row_cast, column_cast).quantize_both(x, row_cast, column_cast, **options)
+
+
+def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """See `torch.reference.dequantize`."""
+    if isinstance(operand, Values):
+        raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
+    by_kernel = operand.codes.is_cuda and is_stock(operand.format.element)
+    return (triton if by_kernel else reference).dequantize(operand, dtype)
+
+
+def scaled_matmul(
+    a: Operand | Values, b: Operand | Values, *, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32, accumulate: str = "split",
+) -> torch.Tensor:  # fmt: skip
+    """``round(a @ b.T + bias)``: [M, N] in `out_dtype`, one rounding; on the format's tensor cores where they exist."""
+    device = (a.codes if isinstance(a, Operand) else a.values).device
+    chip = backends.chip_of(device)
+    return gemms.scaled_matmul(a, b, chip, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
+
+
+def routes(recipe: Recipe, device: torch.device, counts: FoldCounts | None = None) -> Routes:
+    """See `backends.base.Backend`."""
+    return routes_of(recipe, backends.chip_of(device), counts)
+
+
+def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
+    """See `backends.base.Backend`: the first cast that no kernel serves."""
+    refusals = (triton.refusal(spec.cast) for spec in (row, column) if spec is not None)
+    return next((f"no kernel for {refusal}" for refusal in refusals if refusal), "")

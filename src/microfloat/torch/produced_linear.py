@@ -1,0 +1,311 @@
+"""Linears whose input is a norm or an activation: the value becomes operands without being kept.
+
+    forward   value -> operands;  y_i = value @ w_i.T
+    backward  dvalue = sum of dy_i @ w_i;  dw_i = dy_i.T @ value;  then the backward of the norm or of the activation
+    linked    where the activation's inputs come from Linears of its own (an MLP), their gradients become codes at once
+
+Each Linear runs its own schedule (`microfloat.torch.schedule`) with its own seeds and scaling state; only the cast of x
+is another one, and it is shared where the schedules agree. Given the same values, the bytes are those of the modules
+one by one.
+
+Legend: M = rows of x (all leading dimensions), K = features of x, F = features of an activation, N = out features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from microfloat.operands import operands_of
+from microfloat.recipes import Cast
+from microfloat.torch.linear import Run, bias_gradient
+from microfloat.torch.producers import (
+    Activation,
+    ActivationGradient,
+    Norm,
+    Statistics,
+    norm_gradients,
+    waits_for_amax,
+)
+from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, parts_of
+
+__all__ = ["ActivationRun", "GradientLink", "NormRun"]
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+_Saved = tuple[torch.Tensor | None, ...]
+
+
+class Reader:
+    """One Linear that reads a produced value, between its forward and its backward."""
+
+    __slots__ = ("bias_dtype", "run", "saved", "schedule")
+
+    def __init__(self, run: Run, bias: torch.Tensor | None) -> None:
+        self.run, self.schedule = run, run.schedule
+        self.bias_dtype = None if bias is None else bias.dtype
+        self.saved = slice(0, 0)
+
+    def forward(self, x: Parts, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
+        """fprop of the value's operands; what backward reads is added to `saved`."""
+        schedule = self.schedule
+        w = schedule.quantize_weight(weight, self.run.w)
+        self.saved = slice(len(saved), len(saved) + 6)
+        saved += [*(x[3:6] if schedule.wants_dw else (None,) * 3), *w[3:6]]
+        return schedule.fprop(x[0:3], w[0:3], bias)
+
+    def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx, dw), given both operands of dy."""
+        schedule, saved = self.schedule, tensors[self.saved]
+        dx = schedule.dgrad(dy[0:3], saved[3:6]) if schedule.wants_dx else None
+        return dx, schedule.wgrad(dy[3:6], saved[0:3]) if schedule.wants_dw else None
+
+    def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
+        """Both operands of a gradient at hand; nothing where neither is wanted."""
+        schedule = self.schedule
+        if not (schedule.wants_dx or schedule.wants_dw):
+            return [None] * 6
+        inputs = self.run.dy_inputs()
+        dy_MN, step = schedule.dy_step(dy_MN, schedule.wants_dx, schedule.wants_dw)
+        return step(dy_MN, *schedule.resources(), inputs)
+
+    @property
+    def settings(self) -> tuple:
+        """What Linears agree in that cast alike."""
+        schedule = self.schedule
+        return schedule.recipe, schedule.routes, schedule.backend, schedule.dtype
+
+
+@dataclass(eq=False)
+class _Casts:
+    """The casts of one value, for kernels that produce and cast it at once."""
+
+    reader: Reader
+    entries: Entries
+    tensor: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(reader: Reader, tensor: str, row: bool, column: bool) -> "_Casts":
+        schedule = reader.schedule
+        entries = entries_of(schedule.recipe, schedule.routes, tensor, row, column)
+        first, second = operands_of(tensor)
+        return _Casts(reader, entries, tensor, {"row_stream": first.stream, "column_stream": second.stream})
+
+    @property
+    def both(self) -> tuple[Cast | None, Cast | None]:
+        """Row and column cast; None where there is none."""
+        row, column = (None if entry is None else entry.cast for entry in self.entries)
+        return row, column
+
+    @property
+    def delayed(self) -> Cast | None:
+        return next((cast for cast in self.both if cast is not None and cast.is_delayed), None)
+
+    @property
+    def is_stochastic(self) -> bool:
+        return any(cast is not None and cast.is_stochastic for cast in self.both)
+
+    def kernels(self) -> Any:
+        """The backend's fused kernels, if they write these operands; else None."""
+        producers = self.reader.schedule.backend.producers
+        codes_only = all(entry is None or (entry.cast is not None and entry.form == "codes") for entry in self.entries)
+        return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
+
+    def parts(self, made: tuple[Any, Any], shape: Sequence[int]) -> Parts:
+        """What a kernel has made of a matrix of this shape, as GEMMs take it."""
+        layouts = layouts_of(self.reader.schedule.backend, self.entries, *shape)
+        return [part for i in range(2) for part in parts_of(made[i], self.entries[i], layouts[i])]
+
+
+def _are_alike(readers: Sequence[Reader]) -> bool:
+    return all(reader.settings == readers[0].settings for reader in readers[1:])
+
+
+def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple[list[Parts], Statistics | None]:
+    """Both operands of a producer's value for each Linear that reads it; casts that are alike are made once."""
+    caster = next((reader for reader in readers if reader.schedule.wants_dw), readers[0])
+    schedule, run = caster.schedule, caster.run
+    casts = _Casts.of(caster, "x", True, schedule.wants_dw)
+    shares = _are_alike(readers) and (len(readers) == 1 or not casts.is_stochastic)
+    kernels = casts.kernels() if shares and producer.dtype == schedule.dtype else None
+    if kernels is None:
+        value, _, statistics = producer.values(schedule.backend.producers)
+        value = value.to(schedule.dtype)
+        made = [
+            reader.schedule.x_cast(value, *schedule.resources(), reader.run.x)
+            for reader in ((caster,) if shares else readers)
+        ]
+    elif waits_for_amax(*casts.both):
+        value, amax, statistics = producer.values(kernels)
+        both = kernels.quantize_both(value, *casts.both, amax=amax, seed=run.x.seed, **casts.options)
+        made = [casts.parts(both, value.shape)]
+    else:
+        if casts.delayed is not None:
+            casts.options |= {"scale_enc": run.x.scale_enc, "record": run.x.record}
+        both, statistics = producer.codes(kernels, *casts.both, {"seed": run.x.seed, **casts.options})
+        made = [casts.parts(both, producer.shape)]
+    if shares:
+        made *= len(readers)
+        for reader in readers:
+            history = reader.run.x.record
+            if reader is not caster and history is not None and run.x.record is not None:
+                torch.maximum(history[:1], run.x.record[:1], out=history[:1])
+    return made, statistics
+
+
+@dataclass(eq=False)
+class GradientLink:
+    """Between an activation and the Linears that feed it alone: what its backward knows beyond plain gradients.
+
+    Where one launch can write the gradients as codes, they travel here in place of the tensors that autograd passes on
+    (which then hold nothing); else, for casts that wait for an amax, the amaxes do.
+    """
+
+    readers: list[Reader] = field(default_factory=list)
+    wants_bias: bool = False
+    operands: list[Parts] | None = None
+    amaxes: list[torch.Tensor | None] | None = None
+
+    def take(self) -> tuple[list[Parts] | None, list[torch.Tensor | None] | None]:
+        """(operands, amaxes), once."""
+        found = self.operands, self.amaxes
+        self.operands = self.amaxes = None
+        return found
+
+    def casts(self) -> tuple[_Casts | None, Any]:
+        """The casts of all gradients and the kernels that make them at once; (None, None) where none do."""
+        row = any(reader.schedule.wants_dx for reader in self.readers)
+        column = any(reader.schedule.wants_dw for reader in self.readers)
+        casts = _Casts.of(self.readers[0], "dy", row, column)
+        kernels = casts.kernels() if (row or column) and _are_alike(self.readers) else None
+        return (None, None) if kernels is None else (casts, kernels)
+
+    def pass_back(self, producer: ActivationGradient) -> list[torch.Tensor]:
+        """The gradients of the producer's inputs for autograd; what is known beyond them stays here."""
+        casts, kernels = self.casts()
+        if casts is None or self.wants_bias or waits_for_amax(*casts.both):
+            made = producer.values(self.readers[0].schedule.backend.producers)
+            self.amaxes = None if casts is None or not waits_for_amax(*casts.both) else [amax for _, amax in made]
+            return [value for value, _ in made]
+        inputs: list[Any] = [reader.run.dy_inputs() for reader in self.readers]
+        first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
+        pairs = [(getattr(first, name), getattr(second, name, None)) for name in ("seed", "scale_enc", "record")]
+        casts.options |= {"seed": pairs[0]}
+        if casts.delayed is not None:
+            casts.options |= {"scale_enc": pairs[1], "record": pairs[2]}
+        made = producer.codes(kernels, *casts.both, casts.options)
+        self.operands = [casts.parts(both, producer.grad_MF.shape) for both in made]
+        nothing = producer.grad_MF.new_zeros(()).expand(producer.grad_MF.shape)
+        return [nothing] * len(self.operands)
+
+    def cast_with_amax(self, reader: Reader, dy_MN: torch.Tensor, amax: torch.Tensor) -> Parts:
+        """Both operands of a gradient whose amax came with it."""
+        casts, kernels = self.casts()
+        assert casts is not None
+        both = kernels.quantize_both(dy_MN, *casts.both, amax=amax, seed=reader.run.dy.seed, **casts.options)
+        return casts.parts(both, dy_MN.shape)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    x = x.resolve_neg()
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _like(y_MN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    # Not a view for autograd: what follows may work in place.
+    return y_MN if x.dim() == 2 else _unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[-1]))
+
+
+class NormRun:
+    """``y_i = norm(x) @ w_i.T + b_i``: one forward and its backward.
+
+    Tensors: x, the norm's weight and bias, w_1, b_1, w_2, ...; `kind`: "rms" or "layer".
+    """
+
+    def __init__(self, runs: Sequence[Run], kind: str, eps: float, link: GradientLink | None) -> None:
+        self.runs, self.kind, self.eps, self.link = runs, kind, eps, link
+        self.readers: list[Reader] = []
+        self.wants: tuple[bool, bool, bool] = (False, False, False)
+
+    def forward(self, ctx: Any, x: Any, weight: Any, bias: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        """All y_i; x, the statistics and the operands of backward go to autograd."""
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[1:4]
+        self.wants = wants_x, wants_weight, wants_bias
+        weights, biases = parameters[::2], parameters[1::2]
+        self.readers = [Reader(run, b) for run, b in zip(self.runs, biases, strict=True)]
+        saved: list[Any] = []
+        with self.runs[0].schedule.scope():
+            operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
+            outputs = [
+                _like(reader.forward(made, w, b, saved), x)
+                for reader, made, w, b in zip(self.readers, operands, weights, biases, strict=True)
+            ]
+        if self.link is not None:
+            self.link.readers, self.link.wants_bias = self.readers, any(ctx.needs_input_grad[5::2])
+        assert statistics is not None
+        ctx.save_for_backward(x, weight, bias, statistics.mean, statistics.inverse, *saved)
+        return tuple(outputs)
+
+    def backward(self, ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients of all tensors."""
+        x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
+        link, tensors = self.link, tuple(saved)
+        operands, amaxes = (None, None) if link is None else link.take()
+        total, outer = None, []
+        with self.runs[0].schedule.scope():
+            for index, (reader, dy) in enumerate(zip(self.readers, gradients, strict=True)):
+                if operands is not None:
+                    made, operands[index] = operands[index], []
+                elif link is not None and amaxes is not None and amaxes[index] is not None:
+                    made = link.cast_with_amax(reader, _matrix(dy), amaxes[index])  # type: ignore[arg-type]
+                else:
+                    made = reader.cast_dy(_matrix(dy))
+                dx, dw = reader.backward(made, tensors)
+                del made
+                total = dx if total is None else total if dx is None else total + dx
+                outer += [dw, bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[5 + 2 * index] else None]
+            grads: tuple[Any, ...] = (None, None, None)
+            if total is not None:
+                norm = Norm(_matrix(x), weight, bias, self.eps, self.kind)
+                dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.wants)
+                grads = None if dx is None else dx.reshape(x.shape), dweight, dbias
+        return *grads, *outer
+
+
+class ActivationRun:
+    """``y = f(x) @ w.T + b``, or of ``f(x) * up``: one forward and its backward. Tensors: x, up or None, w, b."""
+
+    def __init__(self, run: Run, activation: str, link: GradientLink | None) -> None:
+        self.run, self.activation, self.link = run, activation, link
+        self.reader: Any = None
+
+    def forward(self, ctx: Any, x: Any, up: Any, weight: Any, bias: Any) -> torch.Tensor:
+        """y; x, up and the operands of backward go to autograd."""
+        self.reader = Reader(self.run, bias)
+        saved: list[Any] = []
+        with self.run.schedule.scope():
+            producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
+            (made,), _ = _cast_value([self.reader], producer)
+            y = _like(self.reader.forward(made, weight, bias, saved), x)
+        kept = (x, up) if self.run.schedule.wants_dx else (None, None)
+        ctx.save_for_backward(*kept, *saved)
+        return y
+
+    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients of x, up, weight and bias."""
+        x, up, *saved = ctx.saved_tensors
+        reader, grads = self.reader, [None, None]
+        with self.run.schedule.scope():
+            dvalue, dw = reader.backward(reader.cast_dy(_matrix(dy)), tuple(saved))
+            if dvalue is not None:
+                producer = ActivationGradient(dvalue, _matrix(x), None if up is None else _matrix(up), self.activation)
+                del dvalue
+                if self.link is None:
+                    values = [value for value, _ in producer.values(self.run.schedule.backend.producers)]
+                else:
+                    values = self.link.pass_back(producer)
+                for index, value in enumerate(values):
+                    grads[index] = value.reshape(x.shape) if ctx.needs_input_grad[1 + index] else None
+        db = bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[4] else None
+        return *grads, dw, db

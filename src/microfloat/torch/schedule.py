@@ -1,0 +1,549 @@
+"""What a Linear does under a recipe, worked out once as data: its casts, its products, and what backward keeps.
+
+    forward    x, w -> operands      y_MN  = x_MK @ w_NK.T (+ bias)
+    backward   dy   -> operands      dx_MK = dy_MN @ w_NK        dw_NK = dy_MN.T @ x_MK
+
+Every call runs a `Schedule`: eager code through the autograd Function of `microfloat.torch.linear`, compiled code
+through the operators of `microfloat.torch.compiled`, fused norms and activations with another first cast. A schedule is
+found by everything that it depends on (recipe, backend, shapes, strides, dtypes, device, alignment, what needs a
+gradient, torch.autocast); it holds no data and serves every layer that asks for the same. Casts are bound launches of
+kernels, or plain torch operations where no kernel serves; products are closures over a GEMM, with padding where sizes
+need it.
+
+An operand is three tensors between its cast and its GEMM: codes (or decoded values, or the matrix itself in high
+precision), scales, tensor scale; `microfloat.layout` says how each of them lies.
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features. "row" is the operand of a tensor as
+it lies, "column" that of its transpose.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from microfloat.layout import Layout, Part, layout_of
+from microfloat.operands import GEMMS, Operand, operands_of
+from microfloat.passes import CastInputs, OperandSpec
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Routes
+from microfloat.support import Notes, text_table
+from microfloat.torch import reference
+from microfloat.torch.backends.base import Backend, record_amax_
+from microfloat.torch.gemms import Product, product
+from microfloat.torch.reference import transpose_operand
+from microfloat.torch.seeds import draw_seed, fold_rank_
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = [
+    "CastStep", "Entry", "NoInputs", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
+    "layouts_of", "parts_of", "remember",
+]  # fmt: skip
+
+Parts = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row
+Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+_ALIGNMENT = 16
+_MOST_SCHEDULES = 1024
+_NO_SECOND = (None, None, None, None)
+NoInputs = CastInputs()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of torch.autocast where it is enabled for such devices (there is none for meta), else None."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+class Entry(NamedTuple):
+    """One of the six operands in a schedule. `cast` None: the GEMM reads it in high precision."""
+
+    operand: Operand
+    cast: Cast | None
+    form: str
+    turned: bool
+
+    @property
+    def spec(self) -> OperandSpec | None:
+        """The operand as casts are asked for it; None in high precision."""
+        return None if self.cast is None else OperandSpec(self.cast, self.form, self.turned, self.operand.stream)
+
+
+Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; None: no GEMM will read it
+
+
+def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: bool) -> Entries:
+    """Row and column operand of "x", "w" or "dy", each if wanted."""
+    made: list[Entry | None] = []
+    for wanted, operand in zip((row, column), operands_of(tensor), strict=True):
+        if not wanted:
+            made.append(None)
+            continue
+        cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
+        if cast is not None and tensor == "dy":
+            cast = cast.of_gradient  # it tells its products of overflow
+        is_rhs = operand.side == "rhs"
+        made.append(Entry(operand, cast, route.rhs if is_rhs else route.lhs, is_rhs and route.turned))
+    return made[0], made[1]
+
+
+def layouts_of(backend: Backend, entries: Entries, rows: Any, length: Any) -> tuple[Layout | None, Layout | None]:
+    """Layouts of the operands of a matrix [rows, length]; None in high precision, and where there is no operand.
+
+    Sizes may be symbols of a compiler.
+    """
+    row, column = entries
+    programs = backend.programs
+    paired = programs is not None and programs.is_one_pass(row and row.spec, column and column.spec)
+    made = []
+    for entry, sizes in ((row, (rows, length)), (column, (length, rows))):
+        made.append(
+            None if entry is None or entry.cast is None
+            else layout_of(
+                entry.cast, *sizes, entry.form, of_transpose=entry.operand.transposed, paired=paired,
+                turned=entry.turned,
+            )
+        )  # fmt: skip
+    return made[0], made[1]
+
+
+def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
+    """The tensor in the memory order of its layout: itself where it lies so, else a copy."""
+    if tensor is None or part is None or tensor.stride() == part.strides:
+        return tensor
+    return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class CastStep:
+    """Both operands of one tensor: by bound launches, or by plain torch operations where `reason` says why.
+
+    ``step(x, stream, words, inputs)`` returns codes, scale and tensor scale of the row operand, then of the column's.
+    """
+
+    __slots__ = ("_column_as_is", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason")
+
+    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries) -> None:
+        self.entries = entries
+        row, column = (None if entry is None else entry.spec for entry in entries)
+        self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
+        self.program: Any = None
+        self._recording: Any = None
+        self._layouts: tuple[Layout | None, Layout | None] = (None, None)
+        self.reason = ""
+        if row is None and column is None:
+            return
+        self.reason = backend.why_no_program(row, column)
+        if self.reason:
+            self._layouts = layouts_of(backend, entries, *x.shape)
+            return
+        self.program = backend.programs.cast_program(x, row, column)
+        if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
+            self._recording = backend.programs.cast_program(x, row, column, records=True)
+
+    @property
+    def names(self) -> str:
+        """The launches in words."""
+        return self.program.names if self.program is not None else "torch operations" if self.reason else ""
+
+    @staticmethod
+    def described(backend: Backend, entries: Entries) -> tuple[str, str]:
+        """How operands of a tensor that is not there yet will be cast, and why not by launches."""
+        row, column = (None if entry is None else entry.spec for entry in entries)
+        if row is None and column is None:
+            return "", ""
+        reason = backend.why_no_program(row, column)
+        return "torch operations" if reason else "kernels", reason
+
+    @property
+    def is_bound(self) -> bool:
+        """True where bound launches make every operand."""
+        return self.program is not None and not (self._row_as_is or self._column_as_is)
+
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+        program = self.program if inputs.record is None else self._recording
+        if program is not None:
+            made = program.run(stream, (None, x, words, *inputs, *_NO_SECOND))
+        else:
+            made = self._by_torch(x, inputs) if self.reason else [None] * 6
+        if self._row_as_is:
+            made[0] = x
+        if self._column_as_is:
+            made[3] = x.t()
+        return made
+
+    def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Parts:
+        casts = [None if entry is None else entry.cast for entry in self.entries]
+        options: dict[str, Any] = {}
+        if any(cast is not None and cast.is_delayed for cast in casts):
+            options["scale_enc"] = inputs.scale_enc
+            if inputs.record is not None:
+                options["amax"] = reference.amax(x)
+                record_amax_(inputs.record, options["amax"])
+        row, column = operands_of(next(entry.operand.tensor for entry in self.entries if entry is not None))
+        options |= {"row_stream": row.stream, "column_stream": column.stream}
+        made = reference.quantize_both(x, *casts, seed=inputs.seed, **options)
+        return [
+            part for operand, entry, layout in zip(made, self.entries, self._layouts, strict=True)
+            for part in parts_of(operand, entry, layout)
+        ]  # fmt: skip
+
+
+def parts_of(operand: Any, entry: Entry | None, layout: Layout | None) -> Parts:
+    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
+    if operand is None or entry is None or layout is None:
+        return [None, None, None]
+    codes, scale, fmt = operand.codes, operand.scale, operand.format
+    if entry.turned:
+        codes = codes.t()
+        if fmt.block != (1, 128):  # those lie column-major either way, and are not turned
+            scale = scale.t() if scale.dim() else scale
+    return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
+
+
+class _StoredCast:
+    """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
+
+    __slots__ = ("_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
+
+    def __init__(self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype) -> None:
+        self.entries, self.program, self._compute = entries, None, compute
+        self.reason = "the weight is stored as codes; what those do not serve is cast from their values"
+        self._stored = tuple(
+            entry is not None and entry.form == "codes" and _is_stored(weight, entry.cast)
+            and (not entry.operand.transposed or entry.cast.transposes)  # type: ignore[union-attr]
+            for entry in entries
+        )  # fmt: skip
+        self._layouts = layouts_of(backend, entries, *weight.shape)
+        remaining = tuple(None if stored else entry for stored, entry in zip(self._stored, entries, strict=True))
+        self._step = None
+        if any(entry is not None for entry in remaining):
+            self._step = CastStep(backend, weight.dequantize(compute), remaining)  # type: ignore[arg-type]
+
+    is_bound, names = False, "stored codes"
+
+    def __call__(self, weight: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+        made = [None] * 6
+        if self._step is not None:
+            made = self._step(weight.dequantize(self._compute), stream, words, inputs)[:6]
+        for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
+            if stored:
+                operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
+                made[3 * index : 3 * index + 3] = parts_of(operand, entry, self._layouts[index])
+        return made
+
+
+def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
+    return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
+
+
+class Schedule:
+    """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
+
+    def __init__(
+        self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
+        bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    ) -> None:  # fmt: skip
+        self.recipe, self.backend, self.routes = recipe, backend, routes
+        self.wants_dx, self.wants_dw = wants_dx, wants_dw
+        self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
+        self.device = x.get_device()
+        self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
+        self.in_features, self.out_features = x.shape[-1], weight.shape[0]
+        self.rows = x.numel() // self.in_features
+        self.x_shape = None if x.dim() == 2 else x.shape
+        self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
+        self.folds = any(form in ("folded", "tiles") for route in routes for form in (route.lhs, route.rhs))
+        m, k, n = self.rows, self.in_features, self.out_features
+        self.products: dict[str, Product] = {
+            "fprop": product(recipe.fprop, routes.fprop, (m, k, n), bias, compute, x.device)
+        }
+        if wants_dx:
+            self.products["dgrad"] = product(recipe.dgrad, routes.dgrad, (m, n, k), None, x.dtype, x.device)
+        if wants_dw:
+            self.products["wgrad"] = product(recipe.wgrad, routes.wgrad, (n, m, k), None, weight.dtype, x.device)
+        self._fprop, self._dgrad, self._wgrad = (self.products.get(name) for name in GEMMS)
+        # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
+        self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
+        self.delayed = {tensor: self._delayed_cast(tensor) for tensor in ("x", "w", "dy")}
+        self._programs = backend.programs
+        self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
+        x_entries = entries_of(recipe, routes, "x", True, wants_dw)
+        w_entries = entries_of(recipe, routes, "w", True, wants_dx)
+        self._layouts = layouts_of(backend, x_entries, m, k)[1], layouts_of(backend, w_entries, n, k)[1]
+        self._strides = tuple(
+            None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
+            for layout in self._layouts
+        )
+        self.x_cast = CastStep(backend, self._matrix(x), x_entries)
+        stored = isinstance(weight, QuantizedTensor)
+        self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute) if stored else None
+        if self.w_cast is None:
+            self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries)
+        lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
+        self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
+        self._converts_w = not stored and weight.dtype != compute
+        self._pair: tuple[Any, Any] = (None, None)
+        if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
+            self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)
+        self._dy: CastStep | None = None  # of the gradient that backward usually brings
+        self._dy_steps: dict[tuple, CastStep] = {}
+        direct = all(product.direct for product in self.products.values())
+        # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
+        self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
+        self.noted = self._noted(weight.numel(), x.numel())
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _pair_programs(
+        self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
+    ) -> tuple[Any, Any]:
+        """One launch that casts x and w, without and with records of their amaxes; None where none serves both."""
+        specs = tuple(tuple(None if e is None else e.spec for e in entries) for entries in (x_entries, w_entries))
+        made = [
+            backend.programs.pair_program(x, specs[0], weight, specs[1], records=records, draws_seed=self.is_stochastic)
+            if records is False or self.is_delayed else None
+            for records in (False, True)
+        ]  # fmt: skip
+        return made[0], made[1]
+
+    def _delayed_cast(self, tensor: str) -> Cast | None:
+        """The first delayed cast of a tensor, by whose scaling its amax is recorded."""
+        casts = (self.recipe.casts[operand.key] for operand in operands_of(tensor))
+        return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
+
+    def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
+        """Which operands fold: GEMM and side -> tensor, orientation, form, elements."""
+        sizes = {"x": inputs, "w": weights, "dy": self.rows * self.out_features}
+        wanted = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
+        wanted |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
+        found = {}
+        for tensor, size in sizes.items():
+            for operand in operands_of(tensor):
+                route = getattr(self.routes, operand.gemm)
+                form = route.rhs if operand.side == "rhs" else route.lhs
+                if form in ("folded", "tiles") and wanted.get((tensor, operand.transposed), True):
+                    orientation = "column" if operand.transposed else "row"
+                    found[operand.key] = (tensor, orientation, form, size)
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- inputs
+
+    def inputs_by(self, counts: Any) -> Inputs:
+        """The inputs of a layer's casts that fold: places for the number of elements that folding changes."""
+        if self.device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
+            own = [CastInputs(None, None, None, *counts.places(tensor)) for tensor in ("x", "w", "dy")]
+            return own[0], own[1], own[2]
+        if counts.given is None:
+            counts.given = tuple(CastInputs(None, None, None, *counts.places(tensor)) for tensor in ("x", "w", "dy"))
+        return counts.given
+
+    def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
+        """The same with a call seed, drawn as `microfloat.torch.seeds` draws it.
+
+        Where one launch casts x and w it makes the two words from the drawn bits, which w is given; `apart`: it does
+        not, because the weight is kept or a producer makes x.
+        """
+        x, w, dy = inputs
+        if self._empty is None:
+            words = draw = draw_seed(torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device))
+        else:
+            draw = self._empty((1,), (1,), torch.int64)
+            draw.random_(-(2**63), None)
+            fold_rank_(draw)
+            if apart or self._pair[0] is None:
+                words = draw = self._programs.split_words(draw)
+            else:
+                words = self._empty((2,), (1,), torch.int64)
+        return x._replace(seed=words), w._replace(seed=draw), dy._replace(seed=words)
+
+    def resources(self) -> tuple[int, torch.Tensor | None]:
+        """The current stream, and scratch words of it."""
+        if self._programs is None:
+            return 0, None
+        stream = 0 if self.device < 0 else torch._C._cuda_getCurrentRawStream(self.device)
+        return stream, self._programs.scratch(self.device)
+
+    def _matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """x as a matrix in the compute dtype; a kernel reads memory, not the negation that a view may stand for."""
+        x = x.resolve_neg()
+        if x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
+        return x if x.dtype == self.dtype else x.to(self.dtype)
+
+    # --------------------------------------------------------------------------------------------------- running
+
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+        """Both operands of the weight."""
+        weight = weight.detach()
+        if self._converts_w:
+            weight = weight.to(self.dtype)
+        return self.w_cast(weight, *self.resources(), inputs)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
+        w_inputs: CastInputs, kept: Parts | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+        """y, and what backward needs: the operands x.T and w.T. `kept`: the weight's operands from an earlier call."""
+        if self._converts_x:
+            x = self._matrix(x)
+        pair = self._pair[x_inputs.record is not None] if kept is None else None
+        if pair is not None:
+            stream, words = self.resources()
+            second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
+            made = pair.run(stream, (None, x, words, *x_inputs, *second))
+            y = self._fprop(*made[0:3], *made[6:9], bias)  # type: ignore[misc]
+            saved = (*made[3:6], *made[9:12])
+        else:
+            x_made = self.x_cast(x, *self.resources(), x_inputs)
+            w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
+            y = self._fprop(*x_made[0:3], *w_made[0:3], bias)  # type: ignore[misc]
+            saved = (*x_made[3:6], *w_made[3:6])
+        # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
+        return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
+
+    def dy_step(self, dy: torch.Tensor, wants_dx: bool, wants_dw: bool) -> tuple[torch.Tensor, CastStep]:
+        """The cast of a gradient, found by how it lies and by what is wanted; and the gradient as it takes it."""
+        step = self._dy
+        address = dy.data_ptr()
+        if (
+            step is not None and wants_dx is self.wants_dx and wants_dw is self.wants_dw and address != 0
+            and address & (_ALIGNMENT - 1) == 0 and dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg()
+        ):  # fmt: skip
+            return dy, step
+        usual = dy.is_contiguous() and address & (_ALIGNMENT - 1) == 0 and not dy.is_neg() and dy.dtype is self.dtype
+        dy = self._matrix(dy)
+        key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (_ALIGNMENT - 1))
+        step = self._dy_steps.get(key)
+        if step is None:
+            step = CastStep(self.backend, dy, entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw))
+            self._dy_steps[key] = step
+            if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
+                self._dy = step
+        return dy, step
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        saved: tuple[torch.Tensor | None, ...],
+        inputs: CastInputs,
+        wants_dx: bool,
+        wants_dw: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx and dw, each if wanted; `saved` is what `forward` returned."""
+        dy, step = self.dy_step(dy, wants_dx, wants_dw)
+        made = step(dy, *self.resources(), inputs)
+        row, column = made[0:3], made[3:6]
+        del made
+        dx = dw = None
+        if wants_dx:
+            dx = self.dgrad(row, saved[3:6])
+            del row  # its memory serves dw
+        if wants_dw:
+            dw = self.wgrad(column, saved[0:3])
+        return dx, dw
+
+    def dgrad(self, dy: Any, w: Any) -> torch.Tensor:
+        """dx in x's shape, from the row operand of dy and the column operand of w."""
+        dx = self._dgrad(*dy, *self._laid(1, w), None)  # type: ignore[misc]
+        return dx if self.x_shape is None else dx.view(self.x_shape)
+
+    def wgrad(self, dy: Any, x: Any) -> torch.Tensor:
+        """dw, from the column operands of dy and x."""
+        return self._wgrad(*dy, *self._laid(0, x), None)  # type: ignore[misc]
+
+    def fprop(self, x: Any, w: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """y [M, N], from the row operands of x and w."""
+        return self._fprop(*x, *w, bias)  # type: ignore[misc]
+
+    def column(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
+        """The column operand of x or w alone, to the bits of the one that comes with a row operand."""
+        x = self._matrix(x.detach())
+        step = CastStep(self.backend, x, entries_of(self.recipe, self.routes, tensor, False, True))
+        return step(x, *self.resources(), inputs)[3:6]
+
+    def saved_layouts(self) -> tuple[Layout | None, Layout | None]:
+        """Layouts of the operands x.T and w.T that `forward` returns."""
+        return self._layouts
+
+    def _laid(self, which: int, parts: Any) -> Any:
+        """A saved operand, should a saved-tensor hook have returned it in another memory order."""
+        strides, layout = self._strides[which], self._layouts[which]
+        if strides is None or layout is None:
+            return parts
+        codes, scale, level = parts
+        if codes.stride() == strides[0] and (scale is None or scale.stride() == strides[1]):
+            return parts
+        return laid(codes, layout.codes), laid(scale, layout.scale), level
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True where another CUDA device is the current one."""
+        return self.device >= 0 and self.device != torch._C._cuda_getDevice()
+
+    def scope(self) -> Any:
+        """A context in which its device is the current one, and torch.autocast leaves alone what `shields` says."""
+        stack, kind = contextlib.ExitStack(), "cpu" if self.device < 0 else "cuda"
+        if self.shields and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if self.is_elsewhere:
+            stack.enter_context(torch.cuda.device(self.device))
+        return stack
+
+    # -------------------------------------------------------------------------------------------------- printing
+
+    def __str__(self) -> str:
+        """Every cast and product in the order in which a step runs them, what is saved, and notes."""
+        notes = Notes()
+        m, k, n = self.rows, self.in_features, self.out_features
+        where = "cpu" if self.device < 0 else f"cuda:{self.device}"
+        title = f"{type(self.recipe).__name__}: x [{m}, {k}], w [{n}, {k}], y [{m}, {n}] in {str(self.dtype)[6:]}"
+        cells: list[tuple[str, ...]] = [("step", "operand", "cast", "form", "launches", "saved", "why")]
+        together = f"{self._pair[0].names}, with w" if self._pair[0] is not None else ""
+        dy = CastStep.described(self.backend, entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw))
+        for tensor, (launches, reason), entries in (
+            ("x", (together or self.x_cast.names, self.x_cast.reason), self.x_cast.entries),
+            ("w", ("with x" if together else self.w_cast.names, self.w_cast.reason), self.w_cast.entries),
+            ("dy", dy, entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)),
+        ):
+            for entry in entries:
+                if entry is not None:
+                    name = tensor + (".T" if entry.operand.transposed else "")
+                    saved = "yes" if tensor != "dy" and entry.operand.transposed else ""
+                    cast = "high precision" if entry.cast is None else entry.cast.format.name
+                    form = "as it is" if entry.cast is None else entry.form
+                    how = "" if entry.cast is None else launches
+                    cells.append((f"cast {tensor}", name, cast, form, how, saved, notes.number(reason)))
+            for name in ("fprop",) if tensor == "w" else ("dgrad", "wgrad") if tensor == "dy" else ():
+                if name in self.products:
+                    route, multiply = getattr(self.routes, name), self.products[name]
+                    cells.append(
+                        (name, _FORMULAS[name], "", route.kind, route.kernel, "", notes.number(multiply.reason))
+                    )
+        return "\n".join([f"{title}; backend {self.backend.name} on {where}", *text_table(cells), *notes.lines()])
+
+
+_FORMULAS = {"fprop": "y = x @ w.T", "dgrad": "dx = dy @ w", "wgrad": "dw = dy.T @ x"}
+
+# What a schedule depends on -> the schedule. Cleared when it is full: shapes made anew for every call must not pile up.
+_SCHEDULES: dict[tuple, Schedule] = {}
+
+
+def find_schedule(key: tuple) -> Schedule | None:
+    """The schedule that was remembered under what a call depends on."""
+    return _SCHEDULES.get(key)
+
+
+def remember(key: tuple, schedule: Schedule) -> Schedule:
+    """Keep a schedule for later calls; returns it."""
+    if len(_SCHEDULES) >= _MOST_SCHEDULES:
+        _SCHEDULES.clear()
+    _SCHEDULES[key] = schedule
+    return schedule
+
+
+def forget() -> None:
+    """Drop every schedule, as after a change that no key tells of."""
+    _SCHEDULES.clear()
