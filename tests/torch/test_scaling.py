@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
-from microfloat.recipes import DelayedScaling, MXFP8BlockScaling  # noqa: E402
+from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
 from microfloat.torch import rolling, scaling  # noqa: E402
 
 KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
@@ -484,3 +485,17 @@ def test_a_region_updates_all_its_layers_in_one_launch_prepared_once(monkeypatch
     with mf.autocast(recipe=recipe):
         model(torch.ones(2, 8))
     assert kernel.tables == 3
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_recipe_that_delays_the_weight_alone_records_it(inside) -> None:
+    delayed = DelayedScaling()
+    recipe = CustomRecipe(
+        fprop=dataclasses.replace(delayed.fprop, lhs=None), dgrad=delayed.dgrad,
+        wgrad=dataclasses.replace(delayed.wgrad, rhs=None),
+    )  # fmt: skip
+    layer = mf.Linear(32, 32, recipe=None if inside else recipe)
+    with mf.autocast(recipe=recipe) if inside else contextlib.nullcontext():
+        layer(torch.ones(32, 32)).sum().backward()
+    assert layer.scaling_w_scale == np.float32(448) / layer.weight.detach().abs().max()
+    assert layer.scaling_x_scale == 1

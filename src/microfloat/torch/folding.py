@@ -6,12 +6,13 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from microfloat.chips import Chip
 from microfloat.operands import GEMMS, TENSORS
+from microfloat.passes import CastInputs
 from microfloat.recipes import Gemm, Recipe
 from microfloat.routes import Route, Routes, route_of
 
@@ -25,7 +26,7 @@ _SLOTS, _FORMS = TENSORS, ("folded", "tiles")
 _WORDS = len(_SLOTS) * len(_FORMS) * 2
 
 
-class _Places:
+class _Pool:
     """Words in pinned memory, handed out to layers. What a layer leaves behind serves another one only after all GPUs
     have finished, since a cast on its way may still write there."""
 
@@ -51,11 +52,18 @@ class _Places:
         self._left.append(words)  # atomic: this may run inside `take`, when the collector does
 
 
-_PLACES = _Places()
+_POOL = _Pool()
 
 
 def _index(slot: str, form: str, orientation: str) -> int:
     return (_SLOTS.index(slot) * len(_FORMS) + _FORMS.index(form)) * 2 + (orientation == "column")
+
+
+def _inputs_of(
+    folded: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor]
+) -> tuple[CastInputs, CastInputs, CastInputs]:
+    x, w, dy = (CastInputs(folded=one, tiles=other) for one, other in zip(folded, tiles, strict=True))
+    return x, w, dy
 
 
 class FoldCounts:
@@ -63,29 +71,28 @@ class FoldCounts:
 
     def __init__(self) -> None:
         # Taken when the first cast asks for them, which is not while a CUDA graph is captured.
-        self._words: Any = None
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._words: memoryview | None = None
         # GEMM and side -> form, word, elements.
         self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._limits: list[tuple[int, float]] = []
         self._latest: object = None
-        self.given: Any = None  # the places as plans hand them on
+        self._inputs: tuple[CastInputs, CastInputs, CastInputs] | None = None
         # Operands that 128x128 tiles changed too much: these stay at 1x128 blocks.
         self.narrow: set[tuple[str, str]] = set()
 
-    def places(self, slot: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where casts of a slot write their counts, int64 [2] of the row and of the column operand: those that fold to
-        1x128, and those that fold to 128x128. What a CUDA graph repeats writes to memory of its own instead."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            own = torch.empty(2, dtype=torch.int64, device="cuda")
-            return own, own
-        if self._words is None:
-            words = _PLACES.take()
-            weakref.finalize(self, _PLACES.give_back, words).atexit = False
+    def inputs(self, device: int) -> tuple[CastInputs, CastInputs, CastInputs]:
+        """The inputs of the casts of x, w and dy on a device (-1: the CPU), with words for their counts: int64 [2], of
+        the row and of the column operand. What a CUDA graph repeats writes to memory of its own instead."""
+        if device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
+            own = [torch.empty(2, dtype=torch.int64, device="cuda") for _ in _SLOTS]
+            return _inputs_of(own, own)
+        if self._inputs is None:
+            words = _POOL.take()
+            weakref.finalize(self, _POOL.give_back, words).atexit = False
             self._words = memoryview(words.numpy())  # type: ignore[arg-type]
             folded, tiles = words.view(len(_SLOTS), len(_FORMS), 2).unbind(1)
-            self._pairs = {name: (folded[row], tiles[row]) for row, name in enumerate(_SLOTS)}
-        return self._pairs[slot]
+            self._inputs = _inputs_of(folded.unbind(), tiles.unbind())
+        return self._inputs
 
     def note(self, operands: dict[tuple[str, str], tuple[str, str, str, int]]) -> None:
         """Remember which operands fold: GEMM and side -> slot, orientation, form, elements."""
@@ -98,16 +105,14 @@ class FoldCounts:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether every operand may fold as it would without counts."""
+        """True where every operand may fold as it would without counts."""
         words = self._words
         return words is None or not (self.narrow or any(words[index] > limit for index, limit in self._limits))
 
     def exceeded(self, gemm: str, side: str, form: str) -> bool:
-        """Whether the latest count of this form is above the limit."""
-        known = self._noted.get((gemm, side))
-        if known is None or known[0] != form or self._words is None:
-            return False
-        return self._words[known[1]] > LOSSY_LIMIT * known[2]
+        """True where the latest count of this form is above the limit."""
+        noted_form, word, elements = self._noted.get((gemm, side), ("", 0, 0))
+        return noted_form == form and self._words is not None and self._words[word] > LOSSY_LIMIT * elements
 
     def shares(self) -> dict[str, float]:
         """Share of changed elements per operand, "fprop.lhs" and so on; waits for counts on their way."""
@@ -127,11 +132,11 @@ _STATIC: dict[tuple[Recipe, Chip | None], tuple[Routes, bool]] = {}
 
 def routes_of(recipe: Recipe, chip: Chip | None, counts: FoldCounts | None) -> Routes:
     """The routes of one call of a layer: its forward decides, its backward keeps them. `chip` None: no tensor cores."""
-    known = _STATIC.get((recipe, chip))
-    if known is None:
+    found = _STATIC.get((recipe, chip))
+    if found is None:
         static = Routes(*(route_of(getattr(recipe, name), chip) for name in GEMMS))
-        known = _STATIC[recipe, chip] = static, any("folded" in route.forms for route in static)
-    static, folds = known
+        found = _STATIC[recipe, chip] = static, any("folded" in route.forms for route in static)
+    static, folds = found
     if not folds or counts is None or counts.is_quiet:
         return static
     assert chip is not None

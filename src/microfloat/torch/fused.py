@@ -25,12 +25,11 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
-from microfloat.torch._produced import Produced, produce
 from microfloat.torch.context import ambient
 from microfloat.torch.linear import Run, apply, begin_apart, end, refuse_transforms
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
-from microfloat.torch.producers import ACTIVATIONS
+from microfloat.torch.producers import ACTIVATIONS, Produced, produce
 from microfloat.torch.schedule import autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 

@@ -5,7 +5,7 @@
     wgrad  dw_NK = dy_MN.T @ x_MK     contracts M   operands dy.T [N, M], x.T [K, M]
 
 `run_linear` looks up the schedule of a call (`microfloat.torch.schedule`), gathers what its casts read besides their
-tensors (seeds, encode scales and histories of delayed scaling, places for fold counts) and runs it. Only usages whose
+tensors (seeds, encode scales and histories of delayed scaling, words for fold counts) and runs it. Only usages whose
 GEMM will run are cast (docs/numerics.md, 6).
 
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError
 from microfloat.passes import CastInputs
@@ -27,7 +28,6 @@ from microfloat.torch._checks import check_linear, is_abstract
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
-from microfloat.torch.kept import KeptWeight
 from microfloat.torch.schedule import NoInputs, Schedule, autocast_dtype, find_schedule, remember
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -136,7 +136,8 @@ def find(
     if x.numel() == 0 or weight.numel() == 0:
         return None
     backend = backends.choose(name, x.device)
-    routes = backend.routes(recipe, x.device, None) if routes is None else routes
+    if routes is None:
+        routes = backend.routes(recipe, x.device, None)
     made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, compute, wants_dx, wants_dw)
     return remember(key, made)
 
@@ -241,7 +242,7 @@ def begin(
     if schedule.folds:
         counts = counts_of(layer)
         counts.note(schedule.noted)
-        inputs = schedule.inputs_by(counts)
+        inputs = counts.inputs(schedule.device)
     if schedule.is_stochastic:
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None)
     run = Run(schedule, *inputs)
@@ -264,6 +265,56 @@ def begin_apart(
         if routes is not schedule.routes:
             schedule = find(x_key, None, weight, bias, recipe, name, compute, wants_dx, wants_dw, routes)
     return None if schedule is None else begin(layer, schedule, weight, state, None, apart=True)
+
+
+# ------------------------------------------------------------------------------------ weights kept between microbatches
+
+# A flag that the caller forgot must cost time and never correctness, so what is kept says what it was made from. torch
+# counts the writes to a tensor (`_version`), but not those of its fused optimizers; these are seen by a hook that every
+# optimizer runs after its step. Writes that neither counts (through ``.data``, by a collective, by a user's kernel, in
+# the replay of a CUDA graph) cannot be seen.
+
+# Stands for the latest step of any optimizer. An object and not a number, so that no two steps can make the same one.
+_latest_step = object()
+
+
+def _note_step(*_: Any) -> None:
+    global _latest_step
+    _latest_step = object()
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+class KeptWeight:
+    """The operands of one weight, and what they were made from."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._entry: Any = None  # replaced as a whole, so that threads see one or the other
+
+    def find(self, weight: torch.Tensor, key: tuple) -> Any:
+        """The operands if `weight` is the tensor that they were made from, unchanged, and `key` is equal; else None."""
+        entry = self._entry
+        if entry is None:
+            return None
+        made_from, stamp, operands = entry
+        return operands if made_from() is weight and stamp == _stamp(weight, key) else None
+
+    def keep(self, weight: torch.Tensor, key: tuple, operands: Any) -> None:
+        """Keep `operands`, made from `weight` and from what `key` says."""
+        if not weight.is_inference():  # their writes are not counted
+            self._entry = weakref.ref(weight), _stamp(weight, key), operands
+
+
+def _stamp(weight: torch.Tensor, key: tuple) -> tuple:
+    # Operands that were made in inference mode cannot be saved for a backward.
+    return weight.data_ptr(), weight._version, _latest_step, torch.is_inference_mode_enabled(), *key
 
 
 def _keep_weight(run: Run, layer: Any, weight: Any, is_first_microbatch: bool, version: int | None) -> bool:
@@ -315,7 +366,7 @@ def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_
     """Give the casts of x and w their encode scales and histories, and note what they will record."""
     casts = run.schedule.delayed
     x_cast, w_cast = casts["x"], casts["w"]
-    delayed = (x_cast or w_cast or casts["dy"]).scaling  # type: ignore[union-attr]
+    delayed: Any = (x_cast or w_cast or casts["dy"]).scaling  # type: ignore[union-attr]
     buffers = layer._buffers
     history = buffers.get("scaling_x_amax_history")
     if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:
@@ -324,7 +375,9 @@ def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_
     if region is not None and region.closed:  # the context was copied inside an autocast that has been left
         region = None
     recomputed = scaling.recomputation(layer, state)
-    late, x_history, w_history = None, None, None
+    late: scaling.Late | None = None
+    x_history: torch.Tensor | None = None
+    w_history: torch.Tensor | None = None
     if recomputed is not None:
         scales, late = recomputed
         records = late is not None
@@ -348,10 +401,10 @@ def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_
     if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:
-        if x_cast is not None:
-            late["x"] = (x_cast, x_history)
-        if w_cast is not None:
-            late["w"] = (w_cast, w_history)
+        if x_cast is not None and x_history is not None:
+            late["x"] = x_cast, x_history
+        if w_cast is not None and w_history is not None:
+            late["w"] = w_cast, w_history
     elif records and region is not None:
         scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
     run.is_alone = region is None and recomputed is None

@@ -295,7 +295,8 @@ class ActivationRun:
     def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """The gradients of x, up, weight and bias."""
         x, up, *saved = ctx.saved_tensors
-        reader, grads = self.reader, [None, None]
+        reader = self.reader
+        grads: list[torch.Tensor | None] = [None, None]
         with self.run.schedule.scope():
             dvalue, dw = reader.backward(reader.cast_dy(_matrix(dy)), tuple(saved))
             if dvalue is not None:

@@ -181,7 +181,7 @@ def _update_kernel(device: torch.device) -> Any:
     """The module with the kernel that updates many slots at once; None where it cannot run."""
     if not backends.support("triton", device):
         return None
-    return importlib.import_module("microfloat.torch.backends.triton._delayed")
+    return importlib.import_module("microfloat.torch.backends.triton")
 
 
 @torch.no_grad()

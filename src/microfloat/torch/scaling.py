@@ -275,11 +275,12 @@ def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None,
         _await_backward(state)
 
 
-def note_forward(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, group: Any, region: Region) -> None:
-    """`note_recorded` of x and of w (None: it was not) at once."""
+def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Any, region: Region) -> None:
+    """`note_recorded` of x and of w at once, each if it was (None: it was not)."""
     state = _state(layer)
     slots = state.slots
-    slots["x"].pending = _pending(x_cast, group, region)
+    if x_cast is not None:
+        slots["x"].pending = _pending(x_cast, group, region)
     if w_cast is not None:
         slots["w"].pending = _pending(w_cast, group, region)
     region._states[state] = None
@@ -317,7 +318,7 @@ def _shield_from(wrapper: Any) -> None:
     wrapper._assign_modules_buffers()
 
 
-def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: bool) -> None:
+def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, records: bool) -> None:
     """After a forward outside any autocast: roll x and w (None: not recorded), and the dy of an earlier backward.
 
     As if the layer had opened a region, which rolls dy, and closed it, which rolls x and w; dy's scale is read by the
@@ -329,7 +330,8 @@ def roll_alone(layer: nn.Module, x_cast: Cast, w_cast: Cast | None, *, records: 
     jobs: list[Job] = []
     if records:
         _await_backward(state)
-        jobs.append((layer, x, _pending(x_cast, None, CLOSED_REGION)))
+        if x_cast is not None:
+            jobs.append((layer, x, _pending(x_cast, None, CLOSED_REGION)))
         if w_cast is not None:
             jobs.append((layer, w, _pending(w_cast, None, CLOSED_REGION)))
     entry = dy.pending

@@ -164,6 +164,7 @@ class CastStep:
 
     def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         program = self.program if inputs.record is None else self._recording
+        made: Parts
         if program is not None:
             made = program.run(stream, (None, x, words, *inputs, *_NO_SECOND))
         else:
@@ -225,7 +226,7 @@ class _StoredCast:
     is_bound, names = False, "stored codes"
 
     def __call__(self, weight: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        made = [None] * 6
+        made: Parts = [None] * 6
         if self._step is not None:
             made = self._step(weight.dequantize(self._compute), stream, words, inputs)[:6]
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
@@ -330,15 +331,6 @@ class Schedule:
         return found
 
     # ---------------------------------------------------------------------------------------------------- inputs
-
-    def inputs_by(self, counts: Any) -> Inputs:
-        """The inputs of a layer's casts that fold: places for the number of elements that folding changes."""
-        if self.device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
-            own = [CastInputs(None, None, None, *counts.places(tensor)) for tensor in ("x", "w", "dy")]
-            return own[0], own[1], own[2]
-        if counts.given is None:
-            counts.given = tuple(CastInputs(None, None, None, *counts.places(tensor)) for tensor in ("x", "w", "dy"))
-        return counts.given
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed, drawn as `microfloat.torch.seeds` draws it.

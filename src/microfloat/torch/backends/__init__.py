@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.support import Support
+from microfloat.torch.backends.base import Backend
 
 __all__ = ["NAMES", "check_name", "chip_of", "choose", "pretend", "resolve", "support"]
 
@@ -134,10 +135,10 @@ def resolve(backend: str, device: torch.device) -> str:
 
 
 # What `choose` has answered: it is asked on every call of a layer, and looking for packages takes longer than a launch.
-_CHOSEN: dict[tuple[str, torch.device], ModuleType] = {}
+_CHOSEN: dict[tuple[str, torch.device], Backend] = {}
 
 
-def choose(backend: str, device: torch.device) -> ModuleType:
+def choose(backend: str, device: torch.device) -> Backend:
     """The module of `backend` for tensors on `device`; NotSupportedError with the reason where it cannot run."""
     module = _CHOSEN.get((backend, device))
     if module is None:
@@ -145,18 +146,18 @@ def choose(backend: str, device: torch.device) -> ModuleType:
     return module
 
 
-def _choose(backend: str, device: torch.device) -> ModuleType:
+def _choose(backend: str, device: torch.device) -> Backend:
     name = resolve(backend, device)
     supports, module = _REGISTRY[name]
     verdict = supports(device)
     if not verdict:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
-    chosen = importlib.import_module(module)
+    chosen: Any = importlib.import_module(module)
     interpreted = not _PRETENDED or _PRETENDED[-1][1]
     return chosen if interpreted or name == "reference" else _without_kernels(chosen)
 
 
-def _without_kernels(backend: ModuleType) -> Any:
+def _without_kernels(backend: Backend) -> Any:
     """A backend whose casts are made by plain torch operations."""
     reference = importlib.import_module(_REGISTRY["reference"][1])
     same = {key: getattr(backend, key) for key in ("name", "routes", "scaled_matmul")}

@@ -3,9 +3,9 @@
 Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x K = w, M x N = dy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from microfloat.passes import OperandSpec
 from microfloat.recipes import Hadamard, Recipe
 from microfloat.routes import Routes
 
+if TYPE_CHECKING:
+    from microfloat.torch.folding import FoldCounts
+
 __all__ = ["Backend", "Operand", "Values", "record_amax_"]
 
 
@@ -21,14 +24,20 @@ class Backend(Protocol):
     """What runs casts and products: an executor of passes, or plain torch operations. Each is a module.
 
     `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast.
-    `producers`: the module of kernels that produce a value and cast it at once, or None.
+    `producers`: the module of kernels that produce a value and cast it at once, or None. Casts, `dequantize`,
+    `scaled_matmul` and `amax` do what those of `microfloat.torch.reference` do.
     """
 
     name: str
     programs: Any
     producers: Any
+    quantize: Callable[..., "Operand"]
+    quantize_both: Callable[..., tuple[Any, Any]]  # Operand, None for a cast that is None
+    dequantize: Callable[..., torch.Tensor]
+    scaled_matmul: Callable[..., torch.Tensor]
+    amax: Callable[[torch.Tensor], torch.Tensor]
 
-    def routes(self, recipe: Recipe, device: torch.device, counts: Any) -> Routes:
+    def routes(self, recipe: Recipe, device: torch.device, counts: "FoldCounts | None") -> Routes:
         """How the operands of each GEMM enter it on `device`; `counts`: of folding in earlier steps, or None."""
         ...
 

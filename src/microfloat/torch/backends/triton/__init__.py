@@ -20,20 +20,16 @@ import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
+from microfloat.kernels.casts import scaled as kernels
 from microfloat.layout import folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
-from microfloat.passes.conversions import (
-    check_packed,
-    dequantize_passes,
-    packed_values_passes,
-    swizzle_passes,
-)
+from microfloat.passes.conversions import check_packed, dequantize_passes, packed_values_passes, swizzle_passes
 from microfloat.passes.matrix import Matrix
 from microfloat.passes.producers import Producer, fuses
 from microfloat.passes.tables import kernel_cast
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import program, reference
 from microfloat.torch.backends.base import Operand, Values
@@ -43,9 +39,9 @@ from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
-    "amax",
-    "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
-    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "swizzle_scales",
+    "amax", "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
+    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "slots_of", "swizzle_scales",
+    "update_delayed",
 ]  # fmt: skip
 
 # What `backends.base.Backend` asks of a backend.
@@ -474,3 +470,65 @@ def norm_values(
     """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
     values, amax, mean, inverse = _values(*_norm(x_MK, weight_K, bias_K, eps, kind))
     return values, amax, mean, inverse
+
+
+# ------------------------------------------------------------------------------------------------------ delayed scaling
+
+_UPDATE, _GATHER = program.Kernel(kernels.update_delayed), program.Kernel(kernels.gather_live)
+_LONGEST_HISTORY = 8192
+
+
+class Slots:
+    """The buffers of some slots as kernels find them: addresses and largest elements, on their device."""
+
+    def __init__(self, histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: list[float]) -> None:
+        device = histories[0].device
+        pairs = [[history.data_ptr(), scale.data_ptr()] for history, scale in zip(histories, scales, strict=True)]
+        self.addresses = torch.tensor(pairs, dtype=torch.int64).to(device)
+        self.maxima = torch.tensor(maxima, dtype=torch.float32).to(device)
+        self.count, self.length, self.device = len(histories), histories[0].shape[0], device
+        self.number = histories[0].get_device()
+        self.empty = program.fast_empty(device)
+        self.at = self.addresses.data_ptr(), self.maxima.data_ptr()
+        self.updates: dict[tuple, program.Prepared] = {}
+
+    def gather_live(self) -> torch.Tensor:
+        """float32 [slots]: every slot's live amax, for one all-reduce."""
+        live = torch.empty(self.count, dtype=torch.float32, device=self.device)
+        key = (self.count, self.number)
+        programs = -(-self.count // 128)
+        stream = 0 if self.number < 0 else torch._C._cuda_getCurrentRawStream(self.number)
+        with torch.cuda.device(self.number):
+            _GATHER.prepared(key, programs, (self.count,), (128,))(stream, self.addresses, live)
+        return live
+
+
+def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: list[float]) -> Slots | None:
+    """The Slots of these buffers; None where their histories differ in length or are too long."""
+    length = histories[0].shape[0]
+    if length > _LONGEST_HISTORY or any(history.shape[0] != length for history in histories):
+        return None
+    return Slots(histories, scales, maxima)
+
+
+def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) -> torch.Tensor:
+    """Roll every slot once; returns the scales from before, float32 [slots]. `live`: reduced amaxes, or None."""
+    device = slots.number
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return update_delayed(slots, delayed, live)
+    previous = slots.empty((slots.count,), (1,), torch.float32)
+    most_recent = delayed.amax_compute_algo == "most_recent"
+    update = slots.updates.get((live is not None, most_recent, delayed.margin))
+    if update is None:
+        constants = (live is not None, most_recent, 1 << (slots.length - 1).bit_length())
+        key = (constants, slots.length, delayed.margin, device)
+        update = _UPDATE.prepared(key, slots.count, (2.0**-delayed.margin, slots.length), constants)
+        slots.updates[live is not None, most_recent, delayed.margin] = update
+    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    if update.at is None or live is not None:
+        update(stream, slots.addresses, previous if live is None else live, previous, slots.maxima)
+    else:
+        addresses, maxima = slots.at
+        update.at(stream, addresses, previous.data_ptr(), previous.data_ptr(), maxima)
+    return previous
