@@ -28,7 +28,7 @@ from microfloat.torch._checks import check_linear, is_abstract
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
-from microfloat.torch.schedule import NoInputs, Schedule, autocast_dtype, find_schedule, remember
+from microfloat.torch.schedule import NO_INPUTS, Schedule, autocast_dtype, find_schedule, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
-_NO_INPUTS = (NoInputs, NoInputs, NoInputs)
 
 
 def run_linear(
@@ -67,7 +66,7 @@ def run_linear(
     schedule = _of_call(layer, x, weight, bias, recipe, state)
     if schedule is None:
         return None
-    if schedule.is_elsewhere:
+    if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
         with torch.cuda.device(schedule.device):
             return run_linear(layer, x, recipe, state, is_first_microbatch)
     run = begin(layer, schedule, weight, state, is_first_microbatch)
@@ -105,8 +104,8 @@ def _of_call(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: 
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     wants = grad and x.requires_grad, grad and weight.requires_grad
     schedule = find(x_key, x, weight, bias, recipe, name, compute, *wants)
-    if schedule is not None and schedule.folds:
-        routes = schedule.backend.routes(recipe, x.device, counts_of(layer))
+    if schedule is not None and schedule.folds and not (counts := counts_of(layer)).is_quiet:
+        routes = schedule.backend.routes(recipe, x.device, counts)
         if routes is not schedule.routes:  # fold counts of earlier steps ask for others
             return find(x_key, x, weight, bias, recipe, name, compute, *wants, routes)
     return schedule
@@ -188,7 +187,7 @@ class Run:
         schedule, dx, dw = self.schedule, None, None
         if wants_dx or wants_dw:
             try:
-                if schedule.shields or schedule.is_elsewhere:
+                if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         dx, dw = schedule.backward(dy, ctx.saved_tensors, self.dy_inputs(), wants_dx, wants_dw)
                 else:
@@ -238,7 +237,7 @@ def begin(
     apart: bool = False,
 ) -> Run:  # fmt: skip
     """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
-    inputs = _NO_INPUTS
+    inputs = NO_INPUTS
     if schedule.folds:
         counts = counts_of(layer)
         counts.note(schedule.noted)

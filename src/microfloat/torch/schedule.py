@@ -37,7 +37,7 @@ from microfloat.torch.seeds import draw_seed, fold_rank_
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "CastStep", "Entry", "NoInputs", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
+    "NO_INPUTS", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
     "layouts_of", "parts_of", "remember",
 ]  # fmt: skip
 
@@ -48,7 +48,8 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _ALIGNMENT = 16
 _MOST_SCHEDULES = 1024
 _NO_SECOND = (None, None, None, None)
-NoInputs = CastInputs()
+# Inputs of the casts of x, w and dy that read nothing besides their tensors.
+NO_INPUTS = (CastInputs(), CastInputs(), CastInputs())
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -349,7 +350,14 @@ class Schedule:
                 words = draw = self._programs.split_words(draw)
             else:
                 words = self._empty((2,), (1,), torch.int64)
-        return x._replace(seed=words), w._replace(seed=draw), dy._replace(seed=words)
+        if inputs is NO_INPUTS:
+            made = CastInputs(None, words)
+            return made, made if draw is words else CastInputs(None, draw), made
+        return (
+            CastInputs(x.scale_enc, words, *x[2:]),
+            CastInputs(w.scale_enc, draw, *w[2:]),
+            CastInputs(dy.scale_enc, words, *dy[2:]),
+        )
 
     def resources(self) -> tuple[int, torch.Tensor | None]:
         """The current stream, and scratch words of it."""
@@ -369,7 +377,6 @@ class Schedule:
 
     def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
         """Both operands of the weight."""
-        weight = weight.detach()
         if self._converts_w:
             weight = weight.to(self.dtype)
         return self.w_cast(weight, *self.resources(), inputs)
@@ -426,15 +433,16 @@ class Schedule:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw, each if wanted; `saved` is what `forward` returned."""
         dy, step = self.dy_step(dy, wants_dx, wants_dw)
-        made = step(dy, *self.resources(), inputs)
-        row, column = made[0:3], made[3:6]
-        del made
+        stream, words = self.resources()
+        row, row_scale, row_level, *column = step(dy, stream, words, inputs)
         dx = dw = None
         if wants_dx:
-            dx = self.dgrad(row, saved[3:6])
+            dx = self._dgrad(row, row_scale, row_level, *self._laid(1, saved[3:6]), None)  # type: ignore[misc]
             del row  # its memory serves dw
+            if self.x_shape is not None:
+                dx = dx.view(self.x_shape)
         if wants_dw:
-            dw = self.wgrad(column, saved[0:3])
+            dw = self._wgrad(*column, *self._laid(0, saved[0:3]), None)  # type: ignore[misc]
         return dx, dw
 
     def dgrad(self, dy: Any, w: Any) -> torch.Tensor:
