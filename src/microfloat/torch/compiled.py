@@ -8,6 +8,7 @@ operator compares with the true context of its caller, and raises where a layer 
 Legend: M = rows of x, K = in features, N = out features.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["abstract_linear", "compiled_linear"]
+
+Maybe = torch.Tensor | None
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -98,7 +101,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         compute = torch.get_autocast_dtype(x.device.type)
     backend = context.BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
-    state: tuple[Any, ...] = (None, None, None, None)
+    state: tuple[Maybe, ...] = (None, None, None, None)
     number = -1
     if context.is_delayed(token):
         _check_buffers(layer)
@@ -143,11 +146,12 @@ def _check_buffers(layer: Any) -> None:
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, dy_scale: Any,
-        dy_history: Any, token: str, pinned: bool, backend: str, compute: torch.dtype, number: int, wants_grad: bool,
-    ) -> Any:  # fmt: skip
-        wants_dx, wants_dw = x.requires_grad and wants_grad, weight.requires_grad and wants_grad
-        records = wants_grad and dy_history is not None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
+        dy_scale: Maybe, dy_history: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, number: int,
+        has_grad: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        wants_dx, wants_dw = x.requires_grad and has_grad, weight.requires_grad and has_grad
+        records = has_grad and dy_history is not None
         y, *saved = torch.ops.microfloat.linear_forward(
             x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records
         )
@@ -165,7 +169,7 @@ class _CompiledLinear(torch.autograd.Function):
         return y, live
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
         x, weight, seed, *saved = ctx.saved_tensors
@@ -190,9 +194,9 @@ def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int 
     These take two bytes an element, as x and the weight do, which are there (or can be had again by a compiler) for
     others who read them too; codes take one.
     """
-    place = torch.device(device if index is None else f"{device}:{index}")
-    recipe, module = context.recipe_of(token), backends.choose(backend, place)
-    return _makes_again(module.routes(recipe, place, None), recipe, gemm)
+    on = torch.device(device if index is None else f"{device}:{index}")
+    recipe, module = context.recipe_of(token), backends.choose(backend, on)
+    return _makes_again(module.routes(recipe, on, None), recipe, gemm)
 
 
 # What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
@@ -204,7 +208,7 @@ def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
 
 
 def _schedule(
-    token: str, backend: str, shape: Any, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    token: str, backend: str, shape: Sequence[int], x: Maybe, weight: torch.Tensor, bias: Maybe,
     compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool,
 ) -> Schedule:  # fmt: skip
     """The schedule of a call.
@@ -227,14 +231,14 @@ def _live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
     return [torch.zeros(8, dtype=torch.float32, device=device)] if records else []
 
 
-def _inputs(scale: Any, seed: Any, live: list[torch.Tensor], tensor: str) -> CastInputs:
+def _inputs(scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str) -> CastInputs:
     history = live[0][_LIVE[tensor] : _LIVE[tensor] + 1] if live else None
     return CastInputs(scale, seed, history)
 
 
 def _linear_forward(
-    x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe, token: str,
+    pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     _check_caller(token, pinned)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw)
@@ -269,8 +273,8 @@ def _saves(token: str, backend: str, device: torch.device, wants_dx: bool, wants
 
 
 def _linear_backward(
-    dy: Any, x: Any, weight: Any, saved: list[torch.Tensor], seed: Any, dy_scale: Any, token: str, backend: str,
-    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, weight: torch.Tensor, saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
+    token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     shape = (*dy.shape[:-1], weight.shape[1])
     schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
@@ -279,12 +283,13 @@ def _linear_backward(
     saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw)
     x_layout, w_layout = schedule.saved_layouts()
 
-    def column(tensor: str, source: Any, layout: Layout | None, wanted: bool, is_saved: bool) -> Any:
-        """A column operand: taken from what forward has saved, or cast now."""
-        if not wanted:
+    def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> tuple[Maybe, ...]:
+        """A column operand: taken from what forward has saved, or cast now; nothing where it is not needed."""
+        if not needed:
             return None, None, None
         if is_saved and layout is not None:
             return tuple(None if part is None else rest.pop(0) for part in layout)
+        assert source is not None
         return tuple(schedule.column(tensor, source, plain))
 
     with schedule.scope():
@@ -345,8 +350,8 @@ def _is_delayed(cast: Cast | None) -> bool:
 
 
 def _fake_forward(
-    x: Any, weight: Any, bias: Any, seed: Any, x_scale: Any, w_scale: Any, token: str, pinned: bool, backend: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe, token: str,
+    pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
     outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
@@ -354,8 +359,8 @@ def _fake_forward(
     routes = module.routes(recipe, x.device, None)
     saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw)
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
-    for tensor, wanted, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
-        layout = layouts_of(module, entries_of(recipe, routes, tensor, True, wanted), *sizes)[1]
+    for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
+        layout = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)[1]
         for part in layout or ():
             if part is not None:
                 outputs.append(x.new_empty_strided(part.shape, part.strides, dtype=getattr(torch, part.dtype)))
@@ -363,8 +368,8 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dy: Any, x: Any, weight: Any, saved: Any, seed: Any, dy_scale: Any, token: str, backend: str,
-    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, weight: torch.Tensor, saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
+    token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     made = [dy.new_empty(8, dtype=torch.float32)] if records else []
     made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=x_dtype)] if wants_dx else []

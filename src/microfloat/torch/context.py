@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
+import torch
+
 from microfloat.errors import InvalidValueError, NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.torch import scaling
+from microfloat.torch.reduction import Group
 
 __all__ = [
     "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_stochastic", "keeps_x",
@@ -25,16 +28,16 @@ class Tape:
     """Encode scales in the order a checkpointed region used them, so that its recomputation uses the same ones."""
 
     def __init__(self, outer: "Tape | None" = None) -> None:
-        self.scales: list[Any] = []
+        self.scales: list[dict[str, torch.Tensor]] = []
         self._outer = outer  # that of a checkpointed region around this one, which is recomputed too
 
-    def record(self, scales: Any) -> None:
+    def record(self, scales: dict[str, torch.Tensor]) -> None:
         """Add the scales of one call."""
         self.scales.append(scales)
         if self._outer is not None:
             self._outer.record(scales)
 
-    def replay(self) -> Iterator[Any]:
+    def replay(self) -> Iterator[dict[str, torch.Tensor]]:
         """The recorded entries again, from the first."""
         return iter(self.scales)
 
@@ -45,12 +48,12 @@ class Ambient(NamedTuple):
     enabled: bool
     recipe: Recipe | None
     calibrating: bool = False
-    group: Any = None
+    group: Group = None
     backend: str = "auto"
     region: "scaling.Region | None" = None
     record_tape: Tape | None = None
-    replay: Iterator[Any] | None = None
-    owner: Any = None  # who leaves this state again
+    replay: Iterator[dict[str, torch.Tensor]] | None = None
+    owner: object = None  # who leaves this state again
     outer: "Ambient | None" = None
 
 
@@ -67,7 +70,7 @@ def set_ambient(state: Ambient) -> Token:
     return _AMBIENT.set(state)
 
 
-def reset_ambient(token: Token, owner: Any) -> tuple[Ambient | None, bool]:
+def reset_ambient(token: Token, owner: object) -> tuple[Ambient | None, bool]:
     """Take the state of `owner` out; returns the innermost state that is left, and whether `owner`'s was the innermost.
 
     Where it was not, only its own state goes: those entered after it stay, and leave what was before all of them.
@@ -86,7 +89,7 @@ def reset_ambient(token: Token, owner: Any) -> tuple[Ambient | None, bool]:
     return left, state is not None and state.owner is owner
 
 
-def _without(state: Ambient | None, owner: Any) -> Ambient | None:
+def _without(state: Ambient | None, owner: object) -> Ambient | None:
     if state is None or state.owner is owner:
         return state and state.outer
     return state._replace(outer=_without(state.outer, owner))

@@ -41,6 +41,8 @@ __all__ = [
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
+Tensor = torch.Tensor
+Level = torch.Tensor | None  # of what an operand may lack, such as a tensor scale
 
 _scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 # What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
@@ -58,7 +60,7 @@ class Product(Protocol):
     reason: str
 
     def __call__(
-        self, a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any, /
+        self, a: Tensor, a_scale: Level, a_level: Level, b: Tensor, b_scale: Level, b_level: Level, bias: Level, /
     ) -> torch.Tensor:
         """[M, N]."""
         ...
@@ -135,7 +137,7 @@ def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Prod
     return made
 
 
-def _empty(task: _Task, *parts: Any) -> torch.Tensor:
+def _empty(task: _Task, *parts: Level) -> torch.Tensor:
     """Sums of no products."""
     y = torch.zeros((task.shape[0], task.shape[2]), dtype=torch.float32, device=task.device)
     return (y if parts[-1] is None else y + parts[-1].float()).to(task.out_dtype)
@@ -175,7 +177,9 @@ def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
     multiply = _fp8(task._replace(lhs=by_row, rhs=by_row))
     m, _, n = task.shape
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         a_scale = a_scale if a_scale.dim() else a_scale.expand(m, 1).contiguous()
         b_scale = b_scale if b_scale.dim() else b_scale.expand(1, n).contiguous()
         return multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
@@ -193,7 +197,9 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
     aligned = None if bias is None else bias._replace(aligned=bias.aligned or columns != n)
     multiply = make(task._replace(lhs=lhs, rhs=rhs, shape=sizes, bias=aligned))
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         a, b = _fill(a, rows, length), _fill(b.t(), columns, length).t()
         if rows != m:
             a_scale = F.pad(a_scale.t(), (0, rows - m), value=1.0).t()
@@ -234,7 +240,9 @@ def _blocks(task: _Task) -> Product:
         )
     finish = None if task.bias is None else _epilogue(m, n, (None, None), task.bias, dtype, task.device)
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         if more:
             b_scale = F.pad(b_scale.t(), (0, more)).t()
         if finish is None:
@@ -244,25 +252,25 @@ def _blocks(task: _Task) -> Product:
     return _as_product(multiplied)
 
 
-_NONE: list[Any] = []
+_NONE: list[Tensor] = []
 _BY_BLOCKS, _BY_TILES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
 
 
-def _block_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _block_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_BLOCKS, _NONE, None, dtype)
 
 
-def _tile_matmul(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _tile_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
 
 
-def _public_matmul(tiles: bool, a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _public_matmul(tiles: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     kinds = F.ScalingType
     b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
     return F.scaled_mm(a, b, a_scale, kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype)
 
 
-def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Any:
+def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
     """``(a, a_scale, b, b_scale, dtype) -> a @ b`` by the vendor's kernel or our own, asked once."""
     vendor: Any = functools.partial(_public_matmul, tiles)
     if _scaled_mm_v2 is not None:
@@ -271,7 +279,7 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Any:
     if not (e4m3 and own_gemm_serves(task.device, task.shape, tiles, dtype)):
         return vendor
 
-    def own(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    def own(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
         if all(t.is_contiguous() and t.data_ptr() % _BYTES == 0 for t in (a, a_scale.t(), b.t(), b_scale.t())):
             return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
         return vendor(a, a_scale, b, b_scale, dtype)
@@ -388,7 +396,9 @@ def _values(task: _Task) -> Product:
     decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
     decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         if decode_a is not None:
             a, a_level = decode_a(a, a_scale, a_level)
         if decode_b is not None:
@@ -406,11 +416,11 @@ def _is_outer(one: Encoding) -> bool:
 
 def _decoder(
     one: Encoding, rows: int, length: int, device: torch.device
-) -> Callable[[Any, Any, Any], tuple[torch.Tensor, torch.Tensor | None]]:
+) -> Callable[[Tensor, Tensor, Level], tuple[Tensor, Level]]:
     """(codes, scale, level) -> element times block scale in bfloat16, exact where normal; the scale that is left."""
     dequantize, is_outer = _dequantizer(one, device), _is_outer(one)
 
-    def decode(codes: Any, scale: Any, level: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def decode(codes: Tensor, scale: Tensor, level: Level) -> tuple[Tensor, Level]:
         if is_outer:
             scale, level = torch.ones_like(scale), scale
         return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), level
@@ -446,10 +456,13 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
     parts = [slice(begin, min(begin + step, m)) for begin in range(0, m, step)]
     finishes = [_epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
 
-    def in_parts(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def in_parts(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         y = torch.empty((m, n), dtype=dtype, device=a.device)
         for rows, finish in zip(parts, finishes, strict=True):
-            finish(multiply(a[rows], b), a_level[rows] if levels[0] == "row" else a_level, b_level, bias, y[rows])
+            level = a_level[rows] if a_level is not None and levels[0] == "row" else a_level
+            finish(multiply(a[rows], b), level, b_level, bias, y[rows])
         return y
 
     return _as_product(in_parts)
@@ -486,7 +499,7 @@ def _epilogue(
     launch = kernel_of(kernels.scale_and_round).prepared(key, programs, (rows, columns), constants, aligned=aligned)
     empty, size, stride = fast_empty(device), (rows, columns), (columns, 1)
 
-    def finish(accumulator: Any, left: Any, right: Any, bias: Any, out: Any = None) -> torch.Tensor:
+    def finish(accumulator: Tensor, left: Level, right: Level, bias: Level, out: Level = None) -> Tensor:
         if out is None:
             out = empty(size, stride, dtype)
         stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
@@ -500,7 +513,7 @@ _EPILOGUE_TILE = 8, 512  # rows and columns that one of its programs rounds
 
 
 def _plain_epilogue(
-    dtype: torch.dtype, accumulator: Any, left: Any, right: Any, bias: Any, out: torch.Tensor | None = None
+    dtype: torch.dtype, accumulator: Tensor, left: Level, right: Level, bias: Level, out: Level = None
 ) -> torch.Tensor:
     """The same in torch operations."""
     factors = [scale for scale in (left, right if right is None or not right.dim() else right.t()) if scale is not None]
@@ -517,7 +530,9 @@ def _plain_epilogue(
 def _block_scaled(task: _Task) -> Product:
     (m, k, n), dtype = task.shape, task.out_dtype
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         left = _operand(task.lhs, m, k, a, a_scale, a_level)
         right = _operand(task.rhs, n, k, b, b_scale, b_level)
         y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32))
@@ -527,7 +542,7 @@ def _block_scaled(task: _Task) -> Product:
     return _as_product(multiplied, "torch operations fill up the codes and put the scales into tiles first")
 
 
-def _operand(one: Encoding, rows: int, length: int, codes: Any, scale: Any, level: Any) -> Operand:
+def _operand(one: Encoding, rows: int, length: int, codes: Tensor, scale: Tensor, level: Level) -> Operand:
     return Operand(codes, scale, level, one.format, rows, length, one.hadamard, one.power_of_two)
 
 
@@ -612,7 +627,9 @@ def _decoded(task: _Task) -> Product:
     (m, k, n), lhs, rhs = task.shape, task.lhs, task.rhs
     options = {"out_dtype": task.out_dtype, "accumulate": task.accumulate}
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         left, right = _operand(lhs, m, k, a, a_scale, a_level), _operand(rhs, n, k, b, b_scale, b_level)
         return reference.scaled_matmul(left, right, bias=bias, **options)
 
@@ -628,7 +645,9 @@ def _plain(task: _Task) -> Product:
         )
     dequantize = _dequantizer(rhs if lhs is None else lhs, task.device)
 
-    def multiplied(a: Any, a_scale: Any, a_level: Any, b: Any, b_scale: Any, b_level: Any, bias: Any) -> torch.Tensor:
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
         if lhs is None:
             b = dequantize(_operand(rhs, n, k, b, b_scale, b_level), a.dtype)
         else:

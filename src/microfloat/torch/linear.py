@@ -12,7 +12,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,15 +21,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError
 from microfloat.passes import CastInputs
-from microfloat.recipes import Recipe
+from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, is_abstract
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
-from microfloat.torch.schedule import NO_INPUTS, Schedule, autocast_dtype, find_schedule, remember
+from microfloat.torch.reduction import Group
+from microfloat.torch.schedule import NO_INPUTS, Parts, Schedule, autocast_dtype, find_schedule, remember
 from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import Linear
 
 __all__ = [
     "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find", "find_for",
@@ -41,7 +45,7 @@ _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer
 
 
 def run_linear(
-    layer: Any, x: Any, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+    layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
 ) -> torch.Tensor | None:
     """``x @ weight.T + bias`` under `recipe`, differentiable once; None where there are no elements to multiply.
 
@@ -82,7 +86,7 @@ def run_linear(
     return y
 
 
-def find_for(layer: Any, x: Any, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
     weight, bias = layer.weight, layer.bias
     check_linear(x, weight, bias)
@@ -91,29 +95,32 @@ def find_for(layer: Any, x: Any, recipe: Recipe, state: Ambient | None) -> Sched
     return _of_call(layer, x, weight, bias, recipe, state)
 
 
-def backend_name(layer: Any, state: Ambient | None) -> str:
+def backend_name(layer: "Linear", state: Ambient | None) -> str:
     """The backend that a call asks for: the layer's own, else the autocast's."""
     return layer.backend if layer.backend != "auto" or state is None else state.backend
 
 
-def _of_call(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+def _of_call(
+    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe,
+    state: Ambient | None,
+) -> Schedule | None:  # fmt: skip
     """The schedule of an eager call; None where there are no elements to multiply."""
     grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x_key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
-    wants = grad and x.requires_grad, grad and weight.requires_grad
-    schedule = find(x_key, x, weight, bias, recipe, name, compute, *wants)
+    needs = grad and x.requires_grad, grad and weight.requires_grad
+    schedule = find(x_key, x, weight, bias, recipe, name, compute, *needs)
     if schedule is not None and schedule.folds and not (counts := counts_of(layer)).is_quiet:
         routes = schedule.backend.routes(recipe, x.device, counts)
         if routes is not schedule.routes:  # fold counts of earlier steps ask for others
-            return find(x_key, x, weight, bias, recipe, name, compute, *wants, routes)
+            return find(x_key, x, weight, bias, recipe, name, compute, *needs, routes)
     return schedule
 
 
 def find(
-    x_key: tuple, x: torch.Tensor | None, weight: Any, bias: Any, recipe: Recipe, name: str, compute: torch.dtype,
-    wants_dx: bool, wants_dw: bool, routes: Routes | None = None,
+    x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, routes: Routes | None = None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
 
@@ -141,7 +148,7 @@ def find(
     return remember(key, made)
 
 
-def counts_of(layer: Any) -> FoldCounts:
+def counts_of(layer: nn.Module) -> FoldCounts:
     """The number of elements that folding has changed in this layer so far."""
     counts = layer.__dict__.get("_fold_counts")
     if counts is None:
@@ -163,7 +170,7 @@ class Run:
 
     def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
         self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
-        self.kept: Any = None
+        self.kept: Parts | None = None
         self.delayed: _Delayed | None = None
         self.is_alone = False
         self.bias_dtype: torch.dtype | None = None
@@ -233,7 +240,7 @@ apply: Any = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[
 
 
 def begin(
-    layer: Any, schedule: Schedule, weight: Any, state: Ambient | None, is_first_microbatch: bool | None,
+    layer: "Linear", schedule: Schedule, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None,
     apart: bool = False,
 ) -> Run:  # fmt: skip
     """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
@@ -253,7 +260,7 @@ def begin(
 
 
 def begin_apart(
-    layer: Any, x_key: tuple, recipe: Recipe, state: Ambient | None, compute: torch.dtype, wants_dx: bool,
+    layer: "Linear", x_key: tuple, recipe: Recipe, state: Ambient | None, compute: torch.dtype, wants_dx: bool,
     wants_dw: bool,
 ) -> Run | None:  # fmt: skip
     """A run of `layer` on an input that a producer will make; `x_key` as in `find`. None without elements."""
@@ -277,7 +284,7 @@ def begin_apart(
 _latest_step = object()
 
 
-def _note_step(*_: Any) -> None:
+def _note_step(*_: object) -> None:
     global _latest_step
     _latest_step = object()
 
@@ -295,9 +302,10 @@ class KeptWeight:
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._entry: Any = None  # replaced as a whole, so that threads see one or the other
+        # Replaced as a whole, so that threads see one or the other.
+        self._entry: tuple[weakref.ref, tuple, Parts] | None = None
 
-    def find(self, weight: torch.Tensor, key: tuple) -> Any:
+    def find(self, weight: torch.Tensor, key: tuple) -> Parts | None:
         """The operands if `weight` is the tensor that they were made from, unchanged, and `key` is equal; else None."""
         entry = self._entry
         if entry is None:
@@ -305,7 +313,7 @@ class KeptWeight:
         made_from, stamp, operands = entry
         return operands if made_from() is weight and stamp == _stamp(weight, key) else None
 
-    def keep(self, weight: torch.Tensor, key: tuple, operands: Any) -> None:
+    def keep(self, weight: torch.Tensor, key: tuple, operands: Parts) -> None:
         """Keep `operands`, made from `weight` and from what `key` says."""
         if not weight.is_inference():  # their writes are not counted
             self._entry = weakref.ref(weight), _stamp(weight, key), operands
@@ -316,7 +324,9 @@ def _stamp(weight: torch.Tensor, key: tuple) -> tuple:
     return weight.data_ptr(), weight._version, _latest_step, torch.is_inference_mode_enabled(), *key
 
 
-def _keep_weight(run: Run, layer: Any, weight: Any, is_first_microbatch: bool, version: int | None) -> bool:
+def _keep_weight(
+    run: Run, layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
+) -> bool:
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
     if not isinstance(weight, nn.Parameter) or isinstance(weight, QuantizedTensor):
@@ -343,11 +353,11 @@ class _Delayed(NamedTuple):
     """The delayed scaling of one forward, as its backward needs it."""
 
     layer: "weakref.ref[nn.Module]"
-    group: Any
+    group: Group
     region: scaling.Region
     records: bool
     late: scaling.Late | None  # of a forward inside a backward: what it records if its own backward runs
-    recorded: tuple[Any, Any]  # the casts of x and w that this forward has recorded for
+    recorded: tuple[Cast | None, Cast | None]  # the casts of x and w that this forward has recorded for
 
     def kept_layer(self) -> nn.Module:
         """The layer that holds the state."""
@@ -361,12 +371,14 @@ class _Delayed(NamedTuple):
         return layer
 
 
-def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_first_microbatch: bool | None) -> None:
+def _begin_delayed(
+    run: Run, layer: nn.Module, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None
+) -> None:
     """Give the casts of x and w their encode scales and histories, and note what they will record."""
     casts = run.schedule.delayed
     x_cast, w_cast = casts["x"], casts["w"]
     delayed: Any = (x_cast or w_cast or casts["dy"]).scaling  # type: ignore[union-attr]
-    buffers = layer._buffers
+    buffers: Any = layer._buffers
     history = buffers.get("scaling_x_amax_history")
     if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:
         scaling.ensure_buffers(layer, delayed)
@@ -391,7 +403,7 @@ def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_
             x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
     x_scale, w_scale = _aligned(scales["x"]), _aligned(scales["w"])
     if state is not None and state.record_tape is not None:
-        # Clones: the live buffers change when the region closes, the recomputation wants those of now.
+        # Clones: the live buffers change when the region closes, the recomputation takes those of now.
         state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone()})
     if x_cast is not None:
         run.x = CastInputs(x_scale, run.x.seed, x_history, *run.x[3:])
@@ -411,7 +423,7 @@ def _begin_delayed(run: Run, layer: Any, weight: Any, state: Ambient | None, is_
     run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast))
 
 
-def end(run: Run, layer: Any) -> None:
+def end(run: Run, layer: nn.Module) -> None:
     """After a forward that no autocast will update: do what the exit of its region would."""
     if run.is_alone and run.delayed is not None:
         scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)

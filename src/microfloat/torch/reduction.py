@@ -8,15 +8,19 @@ announced in the same all-reduce, and join it at the next one (docs/numerics.md 
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Delayed
 
-__all__ = ["Key", "Reduced", "group_name", "reduce_alone", "reduce_together", "reduces"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
+__all__ = ["Group", "Key", "Reduced", "group_name", "reduce_alone", "reduce_together", "reduces"]
+
+Group: TypeAlias = "ProcessGroup | None"
 _ANNOUNCEMENT = 1  # the first element of what slots of a list are reduced in
 _NOT_RECORDED = -1.0
 _AVAILABLE = torch.distributed.is_available()
@@ -47,7 +51,8 @@ class _List:
         self.positions: dict[Key, int] = {}
         self.new: set[Key] = set()  # recorded here, and not in the list yet
         self.agreed = False
-        self.announced: tuple[torch.Tensor, Any] | None = None  # what the latest all-reduce on a GPU has announced
+        # What the latest all-reduce on a GPU has announced.
+        self.announced: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def must_grow(self) -> bool:
@@ -59,7 +64,7 @@ class _List:
         self.announced = None
         return float(announced[0]) > 0
 
-    def grow(self, group: Any) -> None:
+    def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
         told: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(told, sorted(self.new), group=group)
@@ -99,22 +104,22 @@ class _List:
 
 
 # By process group and direction. Directions are points of the program at which all ranks reduce.
-_LISTS: "weakref.WeakKeyDictionary[Any, dict[str, _List]]" = weakref.WeakKeyDictionary()
+_LISTS: "weakref.WeakKeyDictionary[object, dict[str, _List]]" = weakref.WeakKeyDictionary()
 
 
-def reduces(delayed: Delayed, group: Any) -> bool:
+def reduces(delayed: Delayed, group: Group) -> bool:
     """True if live amaxes are those of several processes."""
     if not (delayed.reduce_amax and _AVAILABLE and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size(group) > 1
 
 
-def group_name(group: Any) -> str:
+def group_name(group: Group) -> str:
     """A name that all ranks have for a group, to visit several of them in one order."""
     return "" if group is None else str(getattr(group, "group_name", ""))
 
 
-def reduce_together(group: Any, direction: str, keys: list[Key], live: torch.Tensor) -> Reduced:
+def reduce_together(group: Group, direction: str, keys: list[Key], live: torch.Tensor) -> Reduced:
     """The maxima over all ranks of the slots of one direction, whichever of them each rank has recorded.
 
     live: float32 [keys]. Raises NotSupportedError, on every rank, where one number means layers of different shapes.
@@ -149,7 +154,7 @@ def reduce_together(group: Any, direction: str, keys: list[Key], live: torch.Ten
     return Reduced(known, payload.index_select(0, places), others)
 
 
-def reduce_alone(group: Any, keys: list[Key], live: torch.Tensor, all_keys: list[Key]) -> Reduced:
+def reduce_alone(group: Group, keys: list[Key], live: torch.Tensor, all_keys: list[Key]) -> Reduced:
     """The maxima over all ranks of one layer's slots, for a layer that rolls by itself; `all_keys`: all that it has.
 
     Raises NotSupportedError where ranks reduce for different layers at the same time. On a GPU, which is not waited

@@ -6,7 +6,7 @@ Many slots are updated in one launch where a kernel can, else in torch (docs/num
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,11 @@ from torch import nn
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
+from microfloat.torch.reduction import Group
+
+if TYPE_CHECKING:
+    from microfloat.torch.backends.triton import Slots
+    from microfloat.torch.scaling import Region
 
 __all__ = ["NAMES", "Batch", "Job", "Pending", "Slot", "batches_of"]
 
@@ -69,8 +74,8 @@ class Pending(NamedTuple):
 
     delayed: Delayed
     maximum: float  # of the element
-    group: Any
-    region: Any
+    group: Group
+    region: "Region | None"
     late: bool = False  # recorded by a forward inside a backward
 
 
@@ -102,7 +107,7 @@ class _Part(NamedTuple):
     """
 
     kernel: Any
-    table: Any
+    table: "Slots | None"
     indices: list[int]
 
 

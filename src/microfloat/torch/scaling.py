@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,11 @@ from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import record_amax_
-from microfloat.torch.reduction import Key, reduces
+from microfloat.torch.reduction import Group, Key, reduces
 from microfloat.torch.rolling import NAMES, Batch, Job, Pending, Slot, batches_of
+
+if TYPE_CHECKING:
+    from microfloat.torch.context import Ambient
 
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
@@ -48,19 +51,19 @@ class _LayerState:
         self.layer = weakref.ref(layer, lambda _, remove=_STATES.pop: remove(number, None))
         self.number = number
         # Region and reduction group of the latest compiled forward, for the amax that its backward records.
-        self.compiled: tuple[Region, Any] | None = None
+        self.compiled: tuple[Region, Group] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget what was recorded and rolled."""
         self.slots = {name: Slot(name) for name in SLOTS}
         # The thread's collection of layers with a dy to roll in which this one stands.
-        self.waits_in: Any = None
+        self.waits_in: dict[_LayerState, None] | None = None
         # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
         # of a forward that is recomputed inside one.
-        self.latest: tuple[Region, Any, Any] | None = None
+        self.latest: tuple[Region, Group, dict[_LayerState, None]] | None = None
         # The DistributedDataParallel that was told to leave the buffers alone.
-        self.wrapper: Any = None
+        self.wrapper: weakref.ref | None = None
 
 
 # By the number of the layer, under which other ranks know it, and compiled code, whose operators take no objects.
@@ -111,7 +114,7 @@ def _state(layer: nn.Module) -> _LayerState:
     return state if state is not None and state.layer() is layer else _new_state(layer)
 
 
-def _pending(cast: Cast, group: Any, region: "Region | None", late: bool = False) -> Pending:
+def _pending(cast: Cast, group: Group, region: "Region | None", late: bool = False) -> Pending:
     return Pending(cast.scaling, cast.format.element.max, group, region, late)  # type: ignore[arg-type]
 
 
@@ -218,7 +221,7 @@ class Recomputation(NamedTuple):
     late: Late | None
 
 
-def recomputation(layer: nn.Module, state: Any) -> Recomputation | None:
+def recomputation(layer: nn.Module, state: "Ambient | None") -> Recomputation | None:
     """The forward that is being recomputed; None in an ordinary forward. `state`: the ambient autocast or None.
 
     torch's own checkpoint recomputes inside a backward. If it is not reentrant, the first pass has recorded, and the
@@ -240,7 +243,7 @@ def recomputation(layer: nn.Module, state: Any) -> Recomputation | None:
     return Recomputation(scales, {} if torch.is_grad_enabled() else None)
 
 
-def record_late(layer: nn.Module, late: Late) -> tuple["Region", Any]:
+def record_late(layer: nn.Module, late: Late) -> tuple["Region", Group]:
     """Record what a forward inside a backward has noted, now that its own backward runs; returns region and group.
 
     It belongs to the region of its first pass. If that has closed, x and w wait as dy does.
@@ -265,7 +268,9 @@ def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
     return _tensor(layer._buffers[buffer_names(slot)[1]])
 
 
-def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None, region: Region | None = None) -> None:
+def note_recorded(
+    layer: nn.Module, slot: str, cast: Cast, *, group: Group = None, region: Region | None = None
+) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
     state = _state(layer)
     state.slots[slot].pending = _pending(cast, group, region)
@@ -275,7 +280,7 @@ def note_recorded(layer: nn.Module, slot: str, cast: Cast, *, group: Any = None,
         _await_backward(state)
 
 
-def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Any, region: Region) -> None:
+def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Group, region: Region) -> None:
     """`note_recorded` of x and of w at once, each if it was (None: it was not)."""
     state = _state(layer)
     slots = state.slots
@@ -306,7 +311,7 @@ def _await_backward(state: _LayerState) -> None:
         _shield_from(wrapper)
 
 
-def _shield_from(wrapper: Any) -> None:
+def _shield_from(wrapper: nn.parallel.DistributedDataParallel) -> None:
     """Keep DistributedDataParallel, whose forward this is, from broadcasting rank 0's amaxes over those of others."""
     reference = weakref.ref(wrapper)
     for prefix, module in wrapper.module.named_modules():
@@ -343,7 +348,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, re
 
 
 def calibrate(
-    layer: nn.Module, recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, group: Any,
+    layer: nn.Module, recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, group: Group,
     histories: dict[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Record the amaxes of x and of the weight, into `histories` or the layer's own; `update_scaling` rolls them."""
@@ -371,7 +376,13 @@ def numbered(number: int) -> nn.Module:
 
 
 def record_compiled(
-    number: int, history: torch.Tensor, slot: str, amax: torch.Tensor, cast: Cast, region: Region | None, group: Any
+    number: int,
+    history: torch.Tensor,
+    slot: str,
+    amax: torch.Tensor,
+    cast: Cast,
+    region: Region | None,
+    group: Group,
 ) -> None:
     """`record` for compiled code: the layer by number, dy under the region of the layer's latest forward.
 
@@ -444,7 +455,7 @@ def _roll(
 def _update(jobs: list[Job], direction: str | None) -> list[Job]:
     """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
     rolled: list[Job] = []
-    shared: dict[Any, list[Batch]] = {}
+    shared: dict[Group, list[Batch]] = {}
     for batch in batches_of(jobs) if jobs else ():
         entry = batch.jobs[0][2]
         if reduces(entry.delayed, entry.group):
@@ -458,7 +469,7 @@ def _update(jobs: list[Job], direction: str | None) -> list[Job]:
 
 
 @torch.no_grad()
-def _update_shared(group: Any, batches: list[Batch], direction: str | None) -> list[Job]:
+def _update_shared(group: Group, batches: list[Batch], direction: str | None) -> list[Job]:
     """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
     jobs = [job for batch in batches for job in batch.jobs]
     lives = [batch.live() for batch in batches]
@@ -521,7 +532,7 @@ def flush_backward() -> None:
         _roll(states, SLOTS, _closed, "backward")
 
 
-def begin_forward(layer: nn.Module, region: Region | None, group: Any) -> None:
+def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None:
     """Before a forward that is no recomputation: roll what earlier backward passes have recorded, if not done yet."""
     state = _state(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())

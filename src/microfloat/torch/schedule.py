@@ -19,7 +19,8 @@ it lies, "column" that of its transpose.
 
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +36,10 @@ from microfloat.torch.gemms import Product, product
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.seeds import draw_seed, fold_rank_
 from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.backends.base import Operand as StoredOperand
+    from microfloat.torch.program import Program
 
 __all__ = [
     "NO_INPUTS", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
@@ -77,10 +82,10 @@ Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; Non
 
 
 def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: bool) -> Entries:
-    """Row and column operand of "x", "w" or "dy", each if wanted."""
+    """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
     made: list[Entry | None] = []
-    for wanted, operand in zip((row, column), operands_of(tensor), strict=True):
-        if not wanted:
+    for is_read, operand in zip((row, column), operands_of(tensor), strict=True):
+        if not is_read:
             made.append(None)
             continue
         cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
@@ -91,7 +96,7 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
     return made[0], made[1]
 
 
-def layouts_of(backend: Backend, entries: Entries, rows: Any, length: Any) -> tuple[Layout | None, Layout | None]:
+def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:
     """Layouts of the operands of a matrix [rows, length]; None in high precision, and where there is no operand.
 
     Sizes may be symbols of a compiler.
@@ -130,8 +135,8 @@ class CastStep:
         self.entries = entries
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
-        self.program: Any = None
-        self._recording: Any = None
+        self.program: Program | None = None
+        self._recording: Program | None = None
         self._layouts: tuple[Layout | None, Layout | None] = (None, None)
         self.reason = ""
         if row is None and column is None:
@@ -151,7 +156,7 @@ class CastStep:
 
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
-        """How operands of a tensor that is not there yet will be cast, and why not by launches."""
+        """The way in which operands of a later tensor will be cast, and why not by launches."""
         row, column = (None if entry is None else entry.spec for entry in entries)
         if row is None and column is None:
             return "", ""
@@ -193,7 +198,7 @@ class CastStep:
         ]  # fmt: skip
 
 
-def parts_of(operand: Any, entry: Entry | None, layout: Layout | None) -> Parts:
+def parts_of(operand: "StoredOperand | None", entry: Entry | None, layout: Layout | None) -> Parts:
     """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
     if operand is None or entry is None or layout is None:
         return [None, None, None]
@@ -226,7 +231,7 @@ class _StoredCast:
 
     is_bound, names = False, "stored codes"
 
-    def __call__(self, weight: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+    def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         made: Parts = [None] * 6
         if self._step is not None:
             made = self._step(weight.dequantize(self._compute), stream, words, inputs)[:6]
@@ -287,7 +292,7 @@ class Schedule:
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
         self._converts_w = not stored and weight.dtype != compute
-        self._pair: tuple[Any, Any] = (None, None)
+        self._pair: tuple[Program | None, Program | None] = (None, None)
         if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
             self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: CastStep | None = None  # of the gradient that backward usually brings
@@ -301,7 +306,7 @@ class Schedule:
 
     def _pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
-    ) -> tuple[Any, Any]:
+    ) -> tuple["Program | None", "Program | None"]:
         """One launch that casts x and w, without and with records of their amaxes; None where none serves both."""
         specs = tuple(tuple(None if e is None else e.spec for e in entries) for entries in (x_entries, w_entries))
         made = [
@@ -319,14 +324,14 @@ class Schedule:
     def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
         """Which operands fold: GEMM and side -> tensor, orientation, form, elements."""
         sizes = {"x": inputs, "w": weights, "dy": self.rows * self.out_features}
-        wanted = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
-        wanted |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
+        needed = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
+        needed |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
         found = {}
         for tensor, size in sizes.items():
             for operand in operands_of(tensor):
                 route = getattr(self.routes, operand.gemm)
                 form = route.rhs if operand.side == "rhs" else route.lhs
-                if form in ("folded", "tiles") and wanted.get((tensor, operand.transposed), True):
+                if form in ("folded", "tiles") and needed.get((tensor, operand.transposed), True):
                     orientation = "column" if operand.transposed else "row"
                     found[operand.key] = (tensor, orientation, form, size)
         return found
@@ -404,7 +409,7 @@ class Schedule:
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
 
     def dy_step(self, dy: torch.Tensor, wants_dx: bool, wants_dw: bool) -> tuple[torch.Tensor, CastStep]:
-        """The cast of a gradient, found by how it lies and by what is wanted; and the gradient as it takes it."""
+        """The cast of a gradient, found by how it lies and by what is asked for; and the gradient as it takes it."""
         step = self._dy
         address = dy.data_ptr()
         if (
@@ -431,7 +436,7 @@ class Schedule:
         wants_dx: bool,
         wants_dw: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dx and dw, each if wanted; `saved` is what `forward` returned."""
+        """dx and dw, each if it is asked for; `saved` is what `forward` returned."""
         dy, step = self.dy_step(dy, wants_dx, wants_dw)
         stream, words = self.resources()
         row, row_scale, row_level, *column = step(dy, stream, words, inputs)
@@ -445,16 +450,16 @@ class Schedule:
             dw = self._wgrad(*column, *self._laid(0, saved[0:3]), None)  # type: ignore[misc]
         return dx, dw
 
-    def dgrad(self, dy: Any, w: Any) -> torch.Tensor:
+    def dgrad(self, dy: Sequence, w: Sequence) -> torch.Tensor:
         """dx in x's shape, from the row operand of dy and the column operand of w."""
         dx = self._dgrad(*dy, *self._laid(1, w), None)  # type: ignore[misc]
         return dx if self.x_shape is None else dx.view(self.x_shape)
 
-    def wgrad(self, dy: Any, x: Any) -> torch.Tensor:
+    def wgrad(self, dy: Sequence, x: Sequence) -> torch.Tensor:
         """dw, from the column operands of dy and x."""
         return self._wgrad(*dy, *self._laid(0, x), None)  # type: ignore[misc]
 
-    def fprop(self, x: Any, w: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""
         return self._fprop(*x, *w, bias)  # type: ignore[misc]
 
@@ -468,7 +473,7 @@ class Schedule:
         """Layouts of the operands x.T and w.T that `forward` returns."""
         return self._layouts
 
-    def _laid(self, which: int, parts: Any) -> Any:
+    def _laid(self, which: int, parts: Sequence) -> Sequence:
         """A saved operand, should a saved-tensor hook have returned it in another memory order."""
         strides, layout = self._strides[which], self._layouts[which]
         if strides is None or layout is None:
@@ -483,7 +488,7 @@ class Schedule:
         """True where another CUDA device is the current one."""
         return self.device >= 0 and self.device != torch._C._cuda_getDevice()
 
-    def scope(self) -> Any:
+    def scope(self) -> contextlib.ExitStack:
         """A context in which its device is the current one, and torch.autocast leaves alone what `shields` says."""
         stack, kind = contextlib.ExitStack(), "cpu" if self.device < 0 else "cuda"
         if self.shields and torch.is_autocast_enabled(kind):
