@@ -33,18 +33,19 @@ def cheaper_passes():
 
 @contextlib.contextmanager
 def _without_fusion_emitters():
-    """As an option of every compilation; where JAX keeps its options elsewhere, or on a GPU, nothing changes."""
+    """As an option of every compilation, each in one piece; where JAX keeps its options elsewhere, or on a GPU, nothing changes."""
     import jax
     from jax._src import compiler
 
     usual = getattr(compiler, "get_compile_options", None)
-    if usual is None or jax.default_backend() != "cpu":  # other platforms do not know the option
+    if usual is None or jax.default_backend() != "cpu":  # other platforms do not know the options
         yield
         return
 
     def without(*arguments, **given):
         options = usual(*arguments, **given)
-        options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+        cheaper = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
+        options.env_option_overrides = [*options.env_option_overrides, *cheaper]
         return options
 
     compiler.get_compile_options = without

@@ -29,6 +29,7 @@ def equal(one, other):
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @eager_and_jit
 def test_a_key_has_no_gradient(transform):
     """The cotangent of a key is float0; users see it only if they differentiate with respect to the key."""
@@ -43,7 +44,7 @@ def test_a_key_has_no_gradient(transform):
     assert dseed.dtype == jax.dtypes.float0
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @eager_and_jit
 def test_integers_into_a_flax_op_have_no_gradient(transform):
     """Integer lhs is cast to the compute dtype, as Flax does; its cotangent is float0."""

@@ -214,7 +214,7 @@ def test_gradients_by_every_route():
     assert np.array_equal(jax.jit(lambda a, b: dots(a, b, "foreign"))(lhs, rhs), dots(lhs, rhs, "one call"))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("Fp8DotGeneralOp",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
 def test_second_derivatives(name):
     """Straight through the rounding, with respect to both operands, and also where Flax's tangents overflow FP8."""
@@ -356,7 +356,7 @@ def test_missing_state_is_named():
         fp8_ops.max_accumulate(3)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("microfloat",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("module", [flax_ops, fp8_ops], ids=["flax", "microfloat"])
 def test_classes_derived_from_the_base(module):
     """A subclass finds the six variables under the names that Flax gives them."""

@@ -82,6 +82,7 @@ def test_step_4_delayed_scaling():
     np.testing.assert_allclose(y, jax.jit(fp8_dot)(a, b), **FP8_TOLERANCE)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_steps_5_to_7_a_dense_layer():
     a, _ = operands()
     model = nn.Dense(64, dot_general_cls=fp8_ops.Fp8DotGeneralOp)

@@ -157,7 +157,7 @@ def test_parameters_are_declared_as_jaxlib_passes_them(repository):
         assert one["capability"] == 90
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
 def test_kernels_inside_shard_map(repository, name):
     """Scales of whole tensors, maxima over the mesh, have one type by either way."""
@@ -189,6 +189,7 @@ def test_why_xla_casts(monkeypatch):
     assert "Hadamard" in kernels.why_no_kernel(Cast("mxfp8", hadamard=Hadamard()))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_another_triton_leaves_the_casts_to_xla(repository):
     """What Triton writes in another form is no reason to fail."""
     found = program(repository, "another triton")

@@ -164,7 +164,7 @@ def test_a_layer_with_a_product_of_its_own_keeps_it():
     assert mnnx.revert(layer).dot_general is doubled
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("eager",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_gradients_without_the_state_are_noticed(jitted):
     """Flax's own grad and optimizer leave the scales where they are: a warning says so, and what to use."""
@@ -252,6 +252,7 @@ def test_streams_of_stochastic_recipes():
     assert op(X, X, (((1,), (1,)), ((), ())), key=jax.random.key(0)).shape == (6, 6)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_scanned_layers_have_stacked_state():
     @nnx.vmap(in_axes=0, out_axes=0)
     def stacked(key):

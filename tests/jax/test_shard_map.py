@@ -204,6 +204,7 @@ def test_eager_shard_map(check_vma):
     assert relative_error(mapped(X, W), expected_of("current")[0]) < 1e-6
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_noise_of_shards():
     """One key repeats its noise on every shard; with the axis index folded in, shards differ."""
     op, key = mj.dot_general(NVFP4BlockScaling()), jax.random.key(0)

@@ -157,7 +157,8 @@ LONG = (
     "fused_squares", "delayed_gradients", "gradients-nvfp4-((scale_rule,four_over_six),)-(40,72)-bfloat16",
     "operands-mxfp8_e5m2-(256,192)-*", "operands-mxfp6_e2m3-(256,192)-*", "operands-mxfp8-(128,128)-*-special",
     "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*", "norms_alone-layer-fp8_tensor",
-    "hidden_by_nan-nvfp4-*", "values_in_bf16-nvfp4-*",
+    "hidden_by_nan-nvfp4-*", "values_in_bf16-nvfp4-*", "operands-*-(68,140)-*", "operands-*-(70,90)-*",
+    "operands-*-transposed",
 )  # fmt: skip
 
 
