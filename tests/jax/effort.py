@@ -33,7 +33,7 @@ def cheaper_passes():
 
 @contextlib.contextmanager
 def _without_fusion_emitters():
-    """As an option of every compilation, each in one piece; where JAX keeps its options elsewhere, or on a GPU, nothing changes."""
+    """As options of every compilation, in one piece; where JAX keeps them elsewhere, or on a GPU, nothing changes."""
     import jax
     from jax._src import compiler
 
