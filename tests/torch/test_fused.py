@@ -112,6 +112,19 @@ def test_under_torch_autocast_the_value_is_cast_once():
     assert x.grad.dtype == torch.float32
 
 
+def test_under_torch_autocast_the_gradient_of_an_activation_has_its_dtype():
+    torch.manual_seed(0)
+    recipe = {"recipe": "fp8_row", "backend": "reference"}
+    norm, gate, down = nn.RMSNorm(32), mf.Linear(32, 48, **recipe), mf.Linear(48, 16, **recipe)
+    x = torch.randn(8, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = fused.norm_mlp(x, norm, gate, down, activation="relu"), down(gate(norm(x)).relu())
+    assert torch.equal(got, want)
+    tensors = [gate.weight, gate.bias, down.weight, down.bias]
+    for one, other in zip(*(torch.autograd.grad(y.sum(), tensors) for y in (got, want)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_no_value_is_kept_for_backward():
     """Of the normed x and of the activation only codes are saved: one byte an element, and gate and up once each."""
     model = Mlp("rms", True, False, from_name("fp8_current"), "reference", "cpu")

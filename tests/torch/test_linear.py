@@ -412,3 +412,11 @@ def test_delayed_recipe_has_state_only_when_used() -> None:
     with mf.autocast(recipe=DelayedScaling()):
         plain(torch.randn(4, 16))
     assert len(plain.state_dict()) == 8
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_meta_tensors_without_elements() -> None:
+    layer = mf.Linear(0, 16, device="meta", recipe="mxfp8")
+    y = layer(torch.empty(4, 0, device="meta", requires_grad=True))
+    assert y.is_meta
+    assert y.shape == (4, 16)

@@ -110,3 +110,18 @@ def test_nesting_disabling_and_bad_arguments() -> None:
         mf.quantized_model_init(recipe=3)
     with mf.quantized_model_init(recipe="mxfp8"), pytest.raises(NotSupportedError, match="meta device"):
         mf.Linear(8, 8, device="meta")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("rows", "features", "outputs"), [(0, 32, 16), (4, 0, 16), (4, 32, 0)])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_stored_weight_has_a_gradient_without_elements_to_multiply(rows, features, outputs, recipe) -> None:
+    with mf.quantized_model_init(recipe="mxfp8"):
+        layer = mf.Linear(features, outputs).pin(recipe)
+    layer.bias = torch.nn.Parameter(layer.bias.detach().bfloat16())
+    x = torch.randn(rows, features, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert not layer.weight.grad.any()
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, rows))

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat import formats, reference  # noqa: E402
+from microfloat import formats, recipes, reference  # noqa: E402
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
+from microfloat.operands import GEMMS  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
 from microfloat.torch import rolling, scaling  # noqa: E402
 
@@ -499,3 +500,41 @@ def test_a_recipe_that_delays_the_weight_alone_records_it(inside) -> None:
         layer(torch.ones(32, 32)).sum().backward()
     assert layer.scaling_w_scale == np.float32(448) / layer.weight.detach().abs().max()
     assert layer.scaling_x_scale == 1
+
+
+def _delayed_in(*usages: tuple[str, str]) -> recipes.CustomRecipe:
+    def cast(gemm: str, side: str) -> recipes.Cast:
+        return recipes.Cast("fp8_tensor", scaling=recipes.Delayed() if (gemm, side) in usages else recipes.Current())
+
+    return recipes.CustomRecipe(*(recipes.Gemm(cast(gemm, "lhs"), cast(gemm, "rhs")) for gemm in GEMMS))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("usage", [("fprop", "rhs"), ("dgrad", "rhs"), ("wgrad", "rhs"), ("dgrad", "lhs")])
+@pytest.mark.parametrize("frozen", ["", "x", "weight"])
+def test_only_casts_that_run_record(usage, frozen, alone) -> None:
+    """One delayed cast among current ones: its slot alone has an amax, and only where its product will run."""
+    layer, recipe = mf.Linear(32, 16), _delayed_in(usage)
+    if alone:
+        layer.pin(recipe)
+    layer.weight.requires_grad_(frozen != "weight")
+    x = torch.randn(8, 32, requires_grad=frozen != "x")
+    for _ in range(2):
+        with contextlib.nullcontext() if alone else mf.autocast(recipe=recipe):
+            y = layer(x)
+        y.sum().backward()
+    mf.update_scaling(layer)
+    slot = {"fprop": "w", "dgrad": "w" if usage[1] == "rhs" else "dy", "wgrad": "x"}[usage[0]]
+    runs = usage[0] == "fprop" or frozen != {"dgrad": "x", "wgrad": "weight"}[usage[0]]
+    recorded = {name for name in scaling.SLOTS if scaling.amax_history(layer, name).any()}
+    assert recorded == ({slot} if runs else set())
+
+
+def test_a_stored_weight_records_where_its_transpose_is_cast() -> None:
+    with mf.quantized_model_init(recipe=DelayedScaling()):
+        layer = mf.Linear(32, 16, recipe=DelayedScaling())
+    layer(torch.randn(8, 32)).sum().backward()
+    assert not scaling.amax_history(layer, "w").any()
+    assert scaling.encode_scale(layer, "w") == 1
+    layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert scaling.amax_history(layer, "w").max() == layer.weight.dequantize().abs().max()

@@ -156,7 +156,8 @@ def _begin(x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[A
         if layer._pinned is UNPINNED:
             layer.__dict__["_followed"] = True
         width = layer.in_features
-        x_key = (torch.Size((rows, width)), (width, 1), x.dtype, x.get_device(), 0, False)
+        dtype = compute if any(isinstance(source, Linear) for source in feed) else x.dtype  # of what it would read
+        x_key = (torch.Size((rows, width)), (width, 1), dtype, x.get_device(), 0, False)
         wants_dx = grad and any(_requires_grad(source) for source in feed)
         wants_dw = grad and layer.weight.requires_grad
         run = begin_apart(layer, x_key, recipe, state, compute, wants_dx, wants_dw)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Parts, Schedule, autocast_dtype, remember
+from microfloat.torch.schedule import NO_INPUTS, Parts, Schedule, autocast_dtype, find_schedule, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def run_linear(
     ):  # fmt: skip
         refuse_transforms(x, weight, bias)
         check_linear(x, weight, bias)
+        if x.numel() == 0 or weight.numel() == 0:
+            return None
         if is_abstract(x):
             from microfloat.torch.compiled import abstract_linear
 
@@ -133,7 +135,7 @@ def find(
         weight.shape, weight.stride(), weight.dtype, weight.get_device(),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
     )  # fmt: skip
-    schedule = SCHEDULES.get(key)
+    schedule = find_schedule(key)
     if schedule is not None:
         return schedule
     if x is None:
@@ -194,7 +196,7 @@ class Run:
         schedule, dx, dw = self.schedule, None, None
         if wants_dx or wants_dw:
             try:
-                inputs = self.dy if self.delayed is None else self.dy_inputs()
+                inputs = self.dy_inputs(wants_dx, wants_dw)
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         dx, dw = schedule.backward(dy, ctx.saved_tensors, inputs, wants_dx, wants_dw)
@@ -207,9 +209,10 @@ class Run:
             scaling.record_late(self.delayed.kept_layer(), self.delayed.late)
         return dx, dw, bias_gradient(dy, self.bias_dtype) if wants_db else None
 
-    def dy_inputs(self) -> CastInputs:
+    def dy_inputs(self, wants_dx: bool, wants_dw: bool) -> CastInputs:
         """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""
-        delayed, cast = self.delayed, self.schedule.delayed["dy"]
+        delayed = self.delayed
+        cast = None if delayed is None else self.schedule.delayed_dy(wants_dx, wants_dw)
         if delayed is None or cast is None:
             return self.dy
         layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
@@ -376,9 +379,8 @@ def _begin_delayed(
     run: Run, layer: nn.Module, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None
 ) -> None:
     """Give the casts of x and w their encode scales and histories, and note what they will record."""
-    casts = run.schedule.delayed
-    x_cast, w_cast = casts["x"], casts["w"]
-    delayed: Any = (x_cast or w_cast or casts["dy"]).scaling  # type: ignore[union-attr]
+    x_cast, w_cast = run.schedule.delayed
+    delayed = run.schedule.delayed_scaling
     buffers: Any = layer._buffers
     history = buffers.get("scaling_x_amax_history")
     if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:

@@ -65,7 +65,7 @@ class Reader:
         schedule = self.schedule
         if not (schedule.wants_dx or schedule.wants_dw):
             return [None] * 6
-        inputs = self.run.dy_inputs()
+        inputs = self.run.dy_inputs(schedule.wants_dx, schedule.wants_dw)
         dy_MN, step = schedule.dy_step(dy_MN, schedule.wants_dx, schedule.wants_dw)
         return step(dy_MN, *schedule.resources(), inputs)
 
@@ -188,7 +188,9 @@ class GradientLink:
             made = producer.values(self.readers[0].schedule.backend.producers)
             self.amaxes = None if casts is None or not waits_for_amax(*casts.both) else [amax for _, amax in made]
             return [value for value, _ in made]
-        inputs: list[Any] = [reader.run.dy_inputs() for reader in self.readers]
+        inputs: list[Any] = [
+            reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers
+        ]
         first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
         pairs = [(getattr(first, name), getattr(second, name, None)) for name in ("seed", "scale_enc", "record")]
         casts.options |= {"seed": pairs[0]}

@@ -19,7 +19,7 @@ it lies, "column" that of its transpose.
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "forget", "laid",
+    "NO_INPUTS", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
     "layouts_of", "parts_of", "remember",
 ]  # fmt: skip
 
@@ -154,6 +154,11 @@ class CastStep:
         """The launches in words."""
         return self.program.names if self.program is not None else "torch operations" if self.reason else ""
 
+    @property
+    def delayed(self) -> Cast | None:
+        """The first delayed cast, by whose scaling the amax is recorded."""
+        return _first_delayed(entry and entry.cast for entry in self.entries)
+
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
         """The way in which operands of a later tensor will be cast, and why not by launches."""
@@ -198,6 +203,10 @@ class CastStep:
         ]  # fmt: skip
 
 
+def _first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
+    return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
+
+
 def parts_of(operand: "StoredOperand | None", entry: Entry | None, layout: Layout | None) -> Parts:
     """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
     if operand is None or entry is None or layout is None:
@@ -231,10 +240,17 @@ class _StoredCast:
 
     is_bound, names = False, "stored codes"
 
+    @property
+    def delayed(self) -> Cast | None:
+        """The first delayed cast, by whose scaling the amax is recorded; stored codes of the row were scaled before."""
+        return _first_delayed(entry and entry.cast for entry in self.entries[self._stored[0] :])
+
     def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         made: Parts = [None] * 6
         if self._step is not None:
             made = self._step(weight.dequantize(self._compute), stream, words, inputs)[:6]
+        if inputs.record is not None and (self._step is None or self._step.delayed is None):
+            record_amax_(inputs.record, reference.amax(weight.dequantize(self._compute)))
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
@@ -257,6 +273,8 @@ class Schedule:
         self.wants_dx, self.wants_dw = wants_dx, wants_dw
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
+        delayed = _first_delayed(recipe.casts.values())
+        self.delayed_scaling: Any = None if delayed is None else delayed.scaling
         self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
@@ -274,7 +292,6 @@ class Schedule:
         self._fprop, self._dgrad, self._wgrad = (self.products.get(name) for name in GEMMS)
         # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
-        self.delayed = {tensor: self._delayed_cast(tensor) for tensor in ("x", "w", "dy")}
         self._programs = backend.programs
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
         x_entries = entries_of(recipe, routes, "x", True, wants_dw)
@@ -289,6 +306,7 @@ class Schedule:
         self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute) if stored else None
         if self.w_cast is None:
             self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries)
+        self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
         self._converts_w = not stored and weight.dtype != compute
@@ -315,11 +333,6 @@ class Schedule:
             for records in (False, True)
         ]  # fmt: skip
         return made[0], made[1]
-
-    def _delayed_cast(self, tensor: str) -> Cast | None:
-        """The first delayed cast of a tensor, by whose scaling its amax is recorded."""
-        casts = (self.recipe.casts[operand.key] for operand in operands_of(tensor))
-        return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
 
     def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
         """Which operands fold: GEMM and side -> tensor, orientation, form, elements."""
@@ -407,6 +420,11 @@ class Schedule:
             saved = (*x_made[3:6], *w_made[3:6])
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
+
+    def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
+        """The first delayed cast of the gradient, of those that are wanted."""
+        row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
+        return _first_delayed((row if wants_dx else None, column if wants_dw else None))
 
     def dy_step(self, dy: torch.Tensor, wants_dx: bool, wants_dw: bool) -> tuple[torch.Tensor, CastStep]:
         """The cast of a gradient, found by how it lies and by what is asked for; and the gradient as it takes it."""
@@ -533,17 +551,22 @@ class Schedule:
 _FORMULAS = {"fprop": "y = x @ w.T", "dgrad": "dx = dy @ w", "wgrad": "dw = dy.T @ x"}
 
 # What a schedule depends on -> the schedule. Cleared when it is full: shapes made anew for every call must not pile up.
-SCHEDULES: dict[tuple, Schedule] = {}
+_SCHEDULES: dict[tuple, Schedule] = {}
+
+
+def find_schedule(key: tuple) -> Schedule | None:
+    """The schedule that was remembered under what a call depends on."""
+    return _SCHEDULES.get(key)
 
 
 def remember(key: tuple, schedule: Schedule) -> Schedule:
     """Keep a schedule for later calls; returns it."""
-    if len(SCHEDULES) >= _MOST_SCHEDULES:
-        SCHEDULES.clear()
-    SCHEDULES[key] = schedule
+    if len(_SCHEDULES) >= _MOST_SCHEDULES:
+        _SCHEDULES.clear()
+    _SCHEDULES[key] = schedule
     return schedule
 
 
 def forget() -> None:
     """Drop every schedule, as after a change that no key tells of."""
-    SCHEDULES.clear()
+    _SCHEDULES.clear()

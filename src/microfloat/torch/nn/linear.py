@@ -204,7 +204,7 @@ class Linear(nn.Linear):
             y = run_linear(self, x, HIGH_PRECISION, None, None)
             if y is not None:
                 return y
-            weight = weight.dequantize(x.dtype)
+            weight, bias = _Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
             not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
             or autocast_dtype(x.device.type) is not None
@@ -305,6 +305,18 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
         return super().extra_repr() + pinned
+
+
+class _Decoded(torch.autograd.Function):
+    """The values of a stored weight, whose gradient goes to it: of a call without elements to multiply."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        return weight.dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
 
 
 def _delayed_of(recipe: Recipe) -> Delayed:
