@@ -498,7 +498,8 @@ def test_a_recipe_that_delays_the_weight_alone_records_it(inside) -> None:
     layer = mf.Linear(32, 32, recipe=None if inside else recipe)
     with mf.autocast(recipe=recipe) if inside else contextlib.nullcontext():
         layer(torch.ones(32, 32)).sum().backward()
-    assert layer.scaling_w_scale == np.float32(448) / layer.weight.detach().abs().max()
+    amax = layer.weight.detach().abs().max().numpy()
+    assert layer.scaling_w_scale.numpy() == np.float32(448) / amax  # torch's own quotient may be off by a bit
     assert layer.scaling_x_scale == 1
 
 
