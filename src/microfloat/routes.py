@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ScaledFormat
-from microfloat.passes import family_of, is_stock
+from microfloat.passes import WRITES_VALUES, family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard
 
 __all__ = [
@@ -133,8 +133,9 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format):
         reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
         return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"], True, reason)
-    # A cast without a kernel writes codes, which are decoded later.
-    return route._replace(lhs="values" if families[0] else "codes", rhs="values" if families[1] else "codes")
+    # Other casts write codes, which are decoded later.
+    left, right = ("values" if family in WRITES_VALUES else "codes" for family in families)
+    return route._replace(lhs=left, rhs=right)
 
 
 @functools.lru_cache(4096)

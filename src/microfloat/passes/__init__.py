@@ -16,11 +16,13 @@ from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, Ele
 from microfloat.recipes import Cast
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = ["CastInputs", "OperandSpec", "family_of", "is_stock"]
+__all__ = ["WRITES_VALUES", "CastInputs", "OperandSpec", "family_of", "is_stock"]
 
 # The kinds of scale rules that kernels compute, by the scale format.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
 _BLOCKS = (16, 32, 64, 128)
+# The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
+WRITES_VALUES = ("blocks", "nvfp4")
 
 
 class OperandSpec(NamedTuple):

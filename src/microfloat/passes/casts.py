@@ -15,7 +15,7 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of
-from microfloat.passes import OperandSpec, tables
+from microfloat.passes import WRITES_VALUES, OperandSpec, tables
 from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Device, Matrix, Pass, Passes
 from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
 from microfloat.recipes import Cast
@@ -142,7 +142,7 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
         numbers, name = kernel_cast(spec.cast), spec.cast.format.name
         if numbers.refusal:
             raise NotSupportedError(f"the triton backend has no kernel for {numbers.refusal}. Use backend='reference'.")
-        if spec.form == "values" and numbers.family == "scaled":
+        if spec.form == "values" and numbers.family not in WRITES_VALUES:
             raise NotSupportedError(f"no kernel decodes {name} to bfloat16 values. Ask for the form 'codes'.")
         is_mx = numbers.block == (1, 32) and not numbers.float_scale and numbers.bare is None
         if spec.form in ("folded", "tiles") and not is_mx:

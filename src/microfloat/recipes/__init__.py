@@ -1,6 +1,6 @@
 """Recipes: frozen values that say which operand of which GEMM gets which Cast.
 
-One file per family; an export line here makes a recipe reachable by name, and with that tested, documented and
+One file per family; an entry in `names.RECIPES` makes a recipe reachable by name, and with that tested, documented and
 measured (docs/adding_a_recipe.md).
 """
 

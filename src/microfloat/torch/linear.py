@@ -29,7 +29,7 @@ from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import NO_INPUTS, Parts, Schedule, autocast_dtype, find_schedule, remember
+from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Parts, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def find(
         weight.shape, weight.stride(), weight.dtype, weight.get_device(),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
     )  # fmt: skip
-    schedule = find_schedule(key)
+    schedule = SCHEDULES.get(key)
     if schedule is not None:
         return schedule
     if x is None:
@@ -196,7 +196,7 @@ class Run:
         schedule, dx, dw = self.schedule, None, None
         if wants_dx or wants_dw:
             try:
-                inputs = self.dy_inputs(wants_dx, wants_dw)
+                inputs = self.dy if self.delayed is None else self.dy_inputs(wants_dx, wants_dw)
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         dx, dw = schedule.backward(dy, ctx.saved_tensors, inputs, wants_dx, wants_dw)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "find_schedule", "forget", "laid",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "forget", "laid",
     "layouts_of", "parts_of", "remember",
 ]  # fmt: skip
 
@@ -551,22 +551,17 @@ class Schedule:
 _FORMULAS = {"fprop": "y = x @ w.T", "dgrad": "dx = dy @ w", "wgrad": "dw = dy.T @ x"}
 
 # What a schedule depends on -> the schedule. Cleared when it is full: shapes made anew for every call must not pile up.
-_SCHEDULES: dict[tuple, Schedule] = {}
-
-
-def find_schedule(key: tuple) -> Schedule | None:
-    """The schedule that was remembered under what a call depends on."""
-    return _SCHEDULES.get(key)
+SCHEDULES: dict[tuple, Schedule] = {}
 
 
 def remember(key: tuple, schedule: Schedule) -> Schedule:
     """Keep a schedule for later calls; returns it."""
-    if len(_SCHEDULES) >= _MOST_SCHEDULES:
-        _SCHEDULES.clear()
-    _SCHEDULES[key] = schedule
+    if len(SCHEDULES) >= _MOST_SCHEDULES:
+        SCHEDULES.clear()
+    SCHEDULES[key] = schedule
     return schedule
 
 
 def forget() -> None:
     """Drop every schedule, as after a change that no key tells of."""
-    _SCHEDULES.clear()
+    SCHEDULES.clear()

@@ -77,7 +77,8 @@ def fold_rank_(draw: torch.Tensor) -> None:
     if _Rank.chosen is not None:
         mask = _mask(_Rank.chosen)
     else:
-        world = _default_group()
+        distributed = torch.distributed
+        world = distributed.group.WORLD if distributed.is_available() else None
         if world is None:
             return
         if _Rank.known[0]() is not world:
@@ -85,11 +86,6 @@ def fold_rank_(draw: torch.Tensor) -> None:
         mask = _Rank.known[1]
     if mask:
         draw.bitwise_xor_(mask)
-
-
-def _default_group() -> Any:
-    distributed = torch.distributed
-    return distributed.group.WORLD if distributed.is_available() else None
 
 
 def _mask(rank: int) -> int:
