@@ -167,7 +167,7 @@ def fewer_gradients_than_planned(device, name):
             kept.append(layer(x, is_first_microbatch=is_first))
         assert torch.equal(kept[0], got)
         assert torch.equal(kept[1], got)
-        assert len(schedule._SCHEDULES) == 1
+        assert len(schedule.SCHEDULES) == 1
 
 
 def in_place_after_three_dimensions(device):

@@ -38,7 +38,7 @@ def counts_change_the_schedule(device):
                     outcome += results(layer, [(x, dy)])
                     outcome.append(torch.tensor(sorted(layer.folded_elements().values())))
                 outcomes.append([*outcome, torch.tensor(sorted(layer.__dict__["_fold_counts"].shares().values()))])
-                routes.append([one.routes for one in schedule._SCHEDULES.values()])
+                routes.append([one.routes for one in schedule.SCHEDULES.values()])
     assert_same(*outcomes)
     assert routes[0] == routes[1]
     assert len(set(routes[0])) == len(routes[0]) > 1
@@ -98,7 +98,7 @@ def equal_recipes_share_schedules(device):
                 layer(x)
             with mf.autocast():
                 layer(x)
-        assert len(schedule._SCHEDULES) == 1
+        assert len(schedule.SCHEDULES) == 1
 
 
 def every_call_casts_its_input(device):
