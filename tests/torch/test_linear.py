@@ -420,3 +420,13 @@ def test_meta_tensors_without_elements() -> None:
     y = layer(torch.empty(4, 0, device="meta", requires_grad=True))
     assert y.is_meta
     assert y.shape == (4, 16)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("features", "outputs"), [(0, 16), (32, 0)])
+def test_compiled_weights_without_elements(features, outputs) -> None:
+    layer = mf.Linear(features, outputs, recipe="mxfp8")
+    compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, features)
+    assert torch.equal(compiled(x), layer(x))

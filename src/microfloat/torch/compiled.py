@@ -96,6 +96,8 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return layer._plain(x)
     refuse_transforms(x)
     layer._check_input(x)
+    if layer.weight.numel() == 0:
+        return layer._plain(x)
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
