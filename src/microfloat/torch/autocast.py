@@ -4,11 +4,13 @@ Precedence (first that applies): ``autocast(enabled=False)``, the recipe pinned 
 the innermost autocast, nothing (high precision). Backward never reads this: it uses what its forward captured.
 """
 
+import contextlib
 import functools
 import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import Token
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class autocast:
         recipe = _default_recipe() if recipe is None else as_recipe(recipe)
         self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
-        self._entered: tuple[scaling.Region | None, Any] | None = None
+        self._entered: tuple[scaling.Region | None, Token] | None = None
 
     def _recreate_cm(self) -> "autocast":
         """A fresh instance per decorated call, so that decorated functions may recurse and run in several threads."""
@@ -66,10 +68,10 @@ class autocast:
     def __copy__(self) -> "autocast":
         return self._recreate_cm()
 
-    def __deepcopy__(self, memo: Any) -> "autocast":
+    def __deepcopy__(self, memo: dict) -> "autocast":
         return self._recreate_cm()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., "autocast"], tuple]:
         state = self._state
         arguments = state.enabled, state.recipe, state.calibrating, state.group
         return functools.partial(autocast, backend=state.backend), arguments
@@ -109,7 +111,7 @@ class autocast:
             raise
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._entered is None:
             raise NotSupportedError(
                 "autocast: got an exit of an instance that is not entered, needed one exit for each enter."
@@ -137,7 +139,7 @@ class autocast:
         )
 
 
-def _check_group(group: Any) -> None:
+def _check_group(group: object) -> None:
     distributed = torch.distributed
     if group is None or (
         distributed.is_available()
@@ -159,10 +161,10 @@ autocast.__init__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-def _decorated(function: Any, enter: Callable[[], autocast]) -> Any:
+def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
     """`function`, all of whose own code runs inside ``with enter()``."""
 
-    def is_kind(asks: Callable[[Any], bool]) -> bool:
+    def is_kind(asks: Callable[[object], bool]) -> bool:
         return asks(function) or asks(type(function).__call__)
 
     if is_kind(inspect.isasyncgenfunction):
@@ -186,7 +188,7 @@ def _decorated(function: Any, enter: Callable[[], autocast]) -> Any:
     return run
 
 
-def _stepped(function: Any, enter: Callable[[], autocast]) -> Any:
+def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
     """A generator function each of whose steps, from one yield to the next, runs inside ``with enter()``."""
 
     def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -210,7 +212,7 @@ def _stepped(function: Any, enter: Callable[[], autocast]) -> Any:
     return steps
 
 
-def _stepped_async(function: Any, enter: Callable[[], autocast]) -> Any:
+def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callable:
     """The same for an async generator function."""
 
     async def steps(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +278,7 @@ def checkpoint(
         )  # fmt: skip
     state = ambient()
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         tape = Tape(None if state is None else state.record_tape)
         return entered(state, record_tape=tape), entered(state, record_tape=None, replay=tape.replay())
 

@@ -128,7 +128,9 @@ def _tensors(*modules: nn.Module) -> list[torch.Tensor | None]:
     return [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
 
 
-def _begin(x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[Any]]) -> list[Run] | None:
+def _begin(
+    x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[torch.Tensor | nn.Module | None]]
+) -> list[Run] | None:
     """A run for every Linear, or None where the modules must run by themselves.
 
     `feeds`: for each layer the tensors and modules that its input is made from.
@@ -167,7 +169,7 @@ def _begin(x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[A
     return runs
 
 
-def _requires_grad(source: Any) -> bool:
+def _requires_grad(source: torch.Tensor | nn.Module | None) -> bool:
     if isinstance(source, nn.Module):
         return any(parameter.requires_grad for parameter in source.parameters(recurse=False))
     return source is not None and source.requires_grad

@@ -13,6 +13,7 @@ Legend: M = rows of x (all leading dimensions), K = features of x, F = features 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from microfloat.torch.linear import Run, bias_gradient
 from microfloat.torch.producers import (
     Activation,
     ActivationGradient,
+    Both,
+    Maybe,
     Norm,
     Statistics,
     norm_gradients,
@@ -33,7 +36,7 @@ from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, pa
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_Saved = tuple[torch.Tensor | None, ...]
+_Saved = tuple[Maybe, ...]
 
 
 class Reader:
@@ -61,7 +64,7 @@ class Reader:
         return dx, schedule.wgrad(dy[3:6], saved[0:3]) if schedule.wants_dw else None
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
-        """Both operands of a gradient at hand; nothing where neither is wanted."""
+        """Both operands of a gradient at hand; nothing where no gradient is asked for."""
         schedule = self.schedule
         if not (schedule.wants_dx or schedule.wants_dw):
             return [None] * 6
@@ -106,13 +109,13 @@ class _Casts:
     def is_stochastic(self) -> bool:
         return any(cast is not None and cast.is_stochastic for cast in self.both)
 
-    def kernels(self) -> Any:
+    def kernels(self) -> ModuleType | None:
         """The backend's fused kernels, if they write these operands; else None."""
         producers = self.reader.schedule.backend.producers
         codes_only = all(entry is None or (entry.cast is not None and entry.form == "codes") for entry in self.entries)
         return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
 
-    def parts(self, made: tuple[Any, Any], shape: Sequence[int]) -> Parts:
+    def parts(self, made: Both, shape: Sequence[int]) -> Parts:
         """What a kernel has made of a matrix of this shape, as GEMMs take it."""
         layouts = layouts_of(self.reader.schedule.backend, self.entries, *shape)
         return [part for i in range(2) for part in parts_of(made[i], self.entries[i], layouts[i])]
@@ -156,7 +159,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
 
 @dataclass(eq=False)
 class GradientLink:
-    """Between an activation and the Linears that feed it alone: what its backward knows beyond plain gradients.
+    """Carries what an activation's backward knows beyond plain gradients to the Linears that feed it alone.
 
     Where one launch can write the gradients as codes, they travel here in place of the tensors that autograd passes on
     (which then hold nothing); else, for casts that wait for an amax, the amaxes do.
@@ -188,9 +191,7 @@ class GradientLink:
             made = producer.values(self.readers[0].schedule.backend.producers)
             self.amaxes = None if casts is None or not waits_for_amax(*casts.both) else [amax for _, amax in made]
             return [value for value, _ in made]
-        inputs: list[Any] = [
-            reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers
-        ]
+        inputs = [reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers]
         first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
         pairs = [(getattr(first, name), getattr(second, name, None)) for name in ("seed", "scale_enc", "record")]
         casts.options |= {"seed": pairs[0]}
@@ -228,15 +229,17 @@ class NormRun:
     def __init__(self, runs: Sequence[Run], kind: str, eps: float, link: GradientLink | None) -> None:
         self.runs, self.kind, self.eps, self.link = runs, kind, eps, link
         self.readers: list[Reader] = []
-        self.wants: tuple[bool, bool, bool] = (False, False, False)
+        self.needs: tuple[bool, bool, bool] = (False, False, False)
 
-    def forward(self, ctx: Any, x: Any, weight: Any, bias: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, ctx: Any, x: torch.Tensor, weight: Maybe, bias: Maybe, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
         """All y_i; x, the statistics and the operands of backward go to autograd."""
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[1:4]
-        self.wants = wants_x, wants_weight, wants_bias
+        self.needs = wants_x, wants_weight, wants_bias
         weights, biases = parameters[::2], parameters[1::2]
         self.readers = [Reader(run, b) for run, b in zip(self.runs, biases, strict=True)]
-        saved: list[Any] = []
+        saved: list[Maybe] = []
         with self.runs[0].schedule.scope():
             operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
             outputs = [
@@ -249,7 +252,7 @@ class NormRun:
         ctx.save_for_backward(x, weight, bias, statistics.mean, statistics.inverse, *saved)
         return tuple(outputs)
 
-    def backward(self, ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of all tensors."""
         x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
         link, tensors = self.link, tuple(saved)
@@ -267,10 +270,10 @@ class NormRun:
                 del made
                 total = dx if total is None else total if dx is None else total + dx
                 outer += [dw, bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[5 + 2 * index] else None]
-            grads: tuple[Any, ...] = (None, None, None)
+            grads: tuple[Maybe, ...] = (None, None, None)
             if total is not None:
                 norm = Norm(_matrix(x), weight, bias, self.eps, self.kind)
-                dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.wants)
+                dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.needs)
                 grads = None if dx is None else dx.reshape(x.shape), dweight, dbias
         return *grads, *outer
 
@@ -282,10 +285,10 @@ class ActivationRun:
         self.run, self.activation, self.link = run, activation, link
         self.reader: Any = None
 
-    def forward(self, ctx: Any, x: Any, up: Any, weight: Any, bias: Any) -> torch.Tensor:
+    def forward(self, ctx: Any, x: torch.Tensor, up: Maybe, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
         """y; x, up and the operands of backward go to autograd."""
         self.reader = Reader(self.run, bias)
-        saved: list[Any] = []
+        saved: list[Maybe] = []
         with self.run.schedule.scope():
             producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
             (made,), _ = _cast_value([self.reader], producer)
@@ -294,7 +297,7 @@ class ActivationRun:
         ctx.save_for_backward(*kept, *saved)
         return y
 
-    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, up, weight and bias."""
         x, up, *saved = ctx.saved_tensors
         reader = self.reader

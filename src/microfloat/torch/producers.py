@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.errors import unknown_name
+from microfloat.formats import ScaledFormat
 from microfloat.operands import operands_of
 from microfloat.recipes import Cast, as_cast
 from microfloat.torch import _operators, backends
@@ -34,6 +35,7 @@ from microfloat.torch._checks import (
     check_tensor,
     real_tensor,
 )  # fmt: skip
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -43,7 +45,10 @@ __all__ = [
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-Both = tuple[Any, Any]
+Both = tuple[Operand | None, Operand | None]
+Maybe = torch.Tensor | None
+CastLike = Cast | ScaledFormat | str
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +60,7 @@ class Statistics:
 
 
 def waits_for_amax(row: Cast | None, column: Cast | None) -> bool:
-    """Whether the casts are per tensor with current scaling: their scale is known when all of the value is."""
+    """True for casts per tensor with current scaling, whose scale is known when all of the value is."""
     cast = row or column
     return cast is not None and cast.format.is_per_tensor and cast.format.scale.name == "FP32" and not cast.is_delayed
 
@@ -111,7 +116,7 @@ class Norm:
         return value.to(self.x_MK.dtype)
 
     def codes(
-        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Any
+        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: dict[str, Any]
     ) -> tuple[Both, Statistics]:
         """Both operands of the value in one pass."""
         made = kernels.norm_quantize(
@@ -125,39 +130,39 @@ def _weight(norm: Norm) -> torch.Tensor:
 
 
 def norm_gradients(
-    norm: Norm, statistics: Statistics, grad_MK: torch.Tensor, wants: tuple[bool, bool, bool]
+    norm: Norm, statistics: Statistics, grad_MK: torch.Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, weight and bias, each in its own dtype where it is wanted.
+    """Gradients of x, weight and bias, each in its own dtype where it is needed.
 
     With g = grad * weight and n the normalized x:  dx = r * (g - n * mean(g * n)), less r * mean(g) for LayerNorm;
     dweight = sum over rows of grad * n;  dbias = sum over rows of grad.
     """
     x, weight, bias = norm.x_MK, norm.weight_K, norm.bias_K
-    wants = wants[0], wants[1] and weight is not None, wants[2] and bias is not None
+    needs = needs[0], needs[1] and weight is not None, needs[2] and bias is not None
     same = all(t is None or t.dtype == x.dtype for t in (weight, bias, grad_MK))
     if x.is_cuda and same and grad_MK.dtype == x.dtype:  # torch's own kernels
         size, inverse = [x.shape[1]], statistics.inverse[:, None]
         if norm.kind == "layer":
             mean = statistics.mean[:, None]  # type: ignore[index]
             aten = torch.ops.aten.native_layer_norm_backward
-            return aten(grad_MK.contiguous(), x.contiguous(), size, mean, inverse, weight, bias, list(wants))
+            return aten(grad_MK.contiguous(), x.contiguous(), size, mean, inverse, weight, bias, list(needs))
         dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            grad_MK.contiguous(), x.contiguous(), size, inverse, weight, [wants[0], wants[1]]
+            grad_MK.contiguous(), x.contiguous(), size, inverse, weight, [needs[0], needs[1]]
         )
-        dbias = grad_MK.sum(0, dtype=torch.float32).to(bias.dtype) if wants[2] else None  # type: ignore[union-attr]
+        dbias = grad_MK.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] else None  # type: ignore[union-attr]
         return dx, dweight, dbias
     inverse, grad = statistics.inverse[:, None], grad_MK.float()
     normalized = (x.float() if statistics.mean is None else x.float() - statistics.mean[:, None]) * inverse
     dx = dweight = dbias = None
-    if wants[0]:
+    if needs[0]:
         inner = grad if weight is None else grad * weight.float()
         dx = inner - normalized * (inner * normalized).mean(1, keepdim=True)
         if norm.kind == "layer":
             dx = dx - inner.mean(1, keepdim=True)
         dx = (dx * inverse).to(x.dtype)
-    if wants[1]:
+    if needs[1]:
         dweight = (grad * normalized).sum(0).to(weight.dtype)  # type: ignore[union-attr]
-    if wants[2]:
+    if needs[2]:
         dbias = grad.sum(0).to(bias.dtype)  # type: ignore[union-attr]
     return dx, dweight, dbias
 
@@ -210,7 +215,9 @@ class Activation:
         value = _activate(self.x_MF, self.activation)
         return value if self.up_MF is None else value * self.up_MF, None, None
 
-    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Any) -> tuple[Both, None]:
+    def codes(
+        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: dict[str, Any]
+    ) -> tuple[Both, None]:
         """Both operands of the value in one pass."""
         both = kernels.activation_quantize(self.x_MF, self.up_MF, row, column, activation=self.activation, **options)
         return both, None
@@ -239,7 +246,7 @@ class ActivationGradient:
             made.append((grad * _activate(x, self.activation), None))
         return made
 
-    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Any) -> list[Both]:
+    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options) -> list[Both]:
         """Both operands of each gradient, all in one pass; `amax`, `scale_enc` and `record` are pairs."""
         first, second = kernels.activation_backward_quantize(
             self.grad_MF, self.x_MF, self.up_MF, row, column, activation=self.activation, **options
@@ -270,16 +277,16 @@ class Produced:
 
 
 def produce(
-    kind: str, x: torch.Tensor, second: Any, bias: Any, eps: Any, casts: tuple[Any, Any], seed: Any, scale_enc: Any,
-    backend: str,
+    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, casts: tuple[CastLike, CastLike | None],
+    seed: Any, scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
     """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
     if not _operators.is_tracing(x):
         row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
         return _produce_values(kind, x, second, bias, eps, row, column, seed, scale_enc, backend)
-    wanted = casts[0], casts[0] if casts[1] is None else casts[1]
-    row, column = (_operators.constant_cast(cast) for cast in wanted)
-    tokens = [_operators.constant_token(cast) for cast in wanted]
+    pair = casts[0], casts[0] if casts[1] is None else casts[1]
+    row, column = (_operators.constant_cast(cast) for cast in pair)
+    tokens = [_operators.constant_token(cast) for cast in pair]
     if row.rounding != "stochastic" and column.rounding != "stochastic":
         seed = None
     else:
@@ -299,15 +306,15 @@ def produce(
 
 
 def _produce_values(
-    kind: str, x: Any, second: Any, bias: Any, eps: Any, row: Cast, column: Cast, seed: Any, scale_enc: Any,
-    backend: str,
+    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, row: Cast, column: Cast, seed: Any,
+    scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
     """`produce` where values are at hand: checks every argument."""
     producer = _producer(kind, x, second, bias, eps)
     x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
     module = backends.choose(backend, x.device)
-    first, second = operands_of("x")
-    options: dict[str, Any] = {"seed": None, "row_stream": first.stream, "column_stream": second.stream}
+    streams = [operand.stream for operand in operands_of("x")]
+    options: Options = {"seed": None, "row_stream": streams[0], "column_stream": streams[1]}
     if row.is_stochastic or column.is_stochastic:
         options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
     encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
@@ -322,14 +329,14 @@ def _produce_values(
             options["amax"] = amax
         both = module.quantize_both(value, row, column, **options)
     first, last = (
-        QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)
+        QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)  # type: ignore[arg-type]
         for operand, made, axis in zip(both, (row, column), (1, 0), strict=True)
     )
     mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
     return Produced(first, last, mean, inverse)
 
 
-def _producer(kind: str, x: Any, second: Any, bias: Any, eps: Any) -> Norm | Activation:
+def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float) -> Norm | Activation:
     first = "gate" if kind == "silu" else "x"
     rows = _rows(first, x)
     if kind not in _NORMS:
@@ -343,7 +350,7 @@ def _producer(kind: str, x: Any, second: Any, bias: Any, eps: Any) -> Norm | Act
     return Norm(rows, weight, bias, check_eps(eps), kind)
 
 
-def _rows(argument: str, x: Any) -> torch.Tensor:
+def _rows(argument: str, x: torch.Tensor) -> torch.Tensor:
     """The matrix that the last dimension of x makes, without its history."""
     check_tensor(argument, x)
     check_rows(argument, x)
@@ -351,7 +358,7 @@ def _rows(argument: str, x: Any) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(_row_count(x.shape), x.shape[-1])
 
 
-def _row_count(shape: Sequence[Any]) -> Any:
+def _row_count(shape: Sequence[int]) -> int:
     rows = 1
     for size in shape[:-1]:
         rows = rows * size
@@ -359,8 +366,8 @@ def _row_count(shape: Sequence[Any]) -> Any:
 
 
 def _run(
-    x: Any, second: Any, bias: Any, kind: str, eps: float, row: str, column: str, seed: Any, scale_enc: Any,
-    backend: str,
+    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
+    scale_enc: Maybe, backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     casts = _operators.cast_of(row), _operators.cast_of(column)
     made = _produce_values(kind, x, second, bias, eps, *casts, seed, scale_enc, backend)
@@ -377,8 +384,8 @@ def _run(
 
 
 def _fake(
-    x: Any, second: Any, bias: Any, kind: str, eps: float, row: str, column: str, seed: Any, scale_enc: Any,
-    backend: str,
+    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
+    scale_enc: Maybe, backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     matrix = x.new_empty((_row_count(x.shape), x.shape[-1]))
     parts = []

@@ -353,7 +353,7 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 
 @functools.cache
-def kernel_of(function: Any, cooperative: bool = False, cluster: int = 0) -> Kernel:
+def kernel_of(function: Callable, cooperative: bool = False, cluster: int = 0) -> Kernel:
     """The launcher of a kernel, which keeps its compiled versions."""
     return ClusterKernel(function, cluster) if cluster else Kernel(function, cooperative=cooperative)
 
@@ -434,7 +434,7 @@ class Program:
             made[index] = made[original].t() if transposed else made[original]
         return made if len(made) == self._results else made[: self._results]
 
-    def _first(self, stream: int, table: tuple[torch.Tensor | None, ...], made: list[Any]) -> None:
+    def _first(self, stream: int, table: tuple[torch.Tensor | None, ...], made: list) -> None:
         """With tensors: what compiles the kernels, and the only way in the interpreter."""
         tensors = [*table, *made]
         for index, offset, _, dtype in self._slices:
@@ -452,7 +452,7 @@ def _bytes_of(passes: Passes, buffer: int) -> int:
     return getattr(torch, made.dtype).itemsize
 
 
-def _prepared(launch: Pass, aligned: tuple[bool, ...]) -> Any:
+def _prepared(launch: Pass, aligned: tuple[bool, ...]) -> Prepared:
     kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster)
     return kernel.prepared(launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned)
 

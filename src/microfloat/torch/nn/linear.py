@@ -1,7 +1,8 @@
 """`Linear`: nn.Linear whose three GEMMs run under a recipe."""
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class _Unpinned:
     def __copy__(self) -> "_Unpinned":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "_Unpinned":
+    def __deepcopy__(self, memo: dict) -> "_Unpinned":
         return self
 
 
@@ -80,7 +81,7 @@ class Linear(nn.Linear):
             self.pin(recipe)
 
     @property
-    def pinned(self) -> Any:
+    def pinned(self) -> Recipe | None:
         """The recipe that `pin` fixed (None = high precision), or UNPINNED."""
         return self._pinned
 
@@ -165,7 +166,7 @@ class Linear(nn.Linear):
                 raise
             raise named from error
 
-    def _named(self, error: Exception, x: Any, recipe: Recipe | None) -> Exception:
+    def _named(self, error: Exception, x: torch.Tensor, recipe: Recipe | None) -> Exception:
         """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
         if not isinstance(error, MicrofloatError):
             if recipe is None:
@@ -233,7 +234,7 @@ class Linear(nn.Linear):
             )
         return super()._slow_forward(*arguments, **options)
 
-    def __prepare_scriptable__(self) -> Any:
+    def __prepare_scriptable__(self) -> NoReturn:
         raise NotSupportedError(
             "torch.jit.script: got a microfloat Linear, which TorchScript cannot hold. Use torch.compile or "
             "torch.export, or microfloat.torch.revert the model first."
@@ -281,7 +282,7 @@ class Linear(nn.Linear):
             self._pin_token = token_of(self._pinned)
         scaling.number_layer(self)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Linear":
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
         self._drop_weight_cache()
         kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
@@ -293,7 +294,7 @@ class Linear(nn.Linear):
             self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -325,7 +326,7 @@ def _delayed_of(recipe: Recipe) -> Delayed:
     )
 
 
-def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[str]) -> None:
+def _adapt_scaling_keys(layer: Linear, state_dict: dict[str, Any], prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     if state_dict.pop(prefix + "_extra_state", None) is not None:
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
@@ -361,7 +362,7 @@ def _adapt_scaling_keys(layer: Linear, state_dict: Any, prefix: str, load: list[
         )
 
 
-def _check_scaling_entry(key: str, value: Any) -> None:
+def _check_scaling_entry(key: str, value: object) -> None:
     """Raise CheckpointError unless a delayed-scaling entry of a state dict can be one."""
     is_scale = key.endswith("_scale")
     needed = (
@@ -388,7 +389,7 @@ def _check_scaling_entry(key: str, value: Any) -> None:
 
 
 # The list of error messages is one object per load_state_dict call; keeping the last one tells loads apart.
-_LAST_WARNED_LOAD: list[Any] = [None]
+_LAST_WARNED_LOAD: list[object] = [None]
 
 
 def _warn_once_per_load(load: list[str], text: str) -> None:

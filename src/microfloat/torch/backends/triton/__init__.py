@@ -13,6 +13,7 @@ Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +123,9 @@ def quantize_to_bf16(
     made = _cast(x, *specs, CastInputs(seed=seed, amax=amax), batch)
     rows, columns = x.shape
 
-    def values_of(cast: Cast | None, values: Any, scale: Any, rows: int, length: int) -> Values | None:
+    def values_of(
+        cast: Cast | None, values: torch.Tensor, scale: torch.Tensor | None, rows: int, length: int
+    ) -> Values | None:
         return None if cast is None else Values(values, scale, cast.format, rows, length, cast.hadamard)
 
     return (
@@ -143,7 +146,7 @@ def fold_both(
     inputs = CastInputs(seed=seed, folded=None if tile else lossy, tiles=lossy if tile else None)
     made = _cast(x, *_specs(form, row_cast, column_cast, row_stream, column_stream), inputs)
 
-    def folded(cast: Cast | None, codes: Any, scale: Any, rows: int, length: int) -> Operand | None:
+    def folded(cast: Cast | None, codes: torch.Tensor, scale: torch.Tensor, rows: int, length: int) -> Operand | None:
         if cast is None:
             return None
         return Operand(codes, scale[:, : -(-length // 128)], None, folded_format(cast.format, form), rows, length)
@@ -232,7 +235,7 @@ def _specs(
 
 def _cast(
     x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, batch: int = 0
-) -> list[Any]:
+) -> list:
     """Codes, scale and tensor scale of both operands, by a program that is kept."""
     options = {"records": inputs.record is not None, "given_amax": inputs.amax is not None, "batch": batch}
     return run_passes(
@@ -289,7 +292,7 @@ class Normed:
     inverse: torch.Tensor
 
 
-def _operand_of(cast: Cast | None, made: Any, rows: int, length: int) -> Operand | None:
+def _operand_of(cast: Cast | None, made: Sequence, rows: int, length: int) -> Operand | None:
     """Codes, scale and tensor scale as the operand [`rows`, `length`] of a cast; None without a cast."""
     if cast is None:
         return None
@@ -336,9 +339,9 @@ class _Inputs:
                 matrix = replace(matrix, alignment=min(matrix.alignment, aligned))
         return matrix
 
-    def table(self, known: "_Known") -> _Tensors:
+    def table(self, extra: "_Extra") -> _Tensors:
         """The table of their passes."""
-        seed, amax, scale_enc, record = known
+        seed, amax, scale_enc, record = extra
         return (
             None, self.x, None, scale_enc[0], seed[0], record[0], self.y, self.z, amax[0], amax[1], scale_enc[1],
             seed[1], record[1],
@@ -346,27 +349,27 @@ class _Inputs:
 
 
 _NONE: _Tensors = (None, None)
-_Known = tuple[_Tensors, _Tensors, _Tensors, _Tensors]  # seed, amax, scale_enc, record: one of each produced matrix
+_Extra = tuple[_Tensors, _Tensors, _Tensors, _Tensors]  # seed, amax, scale_enc, record: one of each produced matrix
 
 
 def _quantize(
     work: Producer, inputs: _Inputs, row_cast: Cast | None, column_cast: Cast | None, row_stream: int,
-    column_stream: int, known: _Known,
-) -> list[Any]:  # fmt: skip
+    column_stream: int, extra: _Extra,
+) -> list:  # fmt: skip
     row = None if row_cast is None else OperandSpec(row_cast, "codes", False, row_stream)
     column = None if column_cast is None else OperandSpec(column_cast, "codes", False, column_stream)
-    _, amax, scale_enc, record = known
+    _, amax, scale_enc, record = extra
     given = "scale_enc" if scale_enc[0] is not None else "amax" if amax[0] is not None else ""
     records = record[0] is not None, record[1] is not None
     return run_passes(
         (work, row, column, records, given, inputs.is_norm and largest_cluster(inputs.x.get_device()), *inputs.key),
         lambda: producer_passes.cast_passes(inputs.matrix, work, row, column, records=records, given=given),
         inputs.x.device,
-        inputs.table(known),
+        inputs.table(extra),
     )  # fmt: skip
 
 
-def _values(work: Producer, inputs: _Inputs) -> list[Any]:
+def _values(work: Producer, inputs: _Inputs) -> list:
     table = inputs.table((_NONE, _NONE, _NONE, _NONE))
     return run_passes(
         ("values", work, *inputs.key),
@@ -376,7 +379,7 @@ def _values(work: Producer, inputs: _Inputs) -> list[Any]:
     )
 
 
-def _both(row_cast: Cast | None, column_cast: Cast | None, made: list[Any], shape: torch.Size) -> Both:
+def _both(row_cast: Cast | None, column_cast: Cast | None, made: Sequence, shape: torch.Size) -> Both:
     rows, columns = shape
     return _operand_of(row_cast, made[:3], rows, columns), _operand_of(column_cast, made[3:6], columns, rows)
 
@@ -387,10 +390,10 @@ def activation_quantize(
     amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None, record: torch.Tensor | None = None,
 ) -> Both:  # fmt: skip
     """Both operands of ``f(x)``, or with `up` of ``f(x) * up`` (SwiGLU: activation="silu"), in one pass."""
-    work, known = Producer.of_activation(activation, gated=up_MF is not None), (seed, amax, scale_enc, record)
+    work, extra = Producer.of_activation(activation, gated=up_MF is not None), (seed, amax, scale_enc, record)
     made = _quantize(
         work, _Inputs.alike(x_MF, up_MF), row_cast, column_cast, row_stream, column_stream,
-        tuple((one, None) for one in known),  # type: ignore[arg-type]
+        tuple((one, None) for one in extra),  # type: ignore[arg-type]
     )  # fmt: skip
     return _both(row_cast, column_cast, made, x_MF.shape)
 
@@ -455,12 +458,12 @@ def norm_quantize(
 ) -> Normed:  # fmt: skip
     """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x, read once where there are clusters."""
     work, inputs = _norm(x_MK, weight_K, bias_K, eps, kind)
-    known: Any = tuple((one, None) for one in (seed, amax, scale_enc, record))
+    extra: Any = tuple((one, None) for one in (seed, amax, scale_enc, record))
     try:
-        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, known)
+        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, extra)
     except ClusterRefused:
         refuse_clusters(x_MK.get_device())
-        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, known)
+        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, extra)
     return Normed(*_both(row_cast, column_cast, made, x_MK.shape), *made[6:])
 
 
