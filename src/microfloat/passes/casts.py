@@ -311,7 +311,7 @@ class _Casting:
         assert spec is not None
         assert spec.cast.hadamard is not None
         matrix = self.matrix.transposed if is_column else self.matrix
-        wanted = _operand(self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
+        operand = _operand(self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
         columns = ceil_div(matrix.columns, 16) * 16
         made = self.passes.add(Buffer((matrix.rows, columns), (columns, 1), "bfloat16"))
         rows, width, warps = tables.TILES["nvfp4"]
@@ -323,7 +323,7 @@ class _Casting:
         ))  # fmt: skip
         transformed = Matrix(matrix.rows, columns, columns, 1, "bfloat16", 16, matrix.device)
         as_column = is_column and spec.form == "values"  # which lie in the memory of the matrix
-        both = (None, wanted) if as_column else (wanted, None)
+        both = (None, operand) if as_column else (operand, None)
         if as_column:
             transformed = transformed.transposed
         replace(self, matrix=transformed)._pass(made, both, records)

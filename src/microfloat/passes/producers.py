@@ -267,14 +267,14 @@ def _by_clusters(
     if pieces is None:
         return False
     tile_rows, tile_columns, warps = tables.TILES[pieces.name]
-    codes = [codes_of(passes, side) for side in both]
+    codes = [codes_of(passes, operand) for operand in both]
     mode = source = record = At.NOTHING
     if per_tensor:
         mode, source = _mode(given), At.SCALE_ENC if given == "scale_enc" else At.AMAX
         record = At.RECORD if records else At.NOTHING
         scales = [shared_scale(passes, both)] * 2
     else:
-        scales = [scale_of(passes, side) for side in both]
+        scales = [scale_of(passes, operand) for operand in both]
     how = matrix.how(tile_rows, tile_columns, units=True)
     held = max(1, pieces.each // 2) if how.HW else pieces.each
     band = Band(4 if per_tensor else 8, pieces.programs, pieces.each, held, pieces.miss)

@@ -31,7 +31,7 @@ NO_SIGNS = -1  # of a Hadamard transform that is not there
 
 
 class Warps(NamedTuple):
-    """How many warps run a program, and the most registers a thread may use (None: the compiler's choice).
+    """The number of warps that run a program, and the most registers a thread may use (None: the compiler's choice).
 
     Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
     """
@@ -79,7 +79,7 @@ TILES = {
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 _ENOUGH_PROGRAMS = 1024
 # Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
-# all there is room for; its warps.
+# as many as fit; its warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
 # How many pieces a program of `kernels.producers.norm_clusters` holds at most.
 NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
@@ -193,7 +193,7 @@ def tile_of_produced_blocks(
 
 
 class Pieces(NamedTuple):
-    """How a cluster holds rows: so many `programs`, so many pieces `each`, of which some `miss` the last."""
+    """The way a cluster holds rows: so many `programs`, so many pieces `each`, of which some `miss` the last."""
 
     name: str
     programs: int
@@ -244,7 +244,7 @@ def kernel_cast(cast: Cast) -> KernelCast:
 
 
 def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
-    """Whether one launch serves both casts of a matrix."""
+    """True where one launch serves both casts of a matrix."""
     if row.family != column.family or row.bare is not None or column.bare is not None:
         return False
     if row.family == "scaled":
@@ -255,7 +255,7 @@ def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
 
 
 def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
-    """Whether the operands of a matrix stand for the same values of it."""
+    """True where the operands of a matrix stand for the same values of it."""
     if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
         return False
     return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))

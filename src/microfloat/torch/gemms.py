@@ -212,8 +212,8 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
         y = multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
         return y if y.shape == (m, n) else y[:m, :n].contiguous()
 
-    sides = (("M", m, rows, 8), ("K", task.length, length, 16), ("N", n, columns, 16))
-    ragged = ", ".join(f"{name} = {size} is no multiple of {of}" for name, size, filled, of in sides if size != filled)
+    axes = (("M", m, rows, 8), ("K", task.length, length, 16), ("N", n, columns, 16))
+    ragged = ", ".join(f"{name} = {size} is no multiple of {of}" for name, size, filled, of in axes if size != filled)
     return _as_product(multiplied, f"{ragged}: filled up with zeros")
 
 

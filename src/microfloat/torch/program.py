@@ -31,13 +31,13 @@ __all__ = [
     "largest_cluster", "matrix_of", "pair_program", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
-# Whether kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
+# True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)
 _FOUR_WARPS = Warps(4)
 
 
 class Start(NamedTuple):
-    """How to start a compiled kernel. `rest`: scalars and constants in the kernel's order, after all addresses."""
+    """Starts a compiled kernel. `rest`: scalars and constants in the kernel's order, after all addresses."""
 
     start: Callable[[int, int, Sequence[int | None], tuple], None]  # (programs, stream, addresses, rest)
     bind: Callable[[int, tuple], Callable[..., None]]  # (programs, rest) -> (stream, *addresses) -> None
@@ -50,7 +50,7 @@ _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
 def starter(compiled: Any, cluster: int = 1) -> Start | None:
-    """How to start a compiled kernel with raw addresses on the current device; None where only Triton's way is safe.
+    """The ways to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, `Start` goes its way.
     `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
@@ -117,7 +117,7 @@ def _hooks() -> tuple[Any, Any]:
 
 
 def _is_known(launcher: Any) -> bool:
-    """Whether a launcher is the one of Triton 3.5 and 3.6, for a kernel that needs no scratch memory."""
+    """True if a launcher is the one of Triton 3.5 and 3.6, for a kernel that needs no scratch memory."""
     try:
         from triton.backends.nvidia import driver
     except ImportError:
@@ -196,7 +196,7 @@ class ClusterKernel(Kernel):
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         try:
             start.start(programs, stream, addresses, (*scalars, *constants))
-        except RuntimeError as error:  # no room for a cluster in what there is of the GPU
+        except RuntimeError as error:  # a cluster does not fit on what there is of the GPU
             raise ClusterRefused from error
         self._compiled[key] = start
         return start
@@ -276,7 +276,7 @@ def scratch(device: int) -> torch.Tensor:
 def _more_scratch(device: int) -> torch.Tensor:
     """The words of the current stream, made where there are none; and those for the next captures."""
     global _made_for_captures
-    place = (device, torch._C._cuda_getCurrentRawStream(device))
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
     with _SCRATCH_LOCK:
         if not _CAPTURED.get(device):
             _made_for_captures += _CAPTURED_AT_ONCE
@@ -284,9 +284,9 @@ def _more_scratch(device: int) -> torch.Tensor:
             rows = torch.zeros(shape, dtype=torch.int64, device=f"cuda:{device}").unbind()
             torch.cuda.current_stream(device).synchronize()  # captures may run on any stream
             _CAPTURED[device] = list(rows)
-        words = _SCRATCH.get(place)
+        words = _SCRATCH.get(key)
         if words is None:
-            words = _SCRATCH[place] = torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
+            words = _SCRATCH[key] = torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
     return words
 
 
@@ -301,8 +301,8 @@ _WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
 
 
 def largest_cluster(device: int) -> int:
-    """How many programs a cluster may have on a device: one in the interpreter, none before Hopper and, until it has
-    run there, after it.
+    """The most programs of a cluster on a device: one in the interpreter; none before Hopper, nor, until it has run there,
+    after it.
     """
     if device in _WITHOUT_CLUSTERS:
         return 0
@@ -323,7 +323,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """How many multiprocessors a CUDA device has; 1 for the CPU (-1), where programs run one after another."""
+    """The number of multiprocessors of a CUDA device; 1 for the CPU (-1), where programs run one after another."""
     return 1 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -359,7 +359,7 @@ def kernel_of(function: Callable, cooperative: bool = False, cluster: int = 0) -
 
 
 class _Allocation(NamedTuple):
-    """What `fast_empty` is given."""
+    """The arguments of `fast_empty`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -129,7 +129,7 @@ def buffer_names(slot: str) -> tuple[str, str]:
 
 
 def has_buffers(layer: nn.Module) -> bool:
-    """Whether the layer carries delayed-scaling state."""
+    """True if the layer carries delayed-scaling state."""
     return buffer_names("x")[0] in layer._buffers
 
 
@@ -473,8 +473,8 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None) ->
     """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
     jobs = [job for batch in batches for job in batch.jobs]
     lives = [batch.live() for batch in batches]
-    place = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
-    live = torch.cat([part.to(place) for part in lives])
+    device = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
+    live = torch.cat([part.to(device) for part in lives])
     keys = [_key(job) for job in jobs]
     if direction is None:
         known = {key.slot: key for key in keys}

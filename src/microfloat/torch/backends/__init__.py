@@ -122,7 +122,7 @@ def check_name(backend: str, argument: str = "backend") -> str:
 
 
 def support(backend: str, device: torch.device) -> Support:
-    """Whether `backend` runs on `device`, whether it is accelerated there, and why; "auto" answers for its choice."""
+    """The answer of `backend` for `device`: does it run, is it accelerated, and why; "auto" answers for its choice."""
     return _REGISTRY[resolve(backend, device)][0](device)
 
 

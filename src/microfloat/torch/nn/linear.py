@@ -81,7 +81,7 @@ class Linear(nn.Linear):
             self.pin(recipe)
 
     @property
-    def pinned(self) -> Recipe | None:
+    def pinned(self) -> Any:
         """The recipe that `pin` fixed (None = high precision), or UNPINNED."""
         return self._pinned
 
