@@ -301,8 +301,8 @@ _WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
 
 
 def largest_cluster(device: int) -> int:
-    """The most programs of a cluster on a device: one in the interpreter; none before Hopper, nor, until it has run there,
-    after it.
+    """The most programs of a cluster on a device: one in the interpreter; none before Hopper, nor after it until it has
+    run there.
     """
     if device in _WITHOUT_CLUSTERS:
         return 0
