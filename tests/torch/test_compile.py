@@ -397,3 +397,12 @@ def test_saved_operands_lie_as_their_fake_promises() -> None:
         for part in (promised.codes, promised.scale):
             for tensor in (torch.ones(part.shape), torch.ones(part.shape[::-1]).t()):
                 assert schedule.laid(tensor, part).stride() == part.strides
+
+
+def test_an_input_without_rows_gives_an_empty_result_and_no_gradient() -> None:
+    layer = mf.Linear(32, 16, recipe=MXFP8BlockScaling())
+    x = torch.randn(0, 32, requires_grad=True)
+    y = compiled(layer)(x)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((0, 16), (0, 32))
+    assert not layer.weight.grad.any()

@@ -243,6 +243,9 @@ def _linear_forward(
     pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     _check_caller(token, pinned)
+    if x.numel() == 0:  # no schedule: nothing is multiplied
+        shapes = (x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records)
+        return [tensor.zero_() for tensor in _fake_forward(*shapes)]
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw)
     schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
     live = _live_amaxes(records, x.device)
@@ -278,6 +281,9 @@ def _linear_backward(
     dy: torch.Tensor, x: Maybe, weight: torch.Tensor, saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
     token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    if dy.numel() == 0:
+        shapes = (dy, x, weight, saved, seed, dy_scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records)
+        return [tensor.zero_() for tensor in _fake_backward(*shapes)]
     shape = (*dy.shape[:-1], weight.shape[1])
     schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
     live = _live_amaxes(records, dy.device)
