@@ -15,6 +15,8 @@ from tests.examples import small_run
 from tests.examples.small_run import losses, results
 from tests.jax.effort import cheaper_passes
 
+pytestmark = pytest.mark.xdist_group("train_gpt_jax")  # which share compiled programs
+
 
 @pytest.fixture(autouse=True)
 def compile_effort():

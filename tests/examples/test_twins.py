@@ -24,7 +24,7 @@ import microfloat.jax as mj  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.recipes import RECIPES, from_name  # noqa: E402
 from tests.examples.small_run import trainer_of  # noqa: E402
-from tests.jax.effort import cheaper_passes  # noqa: E402
+from tests.jax.effort import cheaper_passes, effort_of  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("twins")
 
@@ -36,6 +36,12 @@ CASTS = {
 }  # fmt: skip
 WEIGHTS = "weights.safetensors"
 SCRIPTS = {"torch": "train_gpt", "jax": "train_gpt_jax"}
+
+
+@pytest.fixture(autouse=True)
+def compile_effort(request):
+    with effort_of(request.node):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("ranks")  # which share their processes
+
 RECIPE = DelayedScaling(amax_history_len=4)
 WORLD = 2
 

@@ -64,6 +64,7 @@ def _name(case: tuple) -> str:
     "overflow-fp8_*", "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block-(48,400)*"),
 )  # fmt: skip
+@pytest.mark.xdist_group("schedules-interpreted")
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_interpreted(interpreted, case: tuple) -> None:
     interpreted(case)
