@@ -1,7 +1,7 @@
 # Each command does all of its own set-up: it needs python3 (3.11 or newer) and pip, nothing else.
 #
 #   make demo       train a small transformer in bf16 and under three recipes: two minutes on two free cores, after set-up
-#   make test       what CI runs: the test suite without the tests marked slow, six minutes on two cores, set-up included
+#   make test       what CI runs: the test suite without the tests marked slow
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example
 #   make lint       ruff and pyright
 #
