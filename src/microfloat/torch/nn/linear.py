@@ -1,8 +1,8 @@
-"""`Linear`: nn.Linear whose three GEMMs run under a recipe."""
+"""`Linear`: nn.Linear whose three GEMMs run under a recipe, and `RecipeLayer`, what such layers have in common."""
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["UNPINNED", "Linear"]
+__all__ = ["UNPINNED", "Linear", "RecipeLayer"]
 
 
 class _Unpinned:
@@ -47,16 +47,10 @@ OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", 
                   "_followed")  # fmt: skip
 
 
-class Linear(nn.Linear):
-    """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe; elsewhere exactly nn.Linear.
+class RecipeLayer(nn.Module):
+    """A layer with parameters whose GEMMs run under a recipe: which one, its scaling state, copies and state dicts.
 
-    Same constructor, parameters and initialisation as nn.Linear. The recipe: a pinned one (`pin`, `convert`), else
-    that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
-    float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
-
-    Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
-    and devices that do not fit, NotSupportedError for DTensors, inside torch.func's transforms and forward-mode AD,
-    and for torch.jit. Source: docs/numerics.md, section 6.
+    Comes before the plain layer among the bases of a class.
     """
 
     backend: str = "auto"
@@ -65,20 +59,8 @@ class Linear(nn.Linear):
     _path: str = ""  # the layer's name in the model that was converted, for messages
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, recipe: Recipe | str | None = None, backend: str = "auto",
-    ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, device, dtype)
-        scaling.number_layer(self)
-        backends.check_name(backend)
-        self.backend = backend
-        request = active_model_init()
-        if request is not None:
-            quantize_parameter(self, request)
-        if recipe is not None:
-            self.pin(recipe)
+    weight: Any
+    _check_input: Any
 
     @property
     def pinned(self) -> Any:
@@ -89,7 +71,7 @@ class Linear(nn.Linear):
     def pinned(self, recipe: Any) -> None:
         self.unpin() if recipe is UNPINNED else self.pin(recipe)
 
-    def pin(self, recipe: Recipe | str | None) -> "Linear":
+    def pin(self, recipe: Recipe | str | None) -> Self:
         """Fix the recipe of this layer (None = high precision); it wins over the autocast's. Returns the layer.
 
         Delayed-scaling state is made or dropped as the recipe asks. Raises InvalidTypeError and InvalidValueError for
@@ -105,18 +87,13 @@ class Linear(nn.Linear):
             scaling.drop_buffers(self)
         return self
 
-    def unpin(self) -> "Linear":
+    def unpin(self) -> Self:
         """Follow the ambient autocast again; delayed-scaling state is dropped. Returns the layer."""
         self._pinned = UNPINNED
         self._pin_token = None
         self._drop_weight_cache()
         scaling.drop_buffers(self)
         return self
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters, as nn.Linear does, and start delayed scaling afresh."""
-        super().reset_parameters()
-        scaling.reset_scaling(self)
 
     def effective_recipe(self) -> Recipe | None:
         """The recipe that a call here and now would run; None = high precision."""
@@ -128,6 +105,130 @@ class Linear(nn.Linear):
         if self._pinned is not UNPINNED:
             return self._pinned
         return state.recipe if state is not None else None
+
+    def _with_path(self, error: MicrofloatError) -> MicrofloatError:
+        layer = f"(In the layer {self._path!r}.)"
+        if self._path and layer not in str(error):
+            error.args = (f"{error} {layer}",)
+        return error
+
+    def _note_plain(self, state: Ambient | None) -> None:
+        """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
+        if not self.__dict__.get("_followed"):
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._followed = False
+        elif state is None and self._pinned is UNPINNED and torch.is_grad_enabled():
+            raise NotSupportedError(
+                "torch.utils.checkpoint: got a recomputation outside the microfloat.torch.autocast whose recipe this "
+                "layer ran in the first pass, needed that recipe. Use microfloat.torch.checkpoint in its place, or pin "
+                "the recipe with microfloat.torch.convert."
+            )
+
+    def _slow_forward(self, *arguments: Any, **options: Any) -> Any:
+        """The forward that nn.Module takes while torch.jit traces."""
+        if self.effective_recipe() is not None:
+            raise NotSupportedError(
+                "torch.jit.trace: got a Linear under a recipe, which TorchScript cannot hold. Use torch.compile or "
+                "torch.export, or trace under autocast(enabled=False)."
+            )
+        return super()._slow_forward(*arguments, **options)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotSupportedError(
+            "torch.jit.script: got a microfloat Linear, which TorchScript cannot hold. Use torch.compile or "
+            "torch.export, or microfloat.torch.revert the model first."
+        )
+
+    def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
+        recipe = self._pinned if isinstance(self._pinned, Recipe) else state.recipe
+        if recipe is None or not recipe.is_delayed:
+            return
+        self._check_input(x)
+        if x.numel() == 0 or is_abstract(x):
+            return
+        scaling.ensure_buffers(self, _delayed_of(recipe))
+        scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
+
+    def folded_elements(self) -> dict[str, float]:
+        """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.
+
+        Waits for the GPU. Source: docs/numerics.md, section 9.
+        """
+        counts = self.__dict__.get("_fold_counts")
+        return {} if counts is None else counts.shares()
+
+    def _drop_weight_cache(self) -> None:
+        self.__dict__.pop("_weight_cache", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._pinned is not UNPINNED:
+            self._pin_token = token_of(self._pinned)
+        scaling.number_layer(self)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
+        """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
+        self._drop_weight_cache()
+        kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            if buffer is None:
+                continue
+            moved = fn(buffer)
+            self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        scaling.flush_to_read(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._drop_weight_cache()
+
+    def extra_repr(self) -> str:
+        pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
+        return super().extra_repr() + pinned
+
+
+class Linear(RecipeLayer, nn.Linear):
+    """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe; elsewhere exactly nn.Linear.
+
+    Same constructor, parameters and initialisation as nn.Linear. The recipe: a pinned one (`pin`, `convert`), else
+    that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
+    float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
+
+    Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
+    and devices that do not fit, NotSupportedError for DTensors, inside torch.func's transforms and forward-mode AD,
+    and for torch.jit. Source: docs/numerics.md, section 6.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        *, recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        scaling.number_layer(self)
+        backends.check_name(backend)
+        self.backend = backend
+        request = active_model_init()
+        if request is not None:
+            quantize_parameter(self, request)
+        if recipe is not None:
+            self.pin(recipe)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters, as nn.Linear does, and start delayed scaling afresh."""
+        super().reset_parameters()
+        scaling.reset_scaling(self)
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
@@ -178,25 +279,6 @@ class Linear(nn.Linear):
                 return cause
         return self._with_path(error)
 
-    def _with_path(self, error: MicrofloatError) -> MicrofloatError:
-        layer = f"(In the layer {self._path!r}.)"
-        if self._path and layer not in str(error):
-            error.args = (f"{error} {layer}",)
-        return error
-
-    def _note_plain(self, state: Ambient | None) -> None:
-        """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
-        if not self.__dict__.get("_followed"):
-            return
-        if torch._C._current_graph_task_id() == -1:
-            self._followed = False
-        elif state is None and self._pinned is UNPINNED and torch.is_grad_enabled():
-            raise NotSupportedError(
-                "torch.utils.checkpoint: got a recomputation outside the microfloat.torch.autocast whose recipe this "
-                "layer ran in the first pass, needed that recipe. Use microfloat.torch.checkpoint in its place, or pin "
-                "the recipe with microfloat.torch.convert."
-            )
-
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
@@ -225,31 +307,6 @@ class Linear(nn.Linear):
         except MicrofloatError as error:
             raise self._with_path(error) from None
 
-    def _slow_forward(self, *arguments: Any, **options: Any) -> Any:
-        """The forward that nn.Module takes while torch.jit traces."""
-        if self.effective_recipe() is not None:
-            raise NotSupportedError(
-                "torch.jit.trace: got a Linear under a recipe, which TorchScript cannot hold. Use torch.compile or "
-                "torch.export, or trace under autocast(enabled=False)."
-            )
-        return super()._slow_forward(*arguments, **options)
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise NotSupportedError(
-            "torch.jit.script: got a microfloat Linear, which TorchScript cannot hold. Use torch.compile or "
-            "torch.export, or microfloat.torch.revert the model first."
-        )
-
-    def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
-        recipe = self._pinned if isinstance(self._pinned, Recipe) else state.recipe
-        if recipe is None or not recipe.is_delayed:
-            return
-        self._check_input(x)
-        if x.numel() == 0 or is_abstract(x):
-            return
-        scaling.ensure_buffers(self, _delayed_of(recipe))
-        scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
-
     def schedule(self, x: torch.Tensor) -> Schedule | None:
         """What a call with `x` would run here and now: casts, products, and what backward keeps; ``print`` shows it.
 
@@ -258,54 +315,6 @@ class Linear(nn.Linear):
         with torch.enable_grad():
             recipe, state = self.effective_recipe(), ambient()
             return find_for(self, x, HIGH_PRECISION if recipe is None else canonical(recipe), state)
-
-    def folded_elements(self) -> dict[str, float]:
-        """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.
-
-        Waits for the GPU. Source: docs/numerics.md, section 9.
-        """
-        counts = self.__dict__.get("_fold_counts")
-        return {} if counts is None else counts.shares()
-
-    def _drop_weight_cache(self) -> None:
-        self.__dict__.pop("_weight_cache", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._pinned is not UNPINNED:
-            self._pin_token = token_of(self._pinned)
-        scaling.number_layer(self)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> "Linear":
-        """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
-        self._drop_weight_cache()
-        kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            if buffer is None:
-                continue
-            moved = fn(buffer)
-            self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        scaling.flush_to_read(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
-        _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._drop_weight_cache()
-
-    def extra_repr(self) -> str:
-        pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
-        return super().extra_repr() + pinned
 
 
 class _Decoded(torch.autograd.Function):
@@ -326,7 +335,7 @@ def _delayed_of(recipe: Recipe) -> Delayed:
     )
 
 
-def _adapt_scaling_keys(layer: Linear, state_dict: dict[str, Any], prefix: str, load: list[str]) -> None:
+def _adapt_scaling_keys(layer: RecipeLayer, state_dict: dict[str, Any], prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     if state_dict.pop(prefix + "_extra_state", None) is not None:
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
