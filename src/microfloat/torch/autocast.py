@@ -1,4 +1,4 @@
-"""Which recipe runs here: a context variable per thread and per async task, and nothing else.
+"""The recipe that runs here: a context variable per thread and per async task, and nothing else.
 
 Precedence (first that applies): ``autocast(enabled=False)``, the recipe pinned to a layer by `convert`, the recipe of
 the innermost autocast, nothing (high precision). Backward never reads this: it uses what its forward captured.

@@ -229,7 +229,7 @@ def _schedule(
 
 
 def _live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
-    """What the delayed casts of a call record into, where they do: a tensor of its own, an output of the operator."""
+    """The tensor that the delayed casts of a call record into, an output of the operator; none where they do not."""
     return [torch.zeros(8, dtype=torch.float32, device=device)] if records else []
 
 
@@ -306,12 +306,17 @@ def _linear_backward(
         dx = dw = None
         if x_column is None and w_column is None and wants_dx and wants_dw and not records:
             # One GEMM after the other, so that only its operands exist.
-            dx, _ = schedule.backward(dy, (None,) * 3 + column("w", weight, w_layout, True, False), inputs, True, False)
-            _, dw = schedule.backward(dy, column("x", x, x_layout, True, False) + (None,) * 3, inputs, False, True)
+            w_column = column("w", weight, w_layout, True, False)
+            made = schedule.cast_dy(dy, inputs, True, False)
+            dx, _ = schedule.gradients(made, (None, None, None, *w_column), True, False)
+            del w_column
+            made = schedule.cast_dy(dy, inputs, False, True)
+            _, dw = schedule.gradients(made, column("x", x, x_layout, True, False), False, True)
         else:
             x_column = x_column or column("x", x, x_layout, wants_dw, False)
             w_column = w_column or column("w", weight, w_layout, wants_dx, False)
-            dx, dw = schedule.backward(dy, (*x_column, *w_column), inputs, wants_dx, wants_dw)
+            made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
+            dx, dw = schedule.gradients(made, (*x_column, *w_column), wants_dx, wants_dw)
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 

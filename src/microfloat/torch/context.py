@@ -140,17 +140,17 @@ def recipe_of(token: str) -> Recipe:
 
 
 def is_stochastic(token: str) -> bool:
-    """Whether the recipe needs a call seed; reads the token only, so that compiled code may ask."""
+    """True where the recipe needs a call seed; reads the token only, so that compiled code may ask."""
     return token[0] == "s"
 
 
 def is_delayed(token: str) -> bool:
-    """Whether the recipe carries delayed-scaling state."""
+    """True where the recipe carries delayed-scaling state."""
     return token[1] == "d"
 
 
 def keeps_x(token: str) -> bool:
-    """Whether backward reads x itself, because wgrad takes it in high precision."""
+    """True where backward reads x itself, because wgrad takes it in high precision."""
     return token[2] == "x"
 
 

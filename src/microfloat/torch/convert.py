@@ -108,7 +108,7 @@ def convert(
 def _refusal(
     name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
 ) -> str | None:
-    """Why a layer is left out, or None."""
+    """The reason for which a layer is left out, or None."""
     kind = type(module)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"

@@ -1,4 +1,4 @@
-"""How many elements folding changed, per operand of a layer, and what the next step makes of it.
+"""Counts of the elements that folding changed, per operand of a layer, and the next step's decision by them.
 
 Casts write their counts where the host reads them, in pinned memory, so that a step neither copies nor waits: a
 decision reads the latest count that has arrived. Until one has, the operand folds (docs/numerics.md, section 10).

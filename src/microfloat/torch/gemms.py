@@ -67,7 +67,7 @@ class Product(Protocol):
 
 
 class _Bias(NamedTuple):
-    """What a bias looks like; `aligned`: it begins at a multiple of 16 bytes."""
+    """Dtype and address of a bias; `aligned`: it begins at a multiple of 16 bytes."""
 
     dtype: torch.dtype
     aligned: bool

@@ -113,11 +113,17 @@ def _of_call(
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     needs = grad and x.requires_grad, grad and weight.requires_grad
     schedule = find(x_key, x, weight, bias, recipe, name, compute, *needs)
-    if schedule is not None and schedule.folds and not (counts := counts_of(layer)).is_quiet:
-        routes = schedule.backend.routes(recipe, x.device, counts)
-        if routes is not schedule.routes:  # fold counts of earlier steps ask for others
-            return find(x_key, x, weight, bias, recipe, name, compute, *needs, routes)
-    return schedule
+    if schedule is None or not schedule.folds:
+        return schedule
+    return _after_counts(schedule, counts_of(layer), (x_key, x, weight, bias, recipe, name, compute, *needs))
+
+
+def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedule | None:
+    """The schedule that fold counts of earlier steps ask for; `call`: the arguments of `find` that found this one."""
+    if counts.is_quiet:
+        return schedule
+    routes = schedule.backend.routes(schedule.recipe, call[2].device, counts)
+    return schedule if routes is schedule.routes else find(*call, routes)
 
 
 def find(
@@ -199,9 +205,11 @@ class Run:
                 inputs = self.dy if self.delayed is None else self.dy_inputs(wants_dx, wants_dw)
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
-                        dx, dw = schedule.backward(dy, ctx.saved_tensors, inputs, wants_dx, wants_dw)
+                        made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
+                        dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw)
                 else:
-                    dx, dw = schedule.backward(dy, ctx.saved_tensors, inputs, wants_dx, wants_dw)
+                    made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
+                    dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw)
             except RuntimeError:
                 refuse_batched(dy)  # whose address cannot be read
                 raise
@@ -268,12 +276,11 @@ def begin_apart(
     wants_dw: bool,
 ) -> Run | None:  # fmt: skip
     """A run of `layer` on an input that a producer will make; `x_key` as in `find`. None without elements."""
-    weight, bias, name = layer.weight, layer.bias, backend_name(layer, state)
-    schedule = find(x_key, None, weight, bias, recipe, name, compute, wants_dx, wants_dw)
+    weight = layer.weight
+    call = x_key, None, weight, layer.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw
+    schedule = find(*call)
     if schedule is not None and schedule.folds:
-        routes = schedule.backend.routes(recipe, weight.device, counts_of(layer))
-        if routes is not schedule.routes:
-            schedule = find(x_key, None, weight, bias, recipe, name, compute, wants_dx, wants_dw, routes)
+        schedule = _after_counts(schedule, counts_of(layer), call)
     return None if schedule is None else begin(layer, schedule, weight, state, None, apart=True)
 
 

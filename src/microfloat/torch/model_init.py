@@ -17,7 +17,7 @@ __all__ = ["ModelInit", "active_model_init", "fp8_model_init", "quantize_paramet
 
 @dataclasses.dataclass(frozen=True)
 class ModelInit:
-    """What the innermost `quantized_model_init` asks for."""
+    """The settings of the innermost `quantized_model_init`."""
 
     enabled: bool
     recipe: Recipe

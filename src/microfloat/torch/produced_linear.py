@@ -59,9 +59,8 @@ class Reader:
 
     def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(dx, dw), given both operands of dy."""
-        schedule, saved = self.schedule, tensors[self.saved]
-        dx = schedule.dgrad(dy[0:3], saved[3:6]) if schedule.wants_dx else None
-        return dx, schedule.wgrad(dy[3:6], saved[0:3]) if schedule.wants_dw else None
+        schedule = self.schedule
+        return schedule.gradients(dy, tensors[self.saved], schedule.wants_dx, schedule.wants_dw)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
         """Both operands of a gradient at hand; nothing where no gradient is asked for."""
@@ -69,12 +68,11 @@ class Reader:
         if not (schedule.wants_dx or schedule.wants_dw):
             return [None] * 6
         inputs = self.run.dy_inputs(schedule.wants_dx, schedule.wants_dw)
-        dy_MN, step = schedule.dy_step(dy_MN, schedule.wants_dx, schedule.wants_dw)
-        return step(dy_MN, *schedule.resources(), inputs)
+        return schedule.cast_dy(dy_MN, inputs, schedule.wants_dx, schedule.wants_dw)
 
     @property
     def settings(self) -> tuple:
-        """What Linears agree in that cast alike."""
+        """Equal for Linears that cast alike."""
         schedule = self.schedule
         return schedule.recipe, schedule.routes, schedule.backend, schedule.dtype
 
@@ -116,7 +114,7 @@ class _Casts:
         return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
 
     def parts(self, made: Both, shape: Sequence[int]) -> Parts:
-        """What a kernel has made of a matrix of this shape, as GEMMs take it."""
+        """Both operands that a kernel has made of a matrix of this shape, as GEMMs take them."""
         layouts = layouts_of(self.reader.schedule.backend, self.entries, *shape)
         return [part for i in range(2) for part in parts_of(made[i], self.entries[i], layouts[i])]
 

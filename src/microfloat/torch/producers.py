@@ -225,7 +225,7 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class ActivationGradient:
-    """What `Activation` passes back, given the gradient of its value: that of x, and with `up` that of up."""
+    """The gradients that `Activation` passes back, given that of its value: of x, and with `up` of up."""
 
     grad_MF: torch.Tensor
     x_MF: torch.Tensor

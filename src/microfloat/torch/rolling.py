@@ -80,7 +80,7 @@ class Pending(NamedTuple):
 
 
 class Slot:
-    """What is known of a slot of a layer besides its buffers."""
+    """State of a slot of a layer besides its buffers."""
 
     __slots__ = ("history", "name", "pending", "prepared", "previous", "rolled", "scale")
 
@@ -101,7 +101,7 @@ Job = tuple[nn.Module, Slot, Pending]
 
 
 class _Part(NamedTuple):
-    """Which of several jobs agree in recipe, reduction group and device, and the launch that rolls their slots.
+    """Jobs that agree in recipe, reduction group and device, and the launch that rolls their slots.
 
     `table`: the addresses of their buffers as the kernel takes them, None where none serves them.
     """

@@ -40,7 +40,7 @@ _ALL_NAMES = [name for names in NAMES.values() for name in names]
 
 
 class _LayerState:
-    """What is known of a layer besides its buffers.
+    """State of a layer besides its buffers.
 
     Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
     """
@@ -119,7 +119,7 @@ def _pending(cast: Cast, group: Group, region: "Region | None", late: bool = Fal
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """What nn.Module types as Tensor | Module | None, where it can only be a tensor."""
+    """The same value, typed as the tensor that it is: nn.Module types it as Tensor | Module | None."""
     return value
 
 

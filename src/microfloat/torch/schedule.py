@@ -1,4 +1,4 @@
-"""What a Linear does under a recipe, worked out once as data: its casts, its products, and what backward keeps.
+"""The work of a Linear under a recipe, decided once as data: its casts, its products, and what backward keeps.
 
     forward    x, w -> operands      y_MN  = x_MK @ w_NK.T (+ bias)
     backward   dy   -> operands      dx_MK = dy_MN @ w_NK        dw_NK = dy_MN.T @ x_MK
@@ -335,7 +335,7 @@ class Schedule:
         return made[0], made[1]
 
     def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
-        """Which operands fold: GEMM and side -> tensor, orientation, form, elements."""
+        """The operands that fold: GEMM and side -> tensor, orientation, form, elements."""
         sizes = {"x": inputs, "w": weights, "dy": self.rows * self.out_features}
         needed = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
         needed |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
@@ -426,56 +426,42 @@ class Schedule:
         row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
         return _first_delayed((row if wants_dx else None, column if wants_dw else None))
 
-    def dy_step(self, dy: torch.Tensor, wants_dx: bool, wants_dw: bool) -> tuple[torch.Tensor, CastStep]:
-        """The cast of a gradient, found by how it lies and by what is asked for; and the gradient as it takes it."""
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+        """Both operands of a gradient, by a cast that is found by how the gradient lies and by what is asked for."""
         step = self._dy
         address = dy.data_ptr()
-        if (
+        if not (
             step is not None and wants_dx is self.wants_dx and wants_dw is self.wants_dw and address != 0
             and address & (_ALIGNMENT - 1) == 0 and dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg()
         ):  # fmt: skip
-            return dy, step
-        usual = dy.is_contiguous() and address & (_ALIGNMENT - 1) == 0 and not dy.is_neg() and dy.dtype is self.dtype
-        dy = self._matrix(dy)
-        key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (_ALIGNMENT - 1))
-        step = self._dy_steps.get(key)
-        if step is None:
-            step = CastStep(self.backend, dy, entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw))
-            self._dy_steps[key] = step
-            if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
-                self._dy = step
-        return dy, step
+            aligned = dy.is_contiguous() and address & (_ALIGNMENT - 1) == 0
+            usual = aligned and not dy.is_neg() and dy.dtype is self.dtype
+            dy = self._matrix(dy)
+            key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (_ALIGNMENT - 1))
+            step = self._dy_steps.get(key)
+            if step is None:
+                step = CastStep(self.backend, dy, entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw))
+                self._dy_steps[key] = step
+                if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
+                    self._dy = step
+        return step(dy, *self.resources(), inputs)
 
-    def backward(
-        self,
-        dy: torch.Tensor,
-        saved: tuple[torch.Tensor | None, ...],
-        inputs: CastInputs,
-        wants_dx: bool,
-        wants_dw: bool,
+    def gradients(
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dx and dw, each if it is asked for; `saved` is what `forward` returned."""
-        dy, step = self.dy_step(dy, wants_dx, wants_dw)
-        stream, words = self.resources()
-        row, row_scale, row_level, *column = step(dy, stream, words, inputs)
+        """dx in x's shape and dw, each if it is asked for, from what `cast_dy` and `forward` returned.
+
+        Uses up `dy`: the memory of its row operand serves dw.
+        """
         dx = dw = None
         if wants_dx:
-            dx = self._dgrad(row, row_scale, row_level, *self._laid(1, saved[3:6]), None)  # type: ignore[misc]
-            del row  # its memory serves dw
+            dx = self._dgrad(*dy[0:3], *self._laid(1, saved[3:6]), None)  # type: ignore[misc]
+            dy[0:3] = None, None, None
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
-            dw = self._wgrad(*column, *self._laid(0, saved[0:3]), None)  # type: ignore[misc]
+            dw = self._wgrad(*dy[3:6], *self._laid(0, saved[0:3]), None)  # type: ignore[misc]
         return dx, dw
-
-    def dgrad(self, dy: Sequence, w: Sequence) -> torch.Tensor:
-        """dx in x's shape, from the row operand of dy and the column operand of w."""
-        dx = self._dgrad(*dy, *self._laid(1, w), None)  # type: ignore[misc]
-        return dx if self.x_shape is None else dx.view(self.x_shape)
-
-    def wgrad(self, dy: Sequence, x: Sequence) -> torch.Tensor:
-        """dw, from the column operands of dy and x."""
-        return self._wgrad(*dy, *self._laid(0, x), None)  # type: ignore[misc]
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""
