@@ -205,7 +205,7 @@ def why_left_out(
     name: str, module: Any, exclude: Sequence[str], keep: Callable[[str, Any], object] | None,
     gates: frozenset[str] = frozenset(),
 ) -> str | None:  # fmt: skip
-    """The reason for which patterns or the filter leave a layer out, or None. `gates`: `gates_of_mlps`, which stay in."""
+    """The reason why patterns or the filter leave a layer out, or None. `gates`: `gates_of_mlps`, which stay in."""
     for pattern in exclude:
         if fnmatchcase(name, pattern) and name not in gates:
             rule = "default rule: " if pattern in DEFAULT_EXCLUDE else ""

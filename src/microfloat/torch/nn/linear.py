@@ -308,7 +308,7 @@ class Linear(RecipeLayer, nn.Linear):
             raise self._with_path(error) from None
 
     def schedule(self, x: torch.Tensor) -> Schedule | None:
-        """The work that a call with `x` would do here and now: casts, products, and what backward keeps; ``print`` shows it.
+        """The schedule of a call with `x` here and now: casts, products, what backward keeps; ``print`` shows it.
 
         None where x has no elements. Nothing runs, and no state changes. Raises what the call would raise for x.
         """
