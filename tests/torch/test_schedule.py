@@ -15,6 +15,12 @@ CASES = [
     *[("same_bits", (name, (2, 16, 48), 64, True, "float16")) for name in ("delayed", "fp8_row", "fp8_block", "nvfp4")],
     *[("same_bits", (name, (32, 48), 64, True, "float32")) for name in ("fp8_current", "mxfp8", "mxfp8_exact")],
     ("same_bits", ("fp8_block", (48, 400), 144, False, "bfloat16")),
+    # features P14: backward reads the operands of fprop, as codes, as values, folded, and as tiles.
+    *[("same_bits", (f"{name} dequantized", (32, 48), 64, True, "bfloat16")) for name in NAMES],
+    ("same_bits", ("mxfp8 dequantized", (3, 40, 400), 144, False, "float32")),
+    ("same_bits", ("fp8_block dequantized", (48, 400), 144, False, "bfloat16")),
+    ("same_bits", ("nvfp4 high_precision", (32, 48), 64, True, "bfloat16")),
+    *[("reads_what_fprop_read", (name,)) for name in NAMES],
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "fp8_row", "mxfp8")],
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
@@ -62,7 +68,9 @@ def _name(case: tuple) -> str:
     "further cases of planned calls, interpreted",
     cases=("microbatches-nvfp4", "saved_tensors_may_travel", "overflow-nvfp4", "overflow-mx*4", "overflow-mxfp6",
     "overflow-fp8_*", "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
-    "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block-(48,400)*"),
+    "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
+    "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
+    "reads_what_fprop_read-[fm]*"),
 )  # fmt: skip
 @pytest.mark.xdist_group("schedules-interpreted")
 @pytest.mark.parametrize("case", CASES, ids=_name)

@@ -86,7 +86,7 @@ def recipe_to_dict(recipe: Recipe) -> dict:
         gemm = getattr(recipe, name)
         gemms[name] = {
             "lhs": cast_to_data(gemm.lhs), "rhs": cast_to_data(gemm.rhs),
-            "accumulate": gemm.accumulate, "path": gemm.path,
+            "accumulate": gemm.accumulate, "path": gemm.path, **({"from_fprop": True} if gemm.from_fprop else {}),
         }  # fmt: skip
     return {"recipe": type(recipe).__name__, "fields": gemms}
 
@@ -105,7 +105,8 @@ def recipe_from_dict(data: dict) -> Recipe:
     check_keys("fields", values, GEMMS)
     gemms = {}
     for name, entry in values.items():
+        entry = {"from_fprop": False, **entry} if isinstance(entry, dict) else entry
         check_keys(name, entry, _names(Gemm))
         lhs, rhs = (cast_from_data(entry[side]) for side in ("lhs", "rhs"))
-        gemms[name] = Gemm(lhs, rhs, entry["accumulate"], entry["path"])
+        gemms[name] = Gemm(lhs, rhs, entry["accumulate"], entry["path"], entry["from_fprop"])
     return cls(**gemms)

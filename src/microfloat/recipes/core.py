@@ -298,12 +298,15 @@ class Gemm(HashOnce):
 
     `accumulate`: "split" (partial sums over at most 128 contraction elements added in float32), "fast" (hardware
     accumulator), "exact" (reference backend only). `path`: "exact", "folded" or "auto" (docs/numerics.md, section 10).
+    `from_fprop`, of dgrad and wgrad: lhs is None, and rhs is the operand that fprop has read, dequantized to the
+    compute dtype, in place of one cast along this GEMM's own contraction axis.
     """
 
     lhs: Cast | None
     rhs: Cast | None
     accumulate: str = "split"
     path: str = "auto"
+    from_fprop: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs"):
@@ -314,6 +317,12 @@ class Gemm(HashOnce):
                 raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
         check_choice("accumulate", self.accumulate, ("fast", "split", "exact"))
         check_choice("path", self.path, ("exact", "folded", "auto"))
+        check_bool("from_fprop", self.from_fprop)
+        if self.from_fprop and (self.lhs is not None or self.rhs is None or self.rhs.hadamard is not None):
+            raise invalid_value(
+                "Gemm.from_fprop", f"True with {self.lhs} x {self.rhs}",
+                "None x the Cast of fprop's operand, without a Hadamard transform", "It serves dgrad and wgrad only.",
+            )  # fmt: skip
         if self.lhs is not None and self.rhs is not None:
             self._check_pair(self.lhs, self.rhs)
 
@@ -358,6 +367,14 @@ class Recipe(HashOnce):
             gemm = getattr(self, name)
             if not isinstance(gemm, Gemm):
                 raise invalid_type(f"{type(self).__name__}.{name}", type(gemm), "a Gemm(lhs, rhs)")
+        for name, of_fprop in (("fprop", None), ("dgrad", self.fprop.rhs), ("wgrad", self.fprop.lhs)):
+            gemm = getattr(self, name)
+            if gemm.from_fprop and gemm.rhs != of_fprop:
+                raise invalid_value(
+                    f"{type(self).__name__}.{name}", f"from_fprop=True with {gemm.rhs}",
+                    f"from_fprop=False: fprop reads {of_fprop}" if name != "fprop" else "from_fprop=False",
+                    "Only dgrad and wgrad can read an operand of fprop, under its Cast.",
+                )  # fmt: skip
 
     def cast(self, gemm: str, side: str) -> Cast | None:
         """The Cast of one of the six operands, for example ``cast("wgrad", "lhs")``."""
@@ -401,6 +418,10 @@ class Recipe(HashOnce):
 class NamedRecipe(Recipe):
     """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each.
 
+    `backward` replaces dgrad and wgrad of any of them: None = those of the table; "high_precision" = both on the saved
+    originals; "dequantized" = both in high precision on the operands that fprop has read, dequantized, so that x and w
+    are cast and saved once. dy is not quantized under either (docs/numerics.md, section 6).
+
     A subclass is a frozen dataclass, whose fields compare and hash. Raises InvalidTypeError where it is none, or where
     `_table` returns anything but three Gemms.
     """
@@ -408,6 +429,12 @@ class NamedRecipe(Recipe):
     fprop: Gemm = field(init=False, repr=False, compare=False)
     dgrad: Gemm = field(init=False, repr=False, compare=False)
     wgrad: Gemm = field(init=False, repr=False, compare=False)
+    backward: str | None = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # a dataclass keeps the one that its class brings along
+            cls.__repr__ = NamedRecipe.__repr__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         self._check_class()
@@ -416,8 +443,13 @@ class NamedRecipe(Recipe):
             raise invalid_type(
                 f"{type(self).__name__}._table()", repr(table), "three Gemms, those of fprop, dgrad, wgrad"
             )
+        if self.backward is not None:
+            check_choice("backward", self.backward, ("high_precision", "dequantized"))
+            x, w = table[0].casts if self.backward == "dequantized" else (None, None)
+            table = table[0], *(Gemm(None, cast, from_fprop=cast is not None) for cast in (w, x))
         for name, gemm in zip(GEMMS, table, strict=True):
             object.__setattr__(self, name, gemm)
+        super().__post_init__()
 
     def _check_class(self) -> None:
         """Refuse a class whose recipes would not compare by their fields, since caches find recipes by comparison."""
@@ -438,7 +470,12 @@ class NamedRecipe(Recipe):
 
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments and their effective values."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        taken = sorted((entry for entry in fields(self) if entry.init), key=lambda entry: entry.kw_only)
+        return {entry.name: getattr(self, entry.name) for entry in taken}
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in self.arguments().items() if name != "backward" or value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 @dataclass(frozen=True)
@@ -473,6 +510,8 @@ def recipe_table(recipe: Recipe) -> str:
         name, axes = (f"{tensor}.T", _AXES[tensor][::-1]) if transposed else (tensor, _AXES[tensor])
         if cast is None:
             described = ("high precision", "-", "-", "-", "-", "-")
+        elif gemm.from_fprop:
+            described = (f"{cast.format.name} of fprop", "-", "-", "-", "-", "-")
         else:
             transform = f"{cast.hadamard.size}, {cast.hadamard.sign_mask:#06x}" if cast.hadamard else "-"
             fmt = cast.format

@@ -85,4 +85,5 @@ class Answer:
 
 def operands_of(gemm: Gemm) -> str:
     """The formats of both operands, for people."""
-    return " x ".join("high precision" if cast is None else cast.format.name for cast in gemm.casts)
+    names = ["high precision" if cast is None else cast.format.name for cast in gemm.casts]
+    return " x ".join(names) + (" of fprop" if gemm.from_fprop else "")

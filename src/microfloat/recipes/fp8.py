@@ -111,22 +111,24 @@ class Float8RowScaling(NamedRecipe):
     # Argument `wgrad`; the attribute of that name is the Gemm.
     wgrad_precision: str
 
-    def __init__(self, fp8_format: Format = Format.E4M3, use_power_2_scales: bool = True, wgrad: str = "fp8") -> None:
+    def __init__(
+        self, fp8_format: Format = Format.E4M3, use_power_2_scales: bool = True, wgrad: str = "fp8", *,
+        backward: str | None = None,
+    ) -> None:  # fmt: skip
         object.__setattr__(self, "fp8_format", as_format(fp8_format, (Format.E4M3,)))
         check_bool("use_power_2_scales", use_power_2_scales)
         object.__setattr__(self, "use_power_2_scales", use_power_2_scales)
         check_choice("wgrad", wgrad, ("fp8", "high_precision"))
         object.__setattr__(self, "wgrad_precision", wgrad)
+        object.__setattr__(self, "backward", backward)
         self.__post_init__()
 
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments; `wgrad` under its own name."""
         return {
-            "fp8_format": self.fp8_format, "use_power_2_scales": self.use_power_2_scales, "wgrad": self.wgrad_precision
+            "fp8_format": self.fp8_format, "use_power_2_scales": self.use_power_2_scales, "wgrad": self.wgrad_precision,
+            "backward": self.backward,
         }  # fmt: skip
-
-    def __repr__(self) -> str:
-        return "Float8RowScaling(" + ", ".join(f"{name}={value!r}" for name, value in self.arguments().items()) + ")"
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         rule = "amax_pow2" if self.use_power_2_scales else "amax"

@@ -206,7 +206,10 @@ _is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
-    return getattr(recipe, gemm).rhs is not None and getattr(routes, gemm).rhs == "values"
+    one, operand = getattr(recipe, gemm), getattr(routes, gemm).rhs
+    if one.from_fprop:
+        operand = routes.fprop.rhs if gemm == "dgrad" else routes.fprop.lhs
+    return one.rhs is not None and operand == "values"
 
 
 def _schedule(
@@ -298,7 +301,7 @@ def _linear_backward(
         if is_saved and layout is not None:
             return tuple(None if part is None else rest.pop(0) for part in layout)
         assert source is not None
-        return tuple(schedule.column(tensor, source, plain))
+        return tuple(schedule.saved_again(tensor, source, plain))
 
     with schedule.scope():
         x_column = column("x", x, x_layout, wants_dw, saves_x) if saves_x else None
@@ -373,7 +376,9 @@ def _fake_forward(
     saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw)
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
     for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
-        layout = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)[1]
+        gemm = recipe.wgrad if tensor == "x" else recipe.dgrad
+        layouts = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)
+        layout = layouts[not (saves and gemm.from_fprop)]
         for part in layout or ():
             if part is not None:
                 outputs.append(x.new_empty_strided(part.shape, part.strides, dtype=getattr(torch, part.dtype)))

@@ -348,7 +348,7 @@ def _keep_weight(
         kept.clear()
     key = (*schedule.weight_key, version, weight.dtype)
     operands = kept.find(weight, key)
-    if operands is not None and not (schedule.wants_dx and operands[3] is None):
+    if operands is not None and not (schedule.wants_dx and operands[schedule.w_saved.start] is None):
         run.kept = operands
         return False
     with torch.no_grad(), schedule.scope():

@@ -54,7 +54,7 @@ class Reader:
         schedule = self.schedule
         w = schedule.quantize_weight(weight, self.run.w)
         self.saved = slice(len(saved), len(saved) + 6)
-        saved += [*(x[3:6] if schedule.wants_dw else (None,) * 3), *w[3:6]]
+        saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w[schedule.w_saved]]
         return schedule.fprop(x[0:3], w[0:3], bias)
 
     def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -32,7 +32,7 @@ from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.gemms import Product, product
+from microfloat.torch.gemms import Product, product, product_from_fprop
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.seeds import draw_seed, fold_rank_
 from microfloat.torch.tensor import QuantizedTensor
@@ -85,7 +85,7 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
     """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
     made: list[Entry | None] = []
     for is_read, operand in zip((row, column), operands_of(tensor), strict=True):
-        if not is_read:
+        if not is_read or (operand.side == "rhs" and getattr(recipe, operand.gemm).from_fprop):
             made.append(None)
             continue
         cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
@@ -285,10 +285,15 @@ class Schedule:
         self.products: dict[str, Product] = {
             "fprop": product(recipe.fprop, routes.fprop, (m, k, n), bias, compute, x.device)
         }
-        if wants_dx:
-            self.products["dgrad"] = product(recipe.dgrad, routes.dgrad, (m, n, k), None, x.dtype, x.device)
-        if wants_dw:
-            self.products["wgrad"] = product(recipe.wgrad, routes.wgrad, (n, m, k), None, weight.dtype, x.device)
+        for name, is_wanted, sizes, dtype in (
+            ("dgrad", wants_dx, (m, n, k), x.dtype), ("wgrad", wants_dw, (n, m, k), weight.dtype)
+        ):  # fmt: skip
+            gemm = getattr(recipe, name)
+            if is_wanted and gemm.from_fprop:
+                route = routes.fprop
+                self.products[name] = product_from_fprop(gemm.rhs, route, name == "dgrad", sizes, dtype, x.device)
+            elif is_wanted:
+                self.products[name] = product(gemm, getattr(routes, name), sizes, None, dtype, x.device)
         self._fprop, self._dgrad, self._wgrad = (self.products.get(name) for name in GEMMS)
         # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
@@ -296,7 +301,13 @@ class Schedule:
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
         x_entries = entries_of(recipe, routes, "x", True, wants_dw)
         w_entries = entries_of(recipe, routes, "w", True, wants_dx)
-        self._layouts = layouts_of(backend, x_entries, m, k)[1], layouts_of(backend, w_entries, n, k)[1]
+        # The parts of a cast that backward reads: of the row operand where its GEMM takes what fprop has read.
+        x_row, w_row = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
+        self.x_saved, self.w_saved = (slice(0, 3) if row else slice(3, 6) for row in (x_row, w_row))
+        self._w_of_pair = slice(6, 9) if w_row else slice(9, 12)
+        self._layouts = (
+            layouts_of(backend, x_entries, m, k)[not x_row], layouts_of(backend, w_entries, n, k)[not w_row]
+        )  # fmt: skip
         self._strides = tuple(
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
@@ -403,7 +414,7 @@ class Schedule:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-        """y, and what backward needs: the operands x.T and w.T. `kept`: the weight's operands from an earlier call."""
+        """y, and the operands of x and w that backward reads. `kept`: the weight's operands from an earlier call."""
         if self._converts_x:
             x = self._matrix(x)
         pair = self._pair[x_inputs.record is not None] if kept is None else None
@@ -412,12 +423,12 @@ class Schedule:
             second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
             made = pair.run(stream, (None, x, words, *x_inputs, *second))
             y = self._fprop(*made[0:3], *made[6:9], bias)  # type: ignore[misc]
-            saved = (*made[3:6], *made[9:12])
+            saved = (*made[self.x_saved], *made[self._w_of_pair])
         else:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
             y = self._fprop(*x_made[0:3], *w_made[0:3], bias)  # type: ignore[misc]
-            saved = (*x_made[3:6], *w_made[3:6])
+            saved = (*x_made[self.x_saved], *w_made[self.w_saved])
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
 
@@ -467,14 +478,14 @@ class Schedule:
         """y [M, N], from the row operands of x and w."""
         return self._fprop(*x, *w, bias)  # type: ignore[misc]
 
-    def column(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
-        """The column operand of x or w alone, to the bits of the one that comes with a row operand."""
-        x = self._matrix(x.detach())
-        step = CastStep(self.backend, x, entries_of(self.recipe, self.routes, tensor, False, True))
-        return step(x, *self.resources(), inputs)[3:6]
+    def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
+        """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
+        x, saved = self._matrix(x.detach()), self.x_saved if tensor == "x" else self.w_saved
+        step = CastStep(self.backend, x, entries_of(self.recipe, self.routes, tensor, not saved.start, True))
+        return step(x, *self.resources(), inputs)[saved]
 
     def saved_layouts(self) -> tuple[Layout | None, Layout | None]:
-        """Layouts of the operands x.T and w.T that `forward` returns."""
+        """Layouts of the operands of x and w that `forward` returns for backward."""
         return self._layouts
 
     def _laid(self, which: int, parts: Sequence) -> Sequence:
@@ -520,7 +531,8 @@ class Schedule:
             for entry in entries:
                 if entry is not None:
                     name = tensor + (".T" if entry.operand.transposed else "")
-                    saved = "yes" if tensor != "dy" and entry.operand.transposed else ""
+                    parts = {"x": self.x_saved, "w": self.w_saved}.get(tensor)
+                    saved = "yes" if parts is not None and bool(parts.start) is entry.operand.transposed else ""
                     cast = "high precision" if entry.cast is None else entry.cast.format.name
                     form = "as it is" if entry.cast is None else entry.form
                     how = "" if entry.cast is None else launches

@@ -42,6 +42,27 @@ def same_bits_by_addresses(device, name):
     compare(device, recipe_of(name), steps, guard=by_addresses)
 
 
+def reads_what_fprop_read(device, name):
+    """backward="dequantized": both gradients are products of dy and of fprop's operands, which alone are saved."""
+    recipe = recipe_of(f"{name} dequantized")
+    with native_on(device), block_gemms(device, []):
+        layer, (x, dy) = make(recipe, device), inputs(device)
+        saved = layer.schedule(x).saved_layouts()
+        layer(x).backward(dy)
+    encoded = {"scale_enc": torch.ones((), device=device)} if recipe.is_delayed else {}
+    x_values, w_values = (
+        mf.quantize(tensor.detach(), cast, **encoded).dequantize(torch.bfloat16).float()
+        for tensor, cast in zip((x, layer.weight), recipe.fprop.casts, strict=True)
+    )
+    for got, expected in ((x.grad, dy.float() @ w_values), (layer.weight.grad, dy.float().t() @ x_values)):
+        # One rounding to bfloat16, and what folding changes.
+        torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-9)
+    with native_on(device):
+        row = make(recipe_of(name), device).schedule(x).routes.fprop
+    forms = ["bfloat16" if form == "values" else "" for form in row.forms]
+    assert all(not form or layout.codes.dtype == form for form, layout in zip(forms, saved, strict=True))
+
+
 def overflow(device, name):
     """An infinity in dy: non-finite dx and dw by launches, in the elements where torch operations have them."""
     outcomes = []

@@ -225,4 +225,7 @@ def compare(device, recipe, steps, *, run=None, guard=contextlib.nullcontext, **
 
 
 def recipe_of(name):
-    return MXFP8BlockScaling(path="exact") if name == "mxfp8_exact" else RECIPES[name]()
+    """The recipe of a name, "mxfp8 dequantized" being one with another backward."""
+    name, *backward = name.split()
+    options = {"backward": backward[0]} if backward else {}
+    return MXFP8BlockScaling(path="exact", **options) if name == "mxfp8_exact" else RECIPES[name](**options)
