@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import microfloat.jax as mj
+from microfloat import reference
 from microfloat.recipes import (
     RECIPES,
     CustomRecipe,
@@ -63,6 +64,25 @@ def test_three_gemms_equal_the_oracle(name):
     for gemm, actual, expected in zip(gemms, results, oracle_gemms(recipe, X, W, DY, seed=SEED), strict=True):
         assert actual.dtype == jnp.float32
         assert relative_error(actual, expected) < gemm_limit(gemm)
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp8", "low-nvfp4", "high-fp8_block"))
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("residuals", ["low", "high"])
+def test_backward_reads_the_operands_of_fprop(name, residuals):
+    """features P14: dgrad and wgrad in high precision, of what fprop has read, dequantized."""
+    recipe = RECIPES[name](backward="dequantized")
+    arguments = arguments_of(recipe)
+    _, dx, dw = gradients(mj.dot_general(recipe, residuals=residuals), X, W, DY, **arguments)
+    encoded = {"scale_enc": np.float32(1)} if recipe.is_delayed else {}
+    x, w = (
+        reference.dequantize(reference.quantize(value, cast, **encoded))
+        for value, cast in zip((X, W), recipe.fprop.casts, strict=True)
+    )
+    np.testing.assert_allclose(dx, DY @ w, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, DY.T @ x, rtol=1e-4, atol=1e-4)
+    codes = jax.tree.leaves(jax.vjp(lambda x, w: mj.dot_general(recipe)(x, w, PLAIN, **arguments), X, W)[1])
+    assert not any(leaf.shape in (X.shape, W.shape) and leaf.dtype == jnp.float32 for leaf in codes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -59,6 +59,8 @@ def variants():
     yield MXFP4BlockScaling("rceil")
     for flags in itertools.product((False, True), repeat=3):
         yield NVFP4BlockScaling(*flags)
+    for family in recipes.FAMILIES:
+        yield from (family(backward=backward) for backward in ("high_precision", "dequantized"))
     tile = formats.ScaledFormat("mine", formats.E4M3, formats.SCALE_E8M0, (32, 32))
     yield CustomRecipe(Gemm("mxfp8", Cast(tile), "fast", "exact"), Gemm("nvfp4", None), Gemm(None, None))
     rotated = Cast("nvfp4", "two_level_17_16", "stochastic", Hadamard(16, 3))
@@ -125,6 +127,40 @@ def test_rules_of_fields():
     assert MXFP8BlockScaling(scale_rule="oas").fprop.lhs == Cast("mxfp8", "oas")
     delayed = DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo=max, reduce_amax=False)
     assert delayed.dgrad.lhs.scaling == Delayed(1, 4, max, False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_in_high_precision_of_every_recipe(name):
+    """features P14: a shortcut for dgrad and wgrad of None casts, on originals or on what fprop has read."""
+    make = RECIPES[name]
+    plain = make()
+    assert plain.backward is None
+    assert "backward" not in repr(plain)
+    high, read = make(backward="high_precision"), make(backward="dequantized")
+    assert repr(read).endswith("backward='dequantized')")
+    assert high.fprop == read.fprop == plain.fprop
+    assert high.dgrad == high.wgrad == Gemm(None, None)
+    assert read.dgrad == Gemm(None, plain.fprop.rhs, from_fprop=True)
+    assert read.wgrad == Gemm(None, plain.fprop.lhs, from_fprop=True)
+    assert read == make(backward="dequantized")
+    assert len({plain, high, read}) == 3
+    assert not high.is_stochastic
+    assert not read.is_stochastic
+    assert "of fprop" in str(read)
+    with pytest.raises(InvalidValueError, match="backward: got 'bf16', needed one of 'high_precision', 'dequantized'"):
+        make(backward="bf16")
+
+
+def test_only_operands_of_fprop_are_read_again():
+    read = Gemm(None, "mxfp8", from_fprop=True)
+    assert CustomRecipe(Gemm("mxfp8", "mxfp8"), read, Gemm(None, None)).dgrad.from_fprop
+    for gemms in ((read, read, read), (Gemm("mxfp8", "mxfp4"), read, read), (Gemm(None, None), read, read)):
+        with pytest.raises(InvalidValueError, match=r"CustomRecipe.[fd](prop|grad): got from_fprop=True with"):
+            CustomRecipe(*gemms)
+    rotated = Cast("nvfp4", hadamard=Hadamard())
+    for lhs, rhs in ((Cast("mxfp8"), "mxfp8"), (None, None), (None, rotated)):
+        with pytest.raises(InvalidValueError, match=r"Gemm.from_fprop: got True with"):
+            Gemm(lhs, rhs, from_fprop=True)
 
 
 def test_only_the_recipes_that_need_it_are_stochastic_or_delayed():

@@ -58,6 +58,7 @@ def step(function, layer, x):
 CASES = {
     **{name: maker() for name, maker in RECIPES.items() if name != "delayed"},
     "gw_hp": Float8RowScaling(wgrad="high_precision"),
+    **{f"{name} dequantized": RECIPES[name](backward="dequantized") for name in ("fp8_block", "mxfp8", "nvfp4")},
     "one_none": CustomRecipe(Gemm(None, "nvfp4_2d"), Gemm("mxfp8", None), Gemm(None, None)),
 }
 

@@ -311,7 +311,9 @@ class _Call:
         is_turned = tensor == "w" and self.config.w_is_transposed
         first, second = (
             self._cast_of(operand, x_RC.shape, decodes=decodes) if used else None
-            for operand, used, decodes in zip(operands_of(tensor), uses, (True, not keeps), strict=True)
+            for operand, used, decodes in zip(
+                operands_of(tensor), uses, (not self.reuses(tensor), not keeps), strict=True
+            )
         )
         axes = sharding_axes(x_RC, self.config.axis_names)
         made = casts.cast_both(
@@ -341,7 +343,9 @@ class _Call:
         """The operand of the first use, and as second what the backward keeps: codes, or the original if asked for."""
         if self.config.residuals == "high":
             return self.cast(x_RC, tensor, (True, False), records=True)
-        made = self.cast(x_RC, tensor, keeps=True, records=True)
+        made = self.cast(x_RC, tensor, (True, not self.reuses(tensor)), keeps=True, records=True)
+        if self.reuses(tensor):
+            made = made._replace(second=made.first)
         if not isinstance(made.second, reference.Matrix):
             return made
         codes, scale, tensor_scale = made.second
@@ -354,14 +358,22 @@ class _Call:
         """The operand of the second use, from what `keep` saved."""
         if isinstance(kept, reference.Matrix):
             return kept
-        return self.cast(typing.cast(Array, kept), tensor, (False, True)).second
+        reuses = self.reuses(tensor)
+        made = self.cast(typing.cast(Array, kept), tensor, (reuses, not reuses))
+        return made.first if reuses else made.second
+
+    def reuses(self, tensor: str) -> bool:
+        """True where backward reads what fprop has read of x or w, dequantized."""
+        gemm = {"x": "wgrad", "w": "dgrad"}.get(tensor)
+        return gemm is not None and getattr(self.config.recipe, gemm).from_fprop
 
     def gemm(
         self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype, out: np.dtype
     ) -> Array:
         """One GEMM of the recipe, summed in float32, rounded once to `out`; `dtype` is the compute dtype."""
         gemm = getattr(self.config.recipe, name)
-        kind_a, kind_b = (reference.kind_of(cast, cols) for cast in gemm.casts)
+        operands = (None, None) if gemm.from_fprop else gemm.casts  # `b` is dequantized already
+        kind_a, kind_b = (reference.kind_of(cast, cols) for cast in operands)
         plan = gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
         return gemms.run_gemm(a, b, plan)
 
@@ -442,6 +454,10 @@ def _backward(config: _Config, kept: _Kept, cotangents: tuple) -> tuple[Array, A
 
     def gradient(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
         # A product that is summed over mesh axes is rounded after that.
+        gemm = getattr(config.recipe, name)
+        if gemm.from_fprop:
+            matrix = typing.cast(reference.Matrix, b)
+            b = reference.dequantize_matrix(matrix, gemm.rhs.format, None, primal.shape[1]).astype(dtype).T
         summed = varying_axes(*jax.tree.leaves((a, b))) - varying_axes(primal)
         product = call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
         return sum_to_type_of(product, primal).astype(primal.dtype)
@@ -515,8 +531,9 @@ def _check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: tuple[str, ..
     }
     for name in names:
         letter, axes, size = contracted[name]
-        for cast in getattr(recipe, name).casts:
-            if cast is None or not axes:
+        gemm = getattr(recipe, name)
+        for cast in gemm.casts:
+            if cast is None or not axes or gemm.from_fprop:  # whose blocks are those of fprop
                 continue
             block = max(cast.format.block[1] or 1, cast.hadamard.size if cast.hadamard is not None else 1)
             if size % block:

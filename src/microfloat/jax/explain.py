@@ -141,7 +141,7 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
     found = []
     for gemm, side, tensor, *_ in OPERANDS:
         one = recipe.cast(gemm, side)
-        if one is None:
+        if one is None or getattr(recipe, gemm).from_fprop:
             continue
         together = [recipe.casts[operand.key] for operand in OPERANDS if operand.tensor == tensor]
         size = sizes[tensor] if shape else None

@@ -102,7 +102,7 @@ def cast_rows(recipe: Recipe, backend: str, device: torch.device, chip: Chip | N
     rows = []
     for name, side, tensor, *_ in OPERANDS:
         cast = recipe.cast(name, side)
-        if cast is None:
+        if cast is None or getattr(recipe, name).from_fprop:  # fprop has made it
             continue
         if backend == "reference":
             rows.append(CastRow(name, tensor, cast.format.name, BY_TORCH, ""))
