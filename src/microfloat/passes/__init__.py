@@ -39,7 +39,7 @@ class OperandSpec(NamedTuple):
 class CastInputs(NamedTuple):
     """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
     seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
-    128x128 changed (row and column operand); the amax where it need not be measured.
+    128x128 changed (row and column operand); the amax where it need not be measured; the groups of its rows.
     """
 
     scale_enc: Any = None
@@ -48,6 +48,7 @@ class CastInputs(NamedTuple):
     folded: Any = None
     tiles: Any = None
     amax: Any = None
+    groups: Any = None
 
 
 def is_stock(element: ElementFormat) -> bool:

@@ -24,8 +24,8 @@ class At:
     a second matrix and its own; and from MADE on the buffers of the passes.
     """
 
-    NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX = range(9)
-    SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(9, 14)
+    NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX, GROUPS = range(10)
+    SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(10, 15)
 
 
 class Device(NamedTuple):

@@ -22,7 +22,9 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from microfloat.torch.grouped import grouped_matmul
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init
+from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
 from microfloat.torch.scaling import reset_scaling, update_scaling
@@ -30,9 +32,10 @@ from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Linear", "Placement", "QuantizedTensor",
-    "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain", "fake_quantize", "formats",
-    "fp8_autocast", "fp8_model_init", "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "plain_state_dict", "quantize", "quantized_model_init", "recipes",
-    "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "update_scaling",
+    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "Linear", "Placement",
+    "QuantizedTensor", "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain",
+    "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "get_default_recipe", "grouped_matmul",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "plain_state_dict", "quantize", "quantized_model_init", "recipes", "reset_scaling", "revert", "scaled_matmul",
+    "set_seed_rank", "update_scaling",
 ]  # fmt: skip

@@ -14,9 +14,9 @@ from microfloat.recipes import core
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "INPUT_DTYPES", "check_eps", "check_features", "check_like", "check_linear", "check_linear_parameters",
-    "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor", "is_abstract", "readable",
-    "real_tensor",
+    "INPUT_DTYPES", "check_eps", "check_features", "check_grouped", "check_like", "check_linear",
+    "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor",
+    "is_abstract", "readable", "real_tensor",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,6 +111,38 @@ def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> No
         if parameter is not None and parameter.device != x.device:
             remedy = "Give the layer its values first." if parameter.is_meta else f"Move it: .to({str(x.device)!r})."
             raise invalid_value(name, f"a tensor on {parameter.device}", f"one on {x.device}, where x is", remedy)
+
+
+def check_grouped(x: object, weight: object, bias: object) -> None:
+    """Raise where these are no x [T, K], weight [G, N, K] and bias [G, N] (or None)."""
+    for name, tensor, dimensions, shape in (
+        ("x", x, 2, "a matrix [rows, in_features]"),
+        ("weight", weight, 3, "one matrix for each group, [num_groups, out_features, in_features]"),
+        ("bias", bias, 2, "[num_groups, out_features]"),
+    ):
+        if tensor is None and name == "bias":
+            continue
+        if isinstance(tensor, QuantizedTensor):
+            raise invalid_type(
+                name, f"a QuantizedTensor ({tensor.format})", "a plain tensor", "Call dequantize() first."
+            )
+        _check_linear_tensor(name, tensor)
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.dim() != dimensions:
+            raise invalid_value(name, f"shape {tuple(tensor.shape)}", shape)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
+    if not weight.shape[0]:
+        raise invalid_value("weight", f"shape {tuple(weight.shape)}", "one group or more")
+    if x.shape[1] != weight.shape[2]:
+        needed = f"a last dimension of {weight.shape[2]}, the in_features of the weight"
+        raise invalid_value("x", f"shape {tuple(x.shape)}", needed)
+    if isinstance(bias, torch.Tensor) and bias.shape != weight.shape[:2]:
+        raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape {tuple(weight.shape[:2])}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
+            needed = f"one on {x.device}, where x is"
+            raise invalid_value(name, f"a tensor on {tensor.device}", needed, f"Move it: .to({str(x.device)!r}).")
 
 
 def _check_linear_tensor(argument: str, tensor: object) -> None:

@@ -29,7 +29,7 @@ from microfloat.recipes.placement import (
 )
 from microfloat.torch import scaling
 from microfloat.torch._checks import check_model
-from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
+from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -137,7 +137,7 @@ def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
     """Weights that models multiply with outside any nn.Linear."""
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or is_lazy(parameter) or isinstance(module, nn.Linear):
+            if parameter is None or is_lazy(parameter) or isinstance(module, (nn.Linear, RecipeLayer)):
                 continue
             reason = None
             if type(module).__name__ == "Conv1D" and parameter.dim() == 2:

@@ -29,7 +29,7 @@ from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Parts, Schedule, autocast_dtype, remember
+from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Parts, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | 
     return _of_call(layer, x, weight, bias, recipe, state)
 
 
-def backend_name(layer: "Linear", state: Ambient | None) -> str:
+def backend_name(layer: Any, state: Ambient | None) -> str:
     """The backend that a call asks for: the layer's own, else the autocast's."""
     return layer.backend if layer.backend != "auto" or state is None else state.backend
 
@@ -215,7 +215,7 @@ class Run:
                 raise
         elif self.delayed is not None and self.delayed.late:
             scaling.record_late(self.delayed.kept_layer(), self.delayed.late)
-        return dx, dw, bias_gradient(dy, self.bias_dtype) if wants_db else None
+        return dx, dw, bias_gradient(dy, self.bias_dtype, self.dy.groups) if wants_db else None
 
     def dy_inputs(self, wants_dx: bool, wants_dw: bool) -> CastInputs:
         """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""
@@ -252,11 +252,10 @@ apply: Any = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[
 
 
 def begin(
-    layer: "Linear", schedule: Schedule, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None,
-    apart: bool = False,
+    layer: Any, schedule: Schedule, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None,
+    apart: bool = False, inputs: Inputs = NO_INPUTS,
 ) -> Run:  # fmt: skip
     """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
-    inputs = NO_INPUTS
     if schedule.folds:
         counts = counts_of(layer)
         counts.note(schedule.noted)
@@ -447,8 +446,10 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
-def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """``db = sum over rows of dy``, summed in float32 from the unquantized dy and rounded once."""
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = None) -> torch.Tensor:
+    """``db = sum over rows of dy``, or over those of each group: in float32 from the unquantized dy, rounded once."""
+    if groups is not None:
+        return groups.sums(dy).to(dtype)
     return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 

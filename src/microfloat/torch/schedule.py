@@ -129,10 +129,11 @@ class CastStep:
     ``step(x, stream, words, inputs)`` returns codes, scale and tensor scale of the row operand, then of the column's.
     """
 
-    __slots__ = ("_column_as_is", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason")
+    __slots__ = ("_batch", "_column_as_is", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason")
 
-    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries) -> None:
-        self.entries = entries
+    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0) -> None:
+        """`x`: an example; `batch`: a word of the random counters."""
+        self.entries, self._batch = entries, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
         self.program: Program | None = None
@@ -145,9 +146,9 @@ class CastStep:
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
-        self.program = backend.programs.cast_program(x, row, column)
+        self.program = backend.programs.cast_program(x, row, column, batch=batch)
         if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
-            self._recording = backend.programs.cast_program(x, row, column, records=True)
+            self._recording = backend.programs.cast_program(x, row, column, records=True, batch=batch)
 
     @property
     def names(self) -> str:
@@ -188,7 +189,7 @@ class CastStep:
 
     def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Parts:
         casts = [None if entry is None else entry.cast for entry in self.entries]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"batch": self._batch}
         if any(cast is not None and cast.is_delayed for cast in casts):
             options["scale_enc"] = inputs.scale_enc
             if inputs.record is not None:

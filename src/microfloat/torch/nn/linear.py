@@ -60,6 +60,7 @@ class RecipeLayer(nn.Module):
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: Any
+    bias: Any
     _check_input: Any
 
     @property
@@ -189,7 +190,7 @@ class RecipeLayer(nn.Module):
         scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_weight_cache()
@@ -199,7 +200,7 @@ class RecipeLayer(nn.Module):
         return super().extra_repr() + pinned
 
 
-class Linear(RecipeLayer, nn.Linear):
+class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe; elsewhere exactly nn.Linear.
 
     Same constructor, parameters and initialisation as nn.Linear. The recipe: a pinned one (`pin`, `convert`), else

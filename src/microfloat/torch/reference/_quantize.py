@@ -287,7 +287,7 @@ def _spread(per_block: torch.Tensor, values: torch.Tensor, grid: Grid) -> torch.
 
 def quantize_both(
     x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
-    row_stream: int = 0, column_stream: int = 0, amax: torch.Tensor | None = None,
+    row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
     scale_enc: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """(x under `row_cast`, x.T under `column_cast`); None for a cast that is None.
@@ -308,7 +308,8 @@ def quantize_both(
             operands.append(None)
             continue
         one_amax, encode_scale = amax if cast.takes_amax else None, scale_enc if cast.is_delayed else None
-        operands.append(quantize_operand(x_RC, cast, seed=seed, stream=stream, amax=one_amax, scale_enc=encode_scale))
+        options = {"seed": seed, "stream": stream, "batch": batch, "amax": one_amax, "scale_enc": encode_scale}
+        operands.append(quantize_operand(x_RC, cast, **options))
     return operands[0], operands[1]
 
 

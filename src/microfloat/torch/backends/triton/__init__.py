@@ -343,7 +343,7 @@ class _Inputs:
         """The table of their passes."""
         seed, amax, scale_enc, record = extra
         return (
-            None, self.x, None, scale_enc[0], seed[0], record[0], self.y, self.z, amax[0], amax[1], scale_enc[1],
+            None, self.x, None, scale_enc[0], seed[0], record[0], self.y, self.z, amax[0], None, amax[1], scale_enc[1],
             seed[1], record[1],
         )  # fmt: skip
 

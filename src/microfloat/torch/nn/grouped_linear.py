@@ -1,0 +1,102 @@
+"""`GroupedLinear`: the Linears of many experts, each over its own rows of one input."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from microfloat.arguments import check_int
+from microfloat.errors import MicrofloatError
+from microfloat.recipes import Recipe
+from microfloat.torch import backends, scaling
+from microfloat.torch._checks import check_grouped
+from microfloat.torch.context import ambient, canonical
+from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
+from microfloat.torch.linear import backend_name
+from microfloat.torch.nn.linear import HIGH_PRECISION, UNPINNED, RecipeLayer
+
+__all__ = ["GroupedLinear"]
+
+
+class GroupedLinear(RecipeLayer):
+    """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]`` for consecutive groups of rows, under a recipe.
+
+    weight [G, N, K], bias [G, N] or None, each drawn as nn.Linear draws them. ``layer(x, group_sizes)``: x [T, K], the
+    rows of group 0 first; `group_sizes` int32 or int64 [G], or a list of ints; 0 is a size. The recipe is found as
+    `Linear` finds it; without one the layer multiplies in high precision. Every group and every expert is quantized
+    alone, so that results are those of a loop of Linears; delayed scaling has one state for all experts, whose amax is
+    the largest of theirs.
+
+    Sizes on the CPU must add up to T. Those on a GPU are not read where kernels serve the recipe (``print(schedule)``);
+    rows behind the last group then give zeros. Under `quantized_model_init` the weight stays as it is. Raises
+    InvalidTypeError and InvalidValueError for operands and sizes that do not fit. Source: docs/numerics.md, 5.3 and 6.
+    """
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Any = None,
+        dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
+        self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
+        self.out_features = check_int("out_features", out_features, 0, 2**31 - 1)
+        options = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty((num_groups, out_features, in_features), **options))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty((num_groups, out_features), **options)) if bias else None
+        )
+        scaling.number_layer(self)
+        self.backend = backends.check_name(backend)
+        self.reset_parameters()
+        if recipe is not None:
+            self.pin(recipe)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters, those of each group as nn.Linear does, and start delayed scaling afresh."""
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+        scaling.reset_scaling(self)
+
+    def forward(self, input: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Apply the layer: y [T, N] in the compute dtype."""
+        x, state = input, ambient()
+        recipe = self._resolve(state)
+        try:
+            self._check_input(x)
+            groups = groups_of(group_sizes, x, self.num_groups)
+            if recipe is None:
+                self._note_plain(state)
+                if state is not None and state.calibrating:
+                    self._calibrate(x, state)
+                return grouped_plain(x, self.weight, self.bias, groups)
+            if self._pinned is UNPINNED:
+                self.__dict__["_followed"] = True
+            name = backend_name(self, state)
+            return run_grouped(self, x, self.weight, self.bias, groups, canonical(recipe), name, state)
+        except MicrofloatError as error:
+            raise self._with_path(error) from None
+
+    def schedule(self, x: torch.Tensor) -> GroupedSchedule:
+        """What a call with `x` would run here and now, whatever the sizes of its groups; ``print`` shows it."""
+        self._check_input(x)
+        recipe, state = self.effective_recipe(), ambient()
+        recipe = HIGH_PRECISION if recipe is None else canonical(recipe)
+        weight = self.weight
+        name = backend_name(self, state)
+        return find_grouped(x, weight, self.bias, recipe, name, x.requires_grad, weight.requires_grad)
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        check_grouped(x, self.weight, self.bias)
+
+    def _with_path(self, error: MicrofloatError) -> MicrofloatError:
+        layer = f"(In the layer {self._path or f'GroupedLinear({self.extra_repr()})'!r}.)"
+        if layer not in str(error):
+            error.args = (f"{error} {layer}",)
+        return error
+
+    def extra_repr(self) -> str:
+        """The sizes, and the pinned recipe."""
+        sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}{super().extra_repr()}"
