@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError
-from microfloat.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Placement
+from microfloat.recipes import CustomRecipe, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement
 
 NAMES = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.10.mlp.up", "lm_head"]
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling(False, False, False)
@@ -30,6 +30,50 @@ def test_a_star_crosses_dots_and_a_name_matches_whole():
         Placement([("blocks", MX)]).resolve(NAMES)
     with pytest.raises(PlacementError):
         Placement([("LM_HEAD", MX)]).resolve(NAMES)
+
+
+def test_a_pattern_may_decide_about_one_gemm():
+    """features S13: ":wgrad" after a pattern; the first match decides for each GEMM by itself."""
+    placement = Placement([("blocks.0.*:wgrad", None), ("*.up:dgrad", MX), ("blocks.*", NV)])
+    chosen = placement.resolve(NAMES)
+    assert chosen["blocks.1.attn.qkv"] is NV
+    high = Gemm(None, None)
+    assert chosen["blocks.0.attn.qkv"] == CustomRecipe(NV.fprop, NV.dgrad, high)
+    assert chosen["blocks.0.mlp.up"] == CustomRecipe(NV.fprop, MX.dgrad, high)
+    assert chosen["blocks.10.mlp.up"] == CustomRecipe(NV.fprop, MX.dgrad, NV.wgrad)
+    assert placement.of_gemms("blocks.0.mlp.up") == (
+        "dgrad: MXFP8BlockScaling by '*.up:dgrad'; wgrad: high precision by 'blocks.0.*:wgrad'"
+    )
+    assert placement.of_gemms("blocks.1.attn.qkv") == ""
+    # A whole-layer pattern that comes first decides about all three.
+    first = Placement([("blocks.*", NV), ("*.up:dgrad", MX)])
+    assert first.resolve(NAMES)["blocks.0.mlp.up"] is NV
+    assert first.of_gemms("blocks.0.mlp.up") == ""
+
+
+def test_gemms_that_no_pattern_matches_stay_as_they_are():
+    only = Placement([("*.up:wgrad", None)])
+    assert only.resolve(NAMES, {"blocks.0.mlp.up": MX}) == {
+        "blocks.0.mlp.up": CustomRecipe(MX.fprop, MX.dgrad, Gemm(None, None)), "blocks.10.mlp.up": None,
+    }  # fmt: skip
+    assert Placement([("*.up:fprop", MX)]).resolve(NAMES)["blocks.0.mlp.up"] == CustomRecipe(
+        MX.fprop, Gemm(None, None), Gemm(None, None)
+    )
+    # All three of one recipe are that recipe, and all three of none are high precision.
+    each = Placement([(f"*.up:{gemm}", MX) for gemm in ("fprop", "dgrad", "wgrad")])
+    assert each.resolve(NAMES)["blocks.0.mlp.up"] is MX
+    assert Placement([("*.up:fprop", None)]).resolve(NAMES)["blocks.0.mlp.up"] is None
+
+
+def test_patterns_of_gemms_that_match_nothing_are_listed():
+    with pytest.raises(PlacementError, match=r"match no layer: 'decoder\.\*:wgrad'.* one of fprop, dgrad, wgrad"):
+        Placement([("decoder.*:wgrad", MX), ("*", MX)]).resolve(NAMES)
+    with pytest.raises(PlacementError, match=r"match no layer: '\*:bprop'.* one of fprop, dgrad, wgrad"):
+        Placement([("*:bprop", MX)]).resolve(NAMES)
+    assert Placement([(r"re:.*\.up:wgrad", MX)]).resolve(NAMES)["blocks.0.mlp.up"].wgrad == MX.wgrad
+    assert list(Placement([("re:wgrad", MX)]).resolve(["wgrad"])) == ["wgrad"]
+    with pytest.raises(PlacementError, match="needed a regular expression"):
+        Placement([("re:(:wgrad", MX)])
 
 
 def test_regular_expressions_match_the_whole_name():

@@ -13,7 +13,14 @@ from torch.nn.utils import parametrizations, parametrize  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
-from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Placement  # noqa: E402
+from microfloat.recipes import (  # noqa: E402
+    CustomRecipe,
+    DelayedScaling,
+    Gemm,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Placement,
+)
 from microfloat.torch import fused  # noqa: E402
 
 
@@ -77,6 +84,25 @@ def test_revert_between_backward_and_the_next_step() -> None:
     mf.convert(model, DelayedScaling())
     assert model.blocks[0][0].scaling_dy_scale == 1
     assert not model.blocks[0][0].scaling_dy_amax_history.any()
+
+
+def test_one_gemm_of_a_converted_layer_is_switched() -> None:
+    """features S13: at run time, with a report that says which pattern decided; the layer's gradient is exact then."""
+    model, recipe = Model(), MXFP8BlockScaling()
+    mf.convert(model, recipe)
+    report = mf.convert(model, Placement([("blocks.1.*:wgrad", None)]))
+    rows = {row.name: row for row in report}
+    assert rows["blocks.0.0"].action == "kept"
+    assert model.blocks[0][0].pinned == recipe
+    assert rows["blocks.1.0"].reason == "wgrad: high precision by 'blocks.1.*:wgrad'"
+    assert "wgrad: high precision by 'blocks.1.*:wgrad'" in str(report)
+    layer = model.blocks[1][0]
+    assert layer.pinned == CustomRecipe(recipe.fprop, recipe.dgrad, Gemm(None, None))
+    x, dy = torch.randn(8, 32), torch.randn(8, 64)
+    layer(x).backward(dy)
+    torch.testing.assert_close(layer.weight.grad, dy.T @ x)
+    with pytest.raises(PlacementError, match=r"'blocks\.7\.\*:wgrad'"):
+        mf.convert(model, Placement([("blocks.7.*:wgrad", None)]))
 
 
 def test_placement_first_match_wins_and_none_is_high_precision() -> None:

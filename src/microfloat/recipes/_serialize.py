@@ -3,6 +3,7 @@
 import functools
 import json
 from dataclasses import fields
+from typing import Any
 
 from microfloat.arguments import check_choice, check_keys
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
@@ -101,7 +102,10 @@ def recipe_from_dict(data: dict) -> Recipe:
     cls, values = classes[data["recipe"]], data["fields"]
     if issubclass(cls, NamedRecipe):
         check_keys("fields", values, cls().arguments(), all_of_them=False)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**options)
     check_keys("fields", values, GEMMS)
     gemms = {}
     for name, entry in values.items():

@@ -470,7 +470,7 @@ class NamedRecipe(Recipe):
 
     def arguments(self) -> dict[str, object]:
         """The constructor's arguments and their effective values."""
-        taken = sorted((entry for entry in fields(self) if entry.init), key=lambda entry: entry.kw_only)
+        taken = sorted((entry for entry in fields(self) if entry.init), key=lambda entry: bool(entry.kw_only))
         return {entry.name: getattr(self, entry.name) for entry in taken}
 
     def __repr__(self) -> str:

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from microfloat.errors import PlacementError, invalid_type
-from microfloat.recipes.core import Recipe
+from microfloat.operands import GEMMS
+from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.support import text_table
 
@@ -47,6 +48,10 @@ class Placement:
     A pattern is a shell pattern over the dotted name ("blocks.0.*", "*.mlp.*"; "*" also crosses dots), or a regular
     expression after "re:" that must match the whole name. None means high precision. Layers that no pattern matches
     are left as they are. Raises PlacementError, in `resolve`, for patterns that match nothing.
+
+    A pattern that ends in ":fprop", ":dgrad" or ":wgrad" decides about that GEMM of the layers that it matches, and
+    takes it from the recipe: ``("blocks.3.*:wgrad", None)`` runs their wgrad in high precision. The first match decides
+    for each GEMM by itself; GEMMs that no pattern matches stay as they are.
     """
 
     rules: tuple[tuple[str, Recipe | None], ...]
@@ -69,7 +74,7 @@ class Placement:
                 recipe = as_recipe(recipe, f"rules[{index}][1]")
             if pattern.startswith("re:"):
                 try:
-                    re.compile(pattern[3:])
+                    re.compile(_parted(pattern)[0][3:])
                 except re.error as error:
                     raise PlacementError(
                         f"rules[{index}][0]: got {pattern!r} ({error}), needed a regular expression after 're:'."
@@ -77,30 +82,67 @@ class Placement:
             checked.append((pattern, recipe))
         object.__setattr__(self, "rules", tuple(checked))
 
-    def resolve(self, names: Iterable[str]) -> dict[str, Recipe | None]:
-        """Name -> recipe for every name that a pattern matches; PlacementError lists patterns that match no name."""
+    def resolve(
+        self, names: Iterable[str], current: Mapping[str, Recipe | None] | None = None
+    ) -> dict[str, Recipe | None]:
+        """Name -> recipe for every name that a pattern matches; PlacementError lists patterns that match no name.
+
+        `current`: the recipes that layers have, for the GEMMs that no pattern matches; high precision where they have
+        none. A layer whose GEMMs follow several recipes gets a CustomRecipe of them.
+        """
         names = list(names)
-        unmatched = [pattern for pattern, _ in self.rules if not any(_matches(pattern, name) for name in names)]
+        rules = [(pattern, *_parted(pattern), recipe) for pattern, recipe in self.rules]
+        unmatched = [repr(written) for written, pattern, *_ in rules if not any(_matches(pattern, n) for n in names)]
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+            hint = " After a colon stands one of fprop, dgrad, wgrad." if any(":" in one for one in unmatched) else ""
             raise PlacementError(
-                "placement: got patterns that match no layer: "
-                + ", ".join(map(repr, unmatched))
-                + f"; needed patterns over these names: {shown or 'none'}. Correct or remove them."
+                f"placement: got patterns that match no layer: {', '.join(unmatched)}; needed patterns over these "
+                f"names: {shown or 'none'}. Correct or remove them.{hint}"
             )
         chosen: dict[str, Recipe | None] = {}
         for name in names:
-            for pattern, recipe in self.rules:
+            found: dict[str, Recipe | None] = {}
+            for _, pattern, gemms, recipe in rules:
                 if _matches(pattern, name):
-                    chosen[name] = recipe
-                    break
+                    found = {**dict.fromkeys(gemms, recipe), **found}
+            if found:
+                rest = (current or {}).get(name)
+                chosen[name] = _combined([found.get(gemm, rest) for gemm in GEMMS])
         return chosen
+
+    def of_gemms(self, name: str) -> str:
+        """The GEMMs of a layer about which patterns of their own decide, in words; "" where there are none."""
+        found: dict[str, str] = {}
+        for pattern, recipe in self.rules:
+            plain, gemms = _parted(pattern)
+            if _matches(plain, name):
+                runs = "high precision" if recipe is None else type(recipe).__name__
+                said = {gemm: "" if plain == pattern else f"{gemm}: {runs} by {pattern!r}" for gemm in gemms}
+                found = {**said, **found}
+        return "; ".join(filter(None, (found.get(gemm) for gemm in GEMMS)))
 
     def __str__(self) -> str:
         width = max((len(pattern) for pattern, _ in self.rules), default=0)
         return "\n".join(
             f"{pattern.ljust(width)}  {repr(recipe) if recipe else 'high precision'}" for pattern, recipe in self.rules
         )
+
+
+def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """(pattern over names, the GEMMs that it decides about)."""
+    names, _, gemm = pattern.rpartition(":")
+    return (names, (gemm,)) if gemm in GEMMS and names not in ("", "re") else (pattern, GEMMS)
+
+
+def _combined(recipes: Sequence[Recipe | None]) -> Recipe | None:
+    """The recipe whose three GEMMs are those of these, in turn; None = high precision."""
+    first = recipes[0]
+    if all(recipe == first for recipe in recipes):
+        return first
+    return CustomRecipe(
+        *(Gemm(None, None) if one is None else getattr(one, gemm) for gemm, one in zip(GEMMS, recipes, strict=True))
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:

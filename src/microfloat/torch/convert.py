@@ -46,10 +46,11 @@ def convert(
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
-    `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern. Exactly nn.Linear is converted, not
-    subclasses; layers that are microfloat Linears already are pinned anew, also under a parametrization or FSDP2.
-    `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
-    LoRA adapters; () excludes nothing). `skip_small`: rows (tokens) that a layer gets in one call; layers that low
+    `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
+    Exactly nn.Linear is converted, not subclasses; layers that are microfloat Linears already are pinned anew, also
+    under a parametrization or FSDP2. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
+    patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`: rows (tokens) that a layer
+    gets in one call; layers that low
     precision would slow down at that size, in eager mode on a GPU, then stay in high precision, except those with
     ``backend="native"``. The rule reads sizes and the recipe alone (docs/performance.md), so it answers the same on
     every machine; None (default): sizes do not matter. Returns a report that prints as a table. Raises InvalidTypeError
@@ -68,7 +69,11 @@ def convert(
         if isinstance(module, nn.MultiheadAttention)
     }
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    chosen = recipe.resolve([name for name, _ in layers]) if isinstance(recipe, Placement) else None
+    chosen = None
+    if isinstance(recipe, Placement):
+        pinned = {name: getattr(module, "pinned", None) for name, module in layers}
+        current = {name: one for name, one in pinned.items() if isinstance(one, Recipe)}
+        chosen = recipe.resolve([name for name, _ in layers], current)
     gates = gates_of_mlps(exclude, {name: (module.out_features, module.in_features) for name, module in layers})
     rows, wishes = [], []
     for name, module in layers:
@@ -90,7 +95,9 @@ def convert(
             if prediction.is_small:
                 wanted, reason = None, str(prediction)
         action = "high precision" if wanted is None else "repinned" if isinstance(module, Linear) else "converted"
-        rows.append(ConversionRow(name, shape, action, wanted, reason if wanted is None else ""))
+        if wanted is not None:
+            reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
+        rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
     for name, module, wanted in wishes:
         if wanted is not None and not isinstance(module, Linear):

@@ -123,7 +123,7 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
     if counts.is_quiet:
         return schedule
     routes = schedule.backend.routes(schedule.recipe, call[2].device, counts)
-    return schedule if routes is schedule.routes else find(*call, routes)
+    return schedule if routes is schedule.routes else find(*call, routes=routes)
 
 
 def find(
@@ -220,8 +220,12 @@ class Run:
     def dy_inputs(self, wants_dx: bool, wants_dw: bool) -> CastInputs:
         """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""
         delayed = self.delayed
-        cast = None if delayed is None else self.schedule.delayed_dy(wants_dx, wants_dw)
-        if delayed is None or cast is None:
+        if delayed is None:
+            return self.dy
+        cast = self.schedule.delayed_dy(wants_dx, wants_dw)
+        if cast is None:
+            if delayed.late:
+                scaling.record_late(delayed.kept_layer(), delayed.late)
             return self.dy
         layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
         if delayed.late is not None:

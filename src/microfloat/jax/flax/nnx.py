@@ -276,7 +276,9 @@ def convert(
     layers = _layers(model)
     chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
     if isinstance(recipe, Placement):
-        chosen = recipe.resolve([name for name, _, _ in layers])
+        ops = {name: getattr(layer, target.attribute) for name, layer, target in layers}
+        current = {name: op.recipe for name, op in ops.items() if isinstance(op, DotGeneral)}
+        chosen = recipe.resolve(list(ops), current)
     gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
     for name, layer, target in layers:
