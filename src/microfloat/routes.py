@@ -12,6 +12,7 @@ answer about a chip is the same on every machine.
 | values | bfloat16 tensor cores, of operands decoded to bfloat16 | turned where it has the form "values" |
 | float32, float64 | operands decoded to float32 or float64 | as it is |
 | plain | one operand in high precision, the other dequantized; or both in high precision | as it is |
+| fprop, fprop turned | dy in high precision by the values of an operand that fprop has read | as fprop has read it |
 | refused | nothing: `reason` says why | |
 
 "Turned": a GEMM that contracts the first axis of its right operand takes it [C, R] (`microfloat.layout`).
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ScaledFormat
 from microfloat.passes import WRITES_VALUES, family_of, is_stock
-from microfloat.recipes import Cast, Gemm, Hadamard
+from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
     "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of", "own_gemm_is_faster",
@@ -75,6 +76,15 @@ class Routes(NamedTuple):
     fprop: Route
     dgrad: Route
     wgrad: Route
+
+    def reading_fprop(self, recipe: Recipe) -> "Routes":
+        """The same, where dgrad and wgrad take what fprop has read in the form in which it has (`Gemm.from_fprop`)."""
+        fprop, dgrad, wgrad = self
+        if recipe.dgrad.from_fprop:
+            dgrad = dgrad._replace(kind="fprop turned" if fprop.turned else "fprop", rhs=fprop.rhs)
+        if recipe.wgrad.from_fprop:
+            wgrad = wgrad._replace(kind="fprop", rhs=fprop.lhs)
+        return Routes(fprop, dgrad, wgrad)
 
 
 # What multiplies, in words, for each library of GEMMs: torch's, and XLA's as JAX calls it.

@@ -21,7 +21,7 @@ from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, refuse_transforms
-from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of
+from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -206,10 +206,7 @@ _is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
-    one, operand = getattr(recipe, gemm), getattr(routes, gemm).rhs
-    if one.from_fprop:
-        operand = routes.fprop.rhs if gemm == "dgrad" else routes.fprop.lhs
-    return one.rhs is not None and operand == "values"
+    return getattr(recipe, gemm).rhs is not None and getattr(routes, gemm).rhs == "values"
 
 
 def _schedule(
@@ -376,9 +373,8 @@ def _fake_forward(
     saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw)
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
     for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
-        gemm = recipe.wgrad if tensor == "x" else recipe.dgrad
         layouts = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)
-        layout = layouts[not (saves and gemm.from_fprop)]
+        layout = layouts[saved_parts(recipe, saves, saves)[tensor == "w"].start // 3]
         for part in layout or ():
             if part is not None:
                 outputs.append(x.new_empty_strided(part.shape, part.strides, dtype=getattr(torch, part.dtype)))

@@ -134,7 +134,7 @@ def routes_of(recipe: Recipe, chip: Chip | None, counts: FoldCounts | None) -> R
     """The routes of one call of a layer: its forward decides, its backward keeps them. `chip` None: no tensor cores."""
     found = _STATIC.get((recipe, chip))
     if found is None:
-        static = Routes(*(route_of(getattr(recipe, name), chip) for name in GEMMS))
+        static = Routes(*(route_of(getattr(recipe, name), chip) for name in GEMMS)).reading_fprop(recipe)
         found = _STATIC[recipe, chip] = static, any("folded" in route.forms for route in static)
     static, folds = found
     if not folds or counts is None or counts.is_quiet:
@@ -145,7 +145,7 @@ def routes_of(recipe: Recipe, chip: Chip | None, counts: FoldCounts | None) -> R
             _listened(name, getattr(recipe, name), chip, route, counts)
             for name, route in zip(GEMMS, static, strict=True)
         )
-    )
+    ).reading_fprop(recipe)
 
 
 def _listened(name: str, gemm: Gemm, chip: Chip, route: Route, counts: FoldCounts) -> Route:

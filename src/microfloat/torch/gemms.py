@@ -30,14 +30,14 @@ from microfloat.errors import invalid_value
 from microfloat.formats import E4M3, decode, encode
 from microfloat.layout import folded_format
 from microfloat.passes import is_stock
-from microfloat.recipes import Cast, Gemm
+from microfloat.recipes import Gemm
 from microfloat.routes import OWN_GEMMS, Encoding, Route, encoding_of, own_gemm_is_faster, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand, Values
 
 __all__ = [
-    "Product", "block_scaled_arguments", "high_precision_product", "own_gemm_serves", "product", "product_from_fprop",
-    "scaled_matmul", "swizzle_scales",
+    "Product", "block_scaled_arguments", "high_precision_product", "own_gemm_serves", "product", "scaled_matmul",
+    "swizzle_scales",
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
@@ -128,6 +128,7 @@ def _made(task: _Task) -> Product:
     if not m * k * n:
         return _as_product(functools.partial(_empty, task), "nothing is multiplied")
     ways = {"fp8": _fp8, "blocks": _blocks, "values": _values, "block_scaled": _block_scaled, "plain": _plain}
+    ways |= {"fprop": _of_fprop, "fprop turned": _of_fprop}
     return ways.get(kind, _decoded)(task)
 
 
@@ -657,18 +658,10 @@ def _plain(task: _Task) -> Product:
     return _as_product(multiplied, "the quantized operand is dequantized")
 
 
-def product_from_fprop(
-    cast: Cast, fprop: Route, is_rhs: bool, shape: Shape, out_dtype: torch.dtype, device: torch.device
-) -> Product:
-    """The product of an operand in high precision and of one that fprop has read on its route: ``a @ values``.
-
-    The values [shape[1], shape[2]] are dequantized to a's dtype. `is_rhs`: fprop has read it as its right operand.
-    """
-    form, turned = (fprop.rhs, fprop.turned) if is_rhs else (fprop.lhs, False)
-    one = _entering(encoding_of(cast), form)
-    assert one is not None
-    dequantize, (_, rows, length) = _dequantizer(one, device), shape
-    block_rows, block_columns = one.format.block
+def _of_fprop(task: _Task) -> Product:
+    """``a @ values``: values [K, N] of what fprop has read in the form of the route, dequantized to a's dtype."""
+    one, turned, (_, rows, length), dtype = task.rhs, task.route.kind == "fprop turned", task.shape, task.out_dtype
+    dequantize, (block_rows, block_columns) = _dequantizer(one, task.device), one.format.block
 
     def multiplied(
         a: Tensor, a_scale: Level, a_level: Level, b: Tensor, b_scale: Level, b_level: Level, bias: Level
@@ -683,7 +676,7 @@ def product_from_fprop(
             if block_columns is not None:  # the rows of 128x128 scales are filled up
                 b_scale = b_scale[: -(-rows // (block_rows or 1)), : -(-length // block_columns)]
             values = dequantize(_operand(one, rows, length, b, b_scale, b_level), a.dtype)
-        return high_precision_product(a, values.t(), bias, out_dtype)
+        return high_precision_product(a, values.t(), bias, dtype)
 
     return _as_product(multiplied, "the operand of fprop is dequantized")
 

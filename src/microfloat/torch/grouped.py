@@ -40,6 +40,7 @@ from microfloat.torch.schedule import (
     autocast_dtype,
     entries_of,
     remember,
+    saved_parts,
 )
 from microfloat.torch.seeds import draw_seed
 
@@ -234,6 +235,7 @@ class GroupedSchedule(Schedule):
             for name in ("x", "w")
         ]
         self.delayed = delayed[0], delayed[1]
+        self.x_saved, self.w_saved = saved_parts(recipe, wants_dx, wants_dw)
         self._steps: dict[tuple, CastStep] = {}
         self._products: dict[tuple, Product] = {}
 
@@ -291,26 +293,30 @@ class GroupedSchedule(Schedule):
             x_made, w_made = self._cast("x", x[rows], g, x_inputs), self._cast("w", weight[g], g, w_inputs)
             own = None if bias is None else bias[g]
             y[rows] = self._multiply("fprop", len(x[rows]), (*x_made[:3], *w_made[:3]), own, self.dtype)
-            saved += [*x_made[3:], *w_made[3:]]
+            saved += [*x_made[self.x_saved], *w_made[self.w_saved]]
         y[slices[-1].stop :] = 0
         return y, tuple(saved)
 
-    def backward(
-        self, dy: torch.Tensor, saved: Sequence[torch.Tensor | None], inputs: CastInputs, wants_dx: bool,
-        wants_dw: bool,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+        """dy and the inputs of its casts: `gradients` casts one group after the other."""
+        return [self._matrix(dy), inputs]
+
+    def gradients(
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw, each if it is asked for; `saved` is what `forward` returned."""
-        dy, slices = self._matrix(dy), inputs.groups.slices
+        dy_TN, inputs = dy
+        slices = inputs.groups.slices
         shape, dx, dw = (self.number, self.out_features, self.in_features), None, None
         if wants_dx:
-            dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=dy.device)
+            dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=dy_TN.device)
         if wants_dw:
-            dw = torch.zeros(shape, dtype=self.w_dtype, device=dy.device)
+            dw = torch.zeros(shape, dtype=self.w_dtype, device=dy_TN.device)
         for g, rows in enumerate(slices):
             if rows.start == rows.stop or not self.out_features * self.in_features:
                 continue
             size, x_made, w_made = rows.stop - rows.start, saved[6 * g : 6 * g + 3], saved[6 * g + 3 : 6 * g + 6]
-            made = self._cast("dy", dy[rows], g, inputs, wants_dx, wants_dw)
+            made = self._cast("dy", dy_TN[rows], g, inputs, wants_dx, wants_dw)
             if dx is not None:
                 dx[rows] = self._multiply("dgrad", size, (*made[:3], *w_made), None, self.x_dtype)
             if dw is not None:

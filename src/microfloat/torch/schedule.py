@@ -32,7 +32,7 @@ from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.gemms import Product, product, product_from_fprop
+from microfloat.torch.gemms import Product, product
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.seeds import draw_seed, fold_rank_
 from microfloat.torch.tensor import QuantizedTensor
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "forget", "laid",
-    "layouts_of", "parts_of", "remember",
+    "layouts_of", "parts_of", "remember", "saved_parts",
 ]  # fmt: skip
 
 Parts = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row
@@ -94,6 +94,16 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
         is_rhs = operand.side == "rhs"
         made.append(Entry(operand, cast, route.rhs if is_rhs else route.lhs, is_rhs and route.turned))
     return made[0], made[1]
+
+
+def saved_parts(recipe: Recipe, wants_dx: bool, wants_dw: bool) -> tuple[slice, slice]:
+    """The parts of the casts of x and w that backward reads: of the row operands where its GEMMs take what fprop read.
+
+    Else of the column operands, which do not exist where no gradient is wanted.
+    """
+    rows = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
+    x, w = (slice(0, 3) if row else slice(3, 6) for row in rows)
+    return x, w
 
 
 def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:
@@ -289,12 +299,9 @@ class Schedule:
         for name, is_wanted, sizes, dtype in (
             ("dgrad", wants_dx, (m, n, k), x.dtype), ("wgrad", wants_dw, (n, m, k), weight.dtype)
         ):  # fmt: skip
-            gemm = getattr(recipe, name)
-            if is_wanted and gemm.from_fprop:
-                route = routes.fprop
-                self.products[name] = product_from_fprop(gemm.rhs, route, name == "dgrad", sizes, dtype, x.device)
-            elif is_wanted:
-                self.products[name] = product(gemm, getattr(routes, name), sizes, None, dtype, x.device)
+            if is_wanted:
+                gemm, route = getattr(recipe, name), getattr(routes, name)
+                self.products[name] = product(gemm, route, sizes, None, dtype, x.device)
         self._fprop, self._dgrad, self._wgrad = (self.products.get(name) for name in GEMMS)
         # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
@@ -302,13 +309,10 @@ class Schedule:
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
         x_entries = entries_of(recipe, routes, "x", True, wants_dw)
         w_entries = entries_of(recipe, routes, "w", True, wants_dx)
-        # The parts of a cast that backward reads: of the row operand where its GEMM takes what fprop has read.
-        x_row, w_row = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
-        self.x_saved, self.w_saved = (slice(0, 3) if row else slice(3, 6) for row in (x_row, w_row))
-        self._w_of_pair = slice(6, 9) if w_row else slice(9, 12)
-        self._layouts = (
-            layouts_of(backend, x_entries, m, k)[not x_row], layouts_of(backend, w_entries, n, k)[not w_row]
-        )  # fmt: skip
+        self.x_saved, self.w_saved = saved_parts(recipe, wants_dx, wants_dw)
+        self._w_of_pair = slice(self.w_saved.start + 6, self.w_saved.stop + 6)
+        which = self.x_saved.start // 3, self.w_saved.start // 3
+        self._layouts = layouts_of(backend, x_entries, m, k)[which[0]], layouts_of(backend, w_entries, n, k)[which[1]]
         self._strides = tuple(
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
