@@ -9,17 +9,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.arguments import as_float, check_number
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import core
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "INPUT_DTYPES", "check_eps", "check_features", "check_grouped", "check_like", "check_linear",
     "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor",
-    "is_abstract", "readable", "real_tensor",
+    "is_abstract", "readable", "real_tensor", "with_path",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def with_path(error: MicrofloatError, path: str) -> MicrofloatError:
+    """The same error, whose text names the layer of a model that met it."""
+    layer = f"(In the layer {path!r}.)"
+    if path and layer not in str(error):
+        error.args = (f"{error} {layer}",)
+    return error
 
 
 def check_tensor(argument: str, x: object) -> None:

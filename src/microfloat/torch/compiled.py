@@ -57,18 +57,23 @@ _STORED_WEIGHT = (
     "their weights with microfloat.torch.revert(model) and convert it again."
 )
 
+_MAIN_GRAD = (
+    "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
+    "weight.main_grad. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or set it "
+    "to False there."
+)
+
 # What the check of a plain layer mutates, so that no compiler drops the check.
 MARKER = torch.zeros(1)
 
 
-_EAGER_FORWARD: Any = None  # `Linear.forward` outside of the graph
+_EAGER_FORWARDS: dict[str, Any] = {}  # reason -> `Linear.forward` outside of the graph
 
 
-def _make_eager_forward() -> bool:
-    """Set it, at the time when Dynamo traces: importing Dynamo takes seconds."""
-    global _EAGER_FORWARD
-    if _EAGER_FORWARD is None:
-        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_STORED_WEIGHT)
+def _make_eager_forward(reason: str) -> bool:
+    """Set one, at the time when Dynamo traces: importing Dynamo takes seconds."""
+    if reason not in _EAGER_FORWARDS:
+        _EAGER_FORWARDS[reason] = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=reason)
     return True
 
 
@@ -80,8 +85,12 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if isinstance(layer.weight, QuantizedTensor):
         if torch.compiler.is_exporting():
             raise NotSupportedError(_STORED_WEIGHT)
-        _make_eager_forward()
-        return _EAGER_FORWARD(layer, x)
+        _make_eager_forward(_STORED_WEIGHT)
+        return _EAGER_FORWARDS[_STORED_WEIGHT](layer, x)
+    fuses = getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled()
+    if fuses and not torch.compiler.is_exporting():
+        _make_eager_forward(_MAIN_GRAD)
+        return _EAGER_FORWARDS[_MAIN_GRAD](layer, x)
     pinned = layer._pin_token is not None
     token = context.RECIPE if not pinned else context.PLAIN if context.ISLAND else layer._pin_token
     if token == context.PLAIN:

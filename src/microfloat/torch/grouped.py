@@ -30,7 +30,7 @@ from microfloat.torch._checks import check_grouped, is_abstract
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient, ambient, canonical
 from microfloat.torch.gemms import Product, product
-from microfloat.torch.linear import apply, begin, end, refuse_transforms
+from microfloat.torch.linear import MainGrad, apply, begin, end, refuse_transforms
 from microfloat.torch.schedule import (
     SCHEDULES,
     CastStep,
@@ -262,7 +262,7 @@ class GroupedSchedule(Schedule):
 
     def _multiply(self, name: str, rows: int, parts: Sequence, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
         """The GEMM `name` of one group of so many rows, of the parts of both operands."""
-        key = (name, rows, None if bias is None else (bias.dtype, bias.data_ptr() & 15))
+        key = (name, rows, dtype, None if bias is None else (bias.dtype, bias.data_ptr() & 15))
         multiply = self._products.get(key)
         if multiply is None:
             if len(self._products) >= _MOST_STEPS:
@@ -302,8 +302,9 @@ class GroupedSchedule(Schedule):
         return [self._matrix(dy), inputs]
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
+        into: MainGrad | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dx and dw, each if it is asked for; `saved` is what `forward` returned."""
         dy_TN, inputs = dy
         slices = inputs.groups.slices
@@ -311,7 +312,8 @@ class GroupedSchedule(Schedule):
         if wants_dx:
             dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=dy_TN.device)
         if wants_dw:
-            dw = torch.zeros(shape, dtype=self.w_dtype, device=dy_TN.device)
+            dw_dtype = self.w_dtype if into is None else torch.float32
+            dw = torch.zeros(shape, dtype=dw_dtype, device=dy_TN.device)
         for g, rows in enumerate(slices):
             if rows.start == rows.stop or not self.out_features * self.in_features:
                 continue
@@ -320,8 +322,8 @@ class GroupedSchedule(Schedule):
             if dx is not None:
                 dx[rows] = self._multiply("dgrad", size, (*made[:3], *w_made), None, self.x_dtype)
             if dw is not None:
-                dw[g] = self._multiply("wgrad", size, (*made[3:], *x_made), None, self.w_dtype)
-        return dx, dw
+                dw[g] = self._multiply("wgrad", size, (*made[3:], *x_made), None, dw.dtype)
+        return dx, dw if into is None or dw is None else into.add(dw)
 
     def _weights(self, weight: torch.Tensor) -> torch.Tensor:
         weight = weight.detach().resolve_neg()

@@ -19,12 +19,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
-from microfloat.torch._checks import check_linear, is_abstract
+from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import has_tangent
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from microfloat.torch.nn.linear import Linear
 
 __all__ = [
-    "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find", "find_for",
-    "refuse_double_backward", "refuse_transforms", "run_linear",
+    "MainGrad", "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
+    "find_for", "refuse_double_backward", "refuse_transforms", "run_linear",
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
@@ -171,17 +171,19 @@ class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
 
     `x`, `w`, `dy`: the inputs of the three casts; `kept`: the weight's operands from an earlier call; `delayed`: the
-    state of delayed scaling; `is_alone`: no autocast will update that state.
+    state of delayed scaling; `is_alone`: no autocast will update that state; `into`: what dw is added to; `path`: the
+    name of the layer in its model.
     """
 
-    __slots__ = ("bias_dtype", "delayed", "dy", "is_alone", "kept", "schedule", "w", "x")
+    __slots__ = ("bias_dtype", "delayed", "dy", "into", "is_alone", "kept", "path", "schedule", "w", "x")
 
     def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
         self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
         self.kept: Parts | None = None
         self.delayed: _Delayed | None = None
         self.is_alone = False
-        self.bias_dtype: torch.dtype | None = None
+        self.into: MainGrad | None = None
+        self.path = ""
 
     def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
@@ -206,10 +208,10 @@ class Run:
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                        dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw)
+                        dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw, self.into)
                 else:
                     made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                    dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw)
+                    dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw, self.into)
             except RuntimeError:
                 refuse_batched(dy)  # whose address cannot be read
                 raise
@@ -247,8 +249,12 @@ class Scheduled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        refuse_double_backward()
-        return None, *ctx.run.backward(ctx, *gradients)
+        try:
+            refuse_double_backward()
+            return None, *ctx.run.backward(ctx, *gradients)
+        except MicrofloatError as error:
+            with_path(error, ctx.run.path)
+            raise
 
 
 # What torch's own `Function.apply` ends in, without its preparations for functorch, which is refused before.
@@ -267,6 +273,10 @@ def begin(
     if schedule.is_stochastic:
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None)
     run = Run(schedule, *inputs)
+    if layer is not None:
+        run.path = layer._path
+        if schedule.wants_dw and getattr(layer, "fuse_wgrad_accumulation", False):
+            run.into = MainGrad(weight, is_first_microbatch is True)
     if schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif is_first_microbatch is not None:
@@ -285,6 +295,43 @@ def begin_apart(
     if schedule is not None and schedule.folds:
         schedule = _after_counts(schedule, counts_of(layer), call)
     return None if schedule is None else begin(layer, schedule, weight, state, None, apart=True)
+
+
+class MainGrad:
+    """The `main_grad` of a weight, which a wgrad adds to: ``main_grad = round(f32(main_grad) + dw)``.
+
+    dw is the float32 result of the product, not rounded before. Attributes of the weight, as Megatron-LM sets them:
+    `grad_added_to_main_grad` (if it exists) becomes True, and autograd gets zeros in place of no gradient, so that its
+    hooks run; `overwrite_main_grad` True asks to overwrite. Source: docs/numerics.md, section 6.
+    """
+
+    __slots__ = ("overwrites", "weight")
+
+    def __init__(self, weight: torch.Tensor, overwrites: bool) -> None:
+        self.weight: Any = weight
+        self.overwrites = overwrites
+
+    def add(self, dw: torch.Tensor) -> torch.Tensor | None:
+        """Add a float32 gradient; returns what autograd is to pass on."""
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None)
+        needed = f"a tensor of shape {tuple(weight.shape)}, float32 or {weight.dtype}, on {weight.device}"
+        if not isinstance(main_grad, torch.Tensor):
+            remedy = "Set layer.weight.main_grad before the backward, or leave fuse_wgrad_accumulation out."
+            raise invalid_value("weight.main_grad", "none" if main_grad is None else type(main_grad), needed, remedy)
+        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+        if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
+            got = f"{main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}"
+            raise invalid_value("weight.main_grad", got, needed)
+        with torch.no_grad():
+            if self.overwrites or getattr(weight, "overwrite_main_grad", False):
+                main_grad.copy_(dw)
+            else:
+                main_grad.add_(dw)  # in float32, rounded once
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 # ------------------------------------------------------------------------------------ weights kept between microbatches

@@ -60,7 +60,7 @@ class Reader:
     def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(dx, dw), given both operands of dy."""
         schedule = self.schedule
-        return schedule.gradients(dy, tensors[self.saved], schedule.wants_dx, schedule.wants_dw)
+        return schedule.gradients(dy, tensors[self.saved], schedule.wants_dx, schedule.wants_dw, self.run.into)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
         """Both operands of a gradient at hand; nothing where no gradient is asked for."""
@@ -226,6 +226,7 @@ class NormRun:
 
     def __init__(self, runs: Sequence[Run], kind: str, eps: float, link: GradientLink | None) -> None:
         self.runs, self.kind, self.eps, self.link = runs, kind, eps, link
+        self.path = ", ".join(run.path for run in runs if run.path)
         self.readers: list[Reader] = []
         self.needs: tuple[bool, bool, bool] = (False, False, False)
 
@@ -281,6 +282,7 @@ class ActivationRun:
 
     def __init__(self, run: Run, activation: str, link: GradientLink | None) -> None:
         self.run, self.activation, self.link = run, activation, link
+        self.path = run.path
         self.reader: Any = None
 
     def forward(self, ctx: Any, x: torch.Tensor, up: Maybe, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:

@@ -19,6 +19,7 @@ it lies, "column" that of its transpose.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,7 @@ from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.backends.base import Operand as StoredOperand
+    from microfloat.torch.linear import MainGrad
     from microfloat.torch.program import Program
 
 __all__ = [
@@ -463,11 +465,12 @@ class Schedule:
         return step(dy, *self.resources(), inputs)
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
+        into: "MainGrad | None" = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dx in x's shape and dw, each if it is asked for, from what `cast_dy` and `forward` returned.
 
-        Uses up `dy`: the memory of its row operand serves dw.
+        Uses up `dy`: the memory of its row operand serves dw. `into` takes dw in float32, before it is rounded.
         """
         dx = dw = None
         if wants_dx:
@@ -476,8 +479,16 @@ class Schedule:
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
-            dw = self._wgrad(*dy[3:6], *self._laid(0, saved[0:3]), None)  # type: ignore[misc]
+            parts = *dy[3:6], *self._laid(0, saved[0:3]), None
+            dw = self._wgrad(*parts) if into is None else into.add(self.wgrad_sum(*parts))  # type: ignore[misc]
         return dx, dw
+
+    @functools.cached_property
+    def wgrad_sum(self) -> Product:
+        """wgrad with the float32 result of its sums, which torch's FP8 GEMMs cannot add to anything themselves."""
+        device = torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
+        shape = self.out_features, self.rows, self.in_features
+        return product(self.recipe.wgrad, self.routes.wgrad, shape, None, torch.float32, device)
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
 from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
-from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract
+from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient, canonical, token_of
 from microfloat.torch.linear import find_for, run_linear
@@ -44,7 +45,7 @@ HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, Non
 _dynamo_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -57,6 +58,8 @@ class RecipeLayer(nn.Module):
     _pinned: Any = UNPINNED
     _pin_token: str | None = None
     _path: str = ""  # the layer's name in the model that was converted, for messages
+    # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
+    fuse_wgrad_accumulation: bool = False
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: Any
@@ -108,10 +111,7 @@ class RecipeLayer(nn.Module):
         return state.recipe if state is not None else None
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
-        layer = f"(In the layer {self._path!r}.)"
-        if self._path and layer not in str(error):
-            error.args = (f"{error} {layer}",)
-        return error
+        return with_path(error, self._path)
 
     def _note_plain(self, state: Ambient | None) -> None:
         """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
@@ -197,7 +197,7 @@ class RecipeLayer(nn.Module):
 
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
-        return super().extra_repr() + pinned
+        return super().extra_repr() + pinned + ", fuse_wgrad_accumulation=True" * self.fuse_wgrad_accumulation
 
 
 class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -214,9 +214,12 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, recipe: Recipe | str | None = None, backend: str = "auto",
+        *, recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
+        check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        if fuse_wgrad_accumulation:
+            self.fuse_wgrad_accumulation = True
         scaling.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
@@ -254,14 +257,14 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
-                return self._plain(x)
+                return self._plain(x, is_first_microbatch)
             if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
                 raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
             recipe = canonical(recipe)
             if self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             y = run_linear(self, x, recipe, state, is_first_microbatch)
-            return self._plain(x) if y is None else y
+            return self._plain(x, is_first_microbatch) if y is None else y
         except Exception as error:
             named = self._named(error, x, recipe)
             if named is error:
@@ -280,14 +283,15 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 return cause
         return self._with_path(error)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
         weight, bias = self.weight, self.bias
-        if isinstance(weight, QuantizedTensor):
-            y = run_linear(self, x, HIGH_PRECISION, None, None)
+        if isinstance(weight, QuantizedTensor) or getattr(self, "fuse_wgrad_accumulation", False):
+            y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
                 return y
+        if isinstance(weight, QuantizedTensor):
             weight, bias = _Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
             not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
