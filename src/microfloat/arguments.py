@@ -11,6 +11,7 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 
 __all__ = [
     "as_float",
+    "axes_of",
     "check_bool",
     "check_choice",
     "check_int",
@@ -18,6 +19,7 @@ __all__ = [
     "check_name",
     "check_number",
     "check_sizes",
+    "for_each",
     "normalize_axis",
 ]
 
@@ -118,3 +120,26 @@ def normalize_axis(axis: int, ndim: int) -> int:
         "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes",
         "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
     )  # fmt: skip
+
+
+def axes_of(axis: object, ndim: int) -> tuple[int, ...]:
+    """The contraction axes that a call of `quantize` names, each >= 0: one, or both of a matrix."""
+    if not isinstance(axis, tuple | list):
+        return (normalize_axis(axis, ndim),)  # type: ignore[arg-type]
+    remedy = "Flatten the other axes first, for example x.reshape(-1, x.shape[-1])." if ndim != 2 else ""
+    if ndim != 2 or len(axis) != 2:
+        got = f"{tuple(axis)} for an array of {ndim} axes"
+        raise invalid_value("axis", got, "a pair of axes, such as (-1, -2), for an array of exactly two axes", remedy)
+    axes = tuple(normalize_axis(one, 2) for one in axis)
+    if axes[0] == axes[1]:
+        raise invalid_value("axis", tuple(axis), "two different axes, such as (-1, -2)", "One operand takes one axis.")
+    return axes
+
+
+def for_each(argument: str, value: Any, count: int) -> tuple[Any, ...]:
+    """`value` for each of `count` casts: for two of them a pair is taken apart, anything else serves both."""
+    if count == 1 or not isinstance(value, tuple | list):
+        return (value,) * count
+    if len(value) != 2:
+        raise invalid_value(argument, f"{len(value)} values", "one value, or a pair: one for each axis of axis=(-1, -2)")
+    return tuple(value)

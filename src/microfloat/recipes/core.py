@@ -9,8 +9,9 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, TypeAlias
 
-from microfloat.arguments import check_bool, check_choice, check_int, check_number
+from microfloat.arguments import axes_of, check_bool, check_choice, check_int, check_number, for_each
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
@@ -247,6 +248,40 @@ def check_scale_enc(scale_enc: object, is_delayed: bool) -> None:
         )
 
 
+CastLike: TypeAlias = Cast | ScaledFormat | str
+
+
+class Usage(NamedTuple):
+    """One cast of a matrix, with what `quantize` takes for it."""
+
+    cast: Cast
+    axis: int
+    stream: Any
+    amax: Any
+    scale_enc: Any
+
+
+def usages_of(cast: Any, axis: Any, ndim: int, stream: Any, amax: Any, scale_enc: Any) -> tuple[Usage, ...]:
+    """The casts that one call of `quantize` makes: one, or two for a pair of axes.
+
+    A pair of arguments holds one for each axis. Any other argument serves both; an amax or an encode scale serves those
+    of two casts that take it. Raises InvalidValueError and InvalidTypeError.
+    """
+    axes = axes_of(axis, ndim)
+    casts = [as_cast(one) for one in for_each("cast", cast, len(axes))]
+
+    def of_each(argument: str, value: Any, takes: list[bool]) -> tuple[Any, ...]:
+        values = for_each(argument, value, len(axes))
+        if isinstance(value, tuple | list) or not any(takes):
+            return values
+        return tuple(one if taken else None for one, taken in zip(values, takes, strict=True))
+
+    amaxes = of_each("amax", amax, [one.takes_amax for one in casts] if len(axes) == 2 else [])
+    scales = of_each("scale_enc", scale_enc, [one.is_delayed for one in casts] if len(axes) == 2 else [])
+    streams = for_each("stream", stream, len(axes))
+    return tuple(Usage(*one) for one in zip(casts, axes, streams, amaxes, scales, strict=True))
+
+
 @dataclass(frozen=True)
 class GradientCast(Cast):
     """A Cast of an output gradient on its way into dgrad and wgrad: the same codes, and scales that tell of overflow.
@@ -288,7 +323,8 @@ def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
         return _default_cast(as_scaled_format(cast, "cast"))
     raise invalid_type(
         "cast", type(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
-        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe) else "",
+        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe)
+        else "A pair of casts takes a pair of axes: axis=(-1, -2)." if isinstance(cast, tuple) else "",
     )  # fmt: skip
 
 

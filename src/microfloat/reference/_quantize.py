@@ -1,22 +1,26 @@
 """`quantize`, the definition of every cast, and the `Quantized` that it returns."""
 
 import numbers
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from microfloat.arguments import as_float, normalize_axis
+from microfloat.arguments import as_float
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
 from microfloat.layout import Storage, array_layout, leading_axes, scale_shape, stored_length
-from microfloat.recipes import Cast, Hadamard, as_cast
-from microfloat.recipes.core import check_scale_enc, check_takes_amax
+from microfloat.recipes import Cast, Hadamard
+from microfloat.recipes.core import CastLike, Usage, check_scale_enc, check_takes_amax, usages_of
 from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread
 from microfloat.reference._packing import pack_fp4, unpack_fp4
 from microfloat.reference._philox import random_bytes
 from microfloat.reference._scales import block_scales
+
+Seed: typing.TypeAlias = int | Sequence[int] | np.ndarray | None
+Real: typing.TypeAlias = float | np.ndarray | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,20 +97,32 @@ def check_quantized(argument: str, value: object) -> Quantized:
     return value
 
 
+@typing.overload
 def quantize(
-    x: np.ndarray,
-    cast: Cast | ScaledFormat | str,
-    *,
-    axis: int = -1,
-    seed: int | Sequence[int] | np.ndarray | None = None,
-    stream: int = 0,
-    amax: float | np.ndarray | None = None,
-    scale_enc: float | np.ndarray | None = None,
-) -> Quantized:
+    x: np.ndarray, cast: CastLike, *, axis: int = -1, seed: Seed = None, stream: int = 0, amax: Real = None,
+    scale_enc: Real = None,
+) -> Quantized: ...  # fmt: skip
+
+
+@typing.overload
+def quantize(
+    x: np.ndarray, cast: CastLike | tuple[CastLike, CastLike], *, axis: tuple[int, int], seed: Seed = None,
+    stream: int | tuple[int, int] = 0, amax: Real | tuple[Real, Real] = None,
+    scale_enc: Real | tuple[Real, Real] = None,
+) -> tuple[Quantized, Quantized]: ...  # fmt: skip
+
+
+def quantize(
+    x: np.ndarray, cast: typing.Any, *, axis: int | tuple[int, int] = -1, seed: Seed = None, stream: typing.Any = 0,
+    amax: typing.Any = None, scale_enc: typing.Any = None,
+) -> Quantized | tuple[Quantized, Quantized]:  # fmt: skip
     """Quantize an array: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
     * `x`: float32, bfloat16 or float16 of any shape; float64 is rounded to float32 first.
-    * `cast`: a Cast, a ScaledFormat or a format's name. `axis`: the contraction axis, -1, or -2 of a matrix.
+    * `cast`: a Cast, a ScaledFormat or a format's name.
+    * `axis`: the contraction axis, -1, or -2 of a matrix. A pair of both, ``axis=(-1, -2)``, gives the pair of both
+      usages: what two calls give with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be
+      pairs too, one for each axis.
     * `seed` (an int in [0, 2^64), or its two words, low first) and `stream` feed stochastic rounding; nearest ignores
       them.
     * `amax` replaces the measured amax of a per-tensor or NVFP4 cast: a float32 scalar; [R, 1] for NVFP4_ROW.
@@ -119,13 +135,18 @@ def quantize(
     >>> q.scale, q.codes.tobytes().hex(" ")  # scale 2^(126 - 127); codes 4 e 7, the first in the low nibble
     (array([[126]], dtype=uint8), 'e4 07')
     """
-    cast = as_cast(cast)
     values = as_float32(x)
-    axis = normalize_axis(axis, values.ndim)
+    made = [_quantized(values, usage, seed) for usage in usages_of(cast, axis, values.ndim, stream, amax, scale_enc)]
+    return made[0] if len(made) == 1 else (made[0], made[1])
+
+
+def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
+    """One usage of `values`."""
+    cast, axis = usage.cast, usage.axis
     x_RC = np.ascontiguousarray(operand_form(values, axis))
-    amax_array = None if amax is None else _check_amax(amax, cast, x_RC.shape[0])
-    check_scale_enc(scale_enc, cast.is_delayed)
-    encode_scale = None if scale_enc is None else _checked_scale_enc(scale_enc)
+    amax_array = None if usage.amax is None else _check_amax(usage.amax, cast, x_RC.shape[0])
+    check_scale_enc(usage.scale_enc, cast.is_delayed)
+    encode_scale = None if usage.scale_enc is None else _checked_scale_enc(usage.scale_enc)
     if cast.is_stochastic and seed is None:
         raise invalid_value(
             "seed", "None with a stochastic cast", "an int in [0, 2^64), or its two 32-bit words, low first",
@@ -135,7 +156,7 @@ def quantize(
         if cast.hadamard is not None:
             x_RC = hadamard_transform(x_RC, cast.hadamard)
         scales = block_scales(x_RC, cast, amax_array, encode_scale)
-        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, stream)
+        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, usage.stream)
     fmt, shape = cast.format, values.shape
     if fmt.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
@@ -148,7 +169,7 @@ def quantize(
 
 def _encode(
     x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray,
-    seed: int | Sequence[int] | np.ndarray | None, stream: int,
+    seed: Seed, stream: int,
 ) -> np.ndarray:  # fmt: skip
     """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
     element, block = cast.format.element, cast.format.block
