@@ -126,10 +126,13 @@ def axes_of(axis: object, ndim: int) -> tuple[int, ...]:
     """The contraction axes that a call of `quantize` names, each >= 0: one, or both of a matrix."""
     if not isinstance(axis, tuple | list):
         return (normalize_axis(axis, ndim),)  # type: ignore[arg-type]
-    remedy = "Flatten the other axes first, for example x.reshape(-1, x.shape[-1])." if ndim != 2 else ""
-    if ndim != 2 or len(axis) != 2:
-        got = f"{tuple(axis)} for an array of {ndim} axes"
-        raise invalid_value("axis", got, "a pair of axes, such as (-1, -2), for an array of exactly two axes", remedy)
+    if len(axis) != 2:
+        raise invalid_type("axis", f"a {type(axis).__name__} of {len(axis)}", "an int, or a pair of ints: (-1, -2)")
+    if ndim != 2:
+        raise invalid_value(
+            "axis", f"the pair {tuple(axis)} for an array of {ndim} axes", "one axis, or an array of exactly two axes",
+            "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
+        )  # fmt: skip
     axes = tuple(normalize_axis(one, 2) for one in axis)
     if axes[0] == axes[1]:
         raise invalid_value("axis", tuple(axis), "two different axes, such as (-1, -2)", "One operand takes one axis.")
@@ -141,5 +144,5 @@ def for_each(argument: str, value: Any, count: int) -> tuple[Any, ...]:
     if count == 1 or not isinstance(value, tuple | list):
         return (value,) * count
     if len(value) != 2:
-        raise invalid_value(argument, f"{len(value)} values", "one value, or a pair: one for each axis of axis=(-1, -2)")
+        raise invalid_value(argument, f"{len(value)} values", "one value for both axes, or a pair")
     return tuple(value)

@@ -5,7 +5,7 @@ import operator
 import typing
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_value
-from microfloat.formats import ScaledFormat
 from microfloat.jax.array import (
     QuantizedArray,
     check_array,
     check_dtype,
     check_quantized,
-    contraction_axis,
     real_array,
 )
 from microfloat.jax.backends import casts, gemms, reference
@@ -39,23 +37,32 @@ from microfloat.jax.transformations import (
 )
 from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.core import check_scale_enc, check_takes_amax
+from microfloat.recipes.core import CastLike, Usage, check_scale_enc, check_takes_amax, usages_of
 
 __all__ = ["check_backend", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
+Real: TypeAlias = ArrayLike | None
+
+
+@typing.overload
+def quantize(
+    x: ArrayLike, cast: CastLike, *, axis: int = -1, seed: ArrayLike | None = None, key: Array | None = None,
+    stream: int = 0, amax: Real = None, scale_enc: Real = None, backend: str = "auto",
+) -> QuantizedArray: ...  # fmt: skip
+
+
+@typing.overload
+def quantize(
+    x: ArrayLike, cast: CastLike | tuple[CastLike, CastLike], *, axis: tuple[int, int], seed: ArrayLike | None = None,
+    key: Array | None = None, stream: int | tuple[int, int] = 0, amax: Real | tuple[Real, Real] = None,
+    scale_enc: Real | tuple[Real, Real] = None, backend: str = "auto",
+) -> tuple[QuantizedArray, QuantizedArray]: ...  # fmt: skip
+
 
 def quantize(
-    x: ArrayLike,
-    cast: Cast | ScaledFormat | str,
-    *,
-    axis: int = -1,
-    seed: ArrayLike | None = None,
-    key: Array | None = None,
-    stream: int = 0,
-    amax: ArrayLike | None = None,
-    scale_enc: ArrayLike | None = None,
-    backend: str = "auto",
-) -> QuantizedArray:
+    x: ArrayLike, cast: Any, *, axis: int | tuple[int, int] = -1, seed: ArrayLike | None = None,
+    key: Array | None = None, stream: Any = 0, amax: Any = None, scale_enc: Any = None, backend: str = "auto",
+) -> QuantizedArray | tuple[QuantizedArray, QuantizedArray]:  # fmt: skip
     """Quantize an array: ``codes = round(x * encode factor)``, so that ``x ~ decode(codes) * scale * tensor_scale``.
 
     `x`: float32, bfloat16 or float16 of any shape. `cast`: a Cast, a ScaledFormat or a format's name. `axis`: the
@@ -65,27 +72,47 @@ def quantize(
     encode scale of delayed scaling, required exactly then. Arrays may be traced. The bytes equal those of
     `microfloat.reference.quantize`.
 
+    ``axis=(-1, -2)`` gives the pair of both usages of a matrix, made in one pass where a kernel serves both casts: the
+    bytes of two calls with the same seed (or key) and stream. `cast`, `stream`, `amax` and `scale_enc` may then be
+    pairs too, one for each axis.
+
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast,
     NotSupportedError where it is differentiated: `dot_general` trains, and `fake_quantize` has a gradient. Source:
     docs/numerics.md, sections 2 to 5 and 7.
     """
-    cast = as_cast(cast)
+    if not isinstance(axis, tuple | list):
+        cast = as_cast(cast)
     x = check_array("x", x)
-    axis = contraction_axis(axis, x.ndim)
+    usages = usages_of(cast, axis, x.ndim, stream, amax, scale_enc)
     check_backend(backend)
-    rows = math.prod(leading_axes(x.shape, axis % max(x.ndim, 1)))
-    amax = _check_amax(amax, cast, rows)
-    scale_enc = _check_scale_enc(scale_enc, cast)
     words = None
-    if cast.is_stochastic:
-        words = call_seed(seed, key, f"the stochastic Cast on {cast.format.name} (or rounding='nearest')")
-    word = _check_word("stream", stream)
-    # A stream that is a number is part of the program: kernels read it as one.
-    static = None if isinstance(word, jax.Array) else int(word)
-    arguments = (x, words, word if static is None else None, amax, scale_enc)
-    run = partial(_quantize, cast=cast, axis=axis, stream=static, backend=backend)
+    if stochastic := next((usage.cast for usage in usages if usage.cast.is_stochastic), None):
+        words = call_seed(seed, key, f"the stochastic Cast on {stochastic.format.name} (or rounding='nearest')")
+    one_pass = not any(isinstance(value, tuple | list) for value in (amax, scale_enc))
+    same_amax = amax is None or all(one.cast.takes_amax and one.cast.tensor_scale != "row" for one in usages)
+    if len(usages) == 1 or (one_pass and same_amax):
+        made = _made(x, usages, words, backend)
+    else:
+        made = [q for usage in usages for q in _made(x, (usage,), words, backend)]
+    return (made[0], made[1]) if len(usages) == 2 else made[0]
+
+
+def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None, backend: str) -> list[QuantizedArray]:
+    """The usages of `x`, in one pass; an amax or an encode scale is the same for those that take it."""
+    given: dict[str, Array | None] = {"amax": None, "scale_enc": None}
+    static, traced = [], []
+    for cast, normal, stream, amax, scale_enc in usages:
+        checked = _check_amax(amax, cast, math.prod(leading_axes(x.shape, normal))), _check_scale_enc(scale_enc, cast)
+        given = {name: given[name] if one is None else one for name, one in zip(given, checked, strict=True)}
+        word = _check_word("stream", stream)
+        # A stream that is a number is part of the program: kernels read it as one.
+        number = None if isinstance(word, jax.Array) else int(word)
+        traced.append(word if number is None else None)
+        static.append((cast, normal - max(x.ndim, 1), number))
+    arguments = (x, words, tuple(traced), given["amax"], given["scale_enc"])
+    run = partial(_quantize, usages=tuple(static), backend=backend)
     if is_explicit(x):
-        return run_automatically(run, partial(_quantized_specs, x, axis), *arguments)
+        return run_automatically(run, lambda shapes: [_quantized_specs(x, q.axis, q) for q in shapes], *arguments)
     return run(*arguments)
 
 
@@ -97,22 +124,33 @@ _without_derivative = no_derivative(
 _straight_through = jax.jit(straight_through)
 
 
+@typing.overload
 def fake_quantize(
-    x: ArrayLike,
-    cast: Cast | ScaledFormat | str,
-    axis: int = -1,
-    seed: ArrayLike | None = None,
-    *,
-    key: Array | None = None,
+    x: ArrayLike, cast: CastLike, axis: int = -1, seed: ArrayLike | None = None, *, key: Array | None = None,
     backend: str = "auto",
-) -> Array:
+) -> Array: ...  # fmt: skip
+
+
+@typing.overload
+def fake_quantize(
+    x: ArrayLike, cast: CastLike | tuple[CastLike, CastLike], axis: tuple[int, int], seed: ArrayLike | None = None, *,
+    key: Array | None = None, backend: str = "auto",
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+def fake_quantize(
+    x: ArrayLike, cast: Any, axis: Any = -1, seed: ArrayLike | None = None, *, key: Array | None = None,
+    backend: str = "auto",
+) -> Array | tuple[Array, Array]:  # fmt: skip
     """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
 
     The straight-through estimate, in every order and mode of differentiation, also where a value saturates. Arguments
-    and errors are those of `quantize`; a stochastic cast needs `seed` or `key`.
+    and errors are those of `quantize`, a pair of axes included; a stochastic cast needs `seed` or `key`.
     """
     x = check_array("x", x)
-    q = quantize(lax.stop_gradient(x), cast, axis=axis, seed=seed, key=key, backend=backend)
+    q: Any = quantize(lax.stop_gradient(x), cast, axis=axis, seed=seed, key=key, backend=backend)
+    if isinstance(axis, tuple | list):
+        return _straight_through(dequantize(q[0]), x), _straight_through(dequantize(q[1]), x)
     return _straight_through(dequantize(q), x)
 
 
@@ -127,21 +165,25 @@ def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedAr
     return replace(shapes, codes=divided(spec, shapes.codes.shape, x), scale=scale, tensor_scale=tensor_scale)
 
 
-@partial(jax.jit, static_argnames=("cast", "axis", "stream", "backend"))
+@partial(jax.jit, static_argnames=("usages", "backend"))
 def _quantize(
-    x: Array, words: Array | None, word: Array | None, amax: Array | None, scale_enc: Array | None, *,
-    cast: Cast, axis: int, stream: int | None, backend: str,
-) -> QuantizedArray:  # fmt: skip
+    x: Array, words: Array | None, traced: tuple[Array | None, ...], amax: Array | None, scale_enc: Array | None, *,
+    usages: tuple[tuple[Cast, int, int | None], ...], backend: str,
+) -> list[QuantizedArray]:  # fmt: skip
     x = _without_derivative(x)
-    shape = x.shape
-    operand = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
+    operands: dict[int, casts.CastOf] = {}
+    for (cast, axis, stream), word in zip(usages, traced, strict=True):
+        operands[axis] = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
+    matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1)
     inputs = casts.CastInputs(words, None, amax, scale_enc)
-    if axis == -2:
-        made = casts.cast_both(x, None, operand, inputs, backend=backend).column
-    else:
-        matrix = x.reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
-        made = casts.cast_both(matrix, operand, None, inputs, backend=backend).row
-    codes, scale, tensor_scale = typing.cast(reference.Matrix, made)
+    made = casts.cast_both(matrix, operands.get(-1), operands.get(-2), inputs, backend=backend)
+    by_axis = {-1: made.row, -2: made.column}
+    return [_array_of(x, cast, axis, typing.cast(reference.Matrix, by_axis[axis])) for cast, axis, _ in usages]
+
+
+def _array_of(x: Array, cast: Cast, axis: int, made: reference.Matrix) -> QuantizedArray:
+    codes, scale, tensor_scale = made
+    shape = x.shape
     storage = Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
     layout = array_layout(storage, shape, axis % max(x.ndim, 1))
     return QuantizedArray(

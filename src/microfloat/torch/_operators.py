@@ -8,13 +8,13 @@ operators take no objects; a token is derived from the Cast's contents and means
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
-from microfloat.arguments import normalize_axis
-from microfloat.errors import NotSupportedError
+from microfloat.arguments import axes_of
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
-    "quantize(Tensor x, str cast, int axis, Tensor? seed, int stream, Tensor? amax, Tensor? scale_enc, str backend) "
-    "-> Tensor[]"
+    "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
+    "str backend) -> Tensor[]"
 )
 _library.define(
     "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
@@ -40,8 +40,10 @@ _library.define(
 
 
 def is_tracing(tensor: object) -> bool:
-    """True where this Python code runs under a compiler's tracing, or on the meta device, rather than on values."""
+    """True where operators must be called: for a compiler, a transform of torch.func, or the meta device."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._are_functorch_transforms_active():
         return True
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
@@ -53,15 +55,46 @@ def has_tangent(*tensors: object) -> bool:
     )
 
 
-def refuse_transforms(operation: str, x: object = None) -> None:
-    """Raise NotSupportedError inside a transform of torch.func, where torch.jit records, and for a tangent of `x`."""
-    transforms = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
-    if transforms or has_tangent(x):
-        raise NotSupportedError(
-            f"{operation}: got a transform of torch.func (vmap, grad, jvp, ...), forward-mode AD or torch.jit.trace "
-            "around it, needed an ordinary call: it has no derivative and no batching rule. Call it on whole batches, "
-            "outside of the transform."
-        )
+_OF_LAYERS = (
+    "Call the layer on a batch and use loss.backward() or torch.autograd.grad, one gradient at a time, or run it under "
+    "autocast(enabled=False)."
+)
+_OF_VERBS = (
+    "vmap may be around it; fake_quantize has a gradient, also of torch.func.grad. Nothing has a forward-mode "
+    "derivative."
+)
+
+
+def refuse_transforms(operation: str, *tensors: object, is_verb: bool = False) -> None:
+    """Raise NotSupportedError inside transforms of torch.func, where torch.jit records, and for forward-mode tangents.
+
+    `is_verb`: one of the verbs on tensors, whose operators have rules for vmap; what torch.func.grad follows has no
+    derivative there.
+    """
+    transforms = torch._C._are_functorch_transforms_active()
+    if transforms and is_verb:
+        transforms = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    if transforms or torch._C._get_tracing_state() is not None or has_tangent(*tensors):
+        raise refusal_of_transforms(operation, is_verb=is_verb)
+
+
+def refusal_of_transforms(operation: str, *, is_verb: bool = False) -> NotSupportedError:
+    """The error of an operation that has no derivative or no batching rule where one is asked for."""
+    return NotSupportedError(
+        f"{operation}: got a transform of torch.func (vmap, grad, jvp, jacrev, ...), forward-mode AD, batched "
+        f"gradients or torch.jit.trace around {'it' if is_verb else 'a quantized layer'}, needed an ordinary "
+        f"{'call' if is_verb else 'forward and backward'}. {_OF_VERBS if is_verb else _OF_LAYERS}"
+    )
+
+
+def drawn_seed(x: torch.Tensor) -> torch.Tensor:
+    """A call seed from the default generator of x's device, drawn by an operator."""
+    if torch._C._are_functorch_transforms_active():
+        raise invalid_value(
+            "seed", "None with a stochastic cast inside a transform of torch.func", "a seed, or one for each example",
+            "Draw it outside: vmap(lambda x, seed: quantize(x, cast, seed=seed))(xs, seeds), seeds int64 [B, 2].",
+        )  # fmt: skip
+    return torch.ops.microfloat.draw_seed(device=x.device)
 
 
 def token_of(cast: Cast) -> str:
@@ -125,23 +158,36 @@ for _function in (token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_o
 
 
 def _quantize(
-    x: torch.Tensor, token: str, axis: int, seed: torch.Tensor | None, stream: int, amax: torch.Tensor | None,
-    scale_enc: torch.Tensor | None, backend: str,
+    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     from microfloat.torch.ops import quantize_values
 
-    parts = quantize_values(x, cast_of(token), axis, seed, stream, amax, scale_enc, backend).part_list()
+    casts, both = [cast_of(token) for token in tokens], len(axes) == 2
+    made: Any = quantize_values(
+        x, casts if both else casts[0], one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
+        one_or_pair(scale_enc), backend,
+    )  # fmt: skip
     # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
-    return [part.contiguous() for part in parts]
+    return [part.contiguous() for q in (made if both else [made]) for part in q.part_list()]
 
 
-def fake_quantize(
-    x: torch.Tensor, token: str, axis: int, seed: torch.Tensor | None, stream: int, amax: torch.Tensor | None,
-    scale_enc: torch.Tensor | None, backend: str,
+def one_or_pair(values: Sequence[Any]) -> Any:
+    """A pair as a tuple, else the only value: what `quantize` takes, from the lists that operators carry."""
+    return tuple(values) if len(values) == 2 else values[0]
+
+
+def _fake_quantize(
+    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Tensors as `quantize` returns them, without values."""
-    shape = tuple(x.shape)
-    layout = array_layout(storage_of(token), shape, normalize_axis(axis, len(shape)))
+    axes_ = axes_of(one_or_pair(axes), x.dim())
+    return [part for token, axis in zip(tokens, axes_, strict=True) for part in valueless_parts(x, token, axis)]
+
+
+def valueless_parts(x: torch.Tensor, token: str, axis: int) -> list[torch.Tensor]:
+    """The parts of x quantized along `axis` >= 0, without values."""
+    layout = array_layout(storage_of(token), tuple(x.shape), axis)
     return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
@@ -188,7 +234,7 @@ def _fake_scaled_matmul(
 
 
 for _name, _run, _fake in (
-    ("quantize", _quantize, fake_quantize),
+    ("quantize", _quantize, _fake_quantize),
     ("dequantize", _dequantize, _fake_dequantize),
     ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
 ):

@@ -20,7 +20,8 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
-from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, refuse_transforms
+from microfloat.torch._operators import refuse_transforms
+from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
@@ -103,7 +104,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if not pinned or layer._pin_token != context.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
         return layer._plain(x)
-    refuse_transforms(x)
+    refuse_transforms("forward", x)
     layer._check_input(x)
     if layer.weight.numel() == 0:
         return layer._plain(x)

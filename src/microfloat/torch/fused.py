@@ -25,8 +25,9 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
+from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
-from microfloat.torch.linear import Run, apply, begin_apart, end, refuse_transforms
+from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
 from microfloat.torch.producers import ACTIVATIONS, Produced, produce
@@ -147,7 +148,7 @@ def _begin(
     )  # fmt: skip
     if plain:
         return None
-    refuse_transforms(x)
+    refuse_transforms("forward", x)
     compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
         return None

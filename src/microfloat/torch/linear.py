@@ -25,7 +25,7 @@ from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
-from microfloat.torch._operators import has_tangent
+from microfloat.torch._operators import refusal_of_transforms, refuse_transforms
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.reduction import Group
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MainGrad", "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
-    "find_for", "refuse_double_backward", "refuse_transforms", "run_linear",
+    "find_for", "refuse_double_backward", "run_linear",
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
@@ -60,7 +60,7 @@ def run_linear(
         type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or x.is_meta
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
-        refuse_transforms(x, weight, bias)
+        refuse_transforms("forward", x, weight, bias)
         check_linear(x, weight, bias)
         if x.numel() == 0 or weight.numel() == 0:
             return None
@@ -512,24 +512,10 @@ def refuse_double_backward() -> None:
             "Quantization has no second derivative; run this layer under autocast(enabled=False)."
         )
     if torch._C._are_functorch_transforms_active():
-        _refuse_transform("backward")
-
-
-def refuse_transforms(*tensors: torch.Tensor | None) -> None:
-    """Raise NotSupportedError inside torch.func's transforms and for tensors that carry a forward-mode tangent."""
-    if torch._C._are_functorch_transforms_active() or has_tangent(*tensors):
-        _refuse_transform("forward")
+        raise refusal_of_transforms("backward")
 
 
 def refuse_batched(tensor: torch.Tensor) -> None:
     """Raise NotSupportedError for one of the gradients that ``is_grads_batched=True`` takes at once."""
     if torch._C._functorch.is_legacy_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
-        _refuse_transform("backward")
-
-
-def _refuse_transform(where: str) -> None:
-    raise NotSupportedError(
-        f"{where}: got a transform of torch.func (vmap, grad, jvp, jacrev, ...), forward-mode AD or batched gradients "
-        "through a quantized Linear, needed an ordinary forward and backward. Call the layer on a batch and use "
-        "loss.backward() or torch.autograd.grad, one gradient at a time, or run it under autocast(enabled=False)."
-    )
+        raise refusal_of_transforms("backward")

@@ -5,15 +5,14 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 
 import operator
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 
-from microfloat.arguments import normalize_axis
+from microfloat.arguments import for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.core import check_takes_amax
+from microfloat.recipes.core import CastLike, Usage, check_takes_amax, usages_of
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor
 from microfloat.torch.seeds import draw_seed, seed_words
@@ -22,15 +21,30 @@ from microfloat.torch.tensor import QuantizedTensor
 __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
 Seed: TypeAlias = int | Sequence[int] | torch.Tensor | None
+Real: TypeAlias = float | torch.Tensor | None
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 _ACCUMULATE = ("fast", "split", "exact")
 
 
+@overload
 def quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, *, axis: int = -1,
-    seed: Seed = None, stream: int = 0, amax: float | torch.Tensor | None = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> QuantizedTensor:  # fmt: skip
+    x: torch.Tensor, cast: CastLike, *, axis: int = -1, seed: Seed = None, stream: int = 0, amax: Real = None,
+    scale_enc: Real = None, backend: str = "auto",
+) -> QuantizedTensor: ...  # fmt: skip
+
+
+@overload
+def quantize(
+    x: torch.Tensor, cast: CastLike | tuple[CastLike, CastLike], *, axis: tuple[int, int], seed: Seed = None,
+    stream: int | tuple[int, int] = 0, amax: Real | tuple[Real, Real] = None,
+    scale_enc: Real | tuple[Real, Real] = None, backend: str = "auto",
+) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
+
+
+def quantize(
+    x: torch.Tensor, cast: Any, *, axis: int | tuple[int, int] = -1, seed: Seed = None, stream: Any = 0,
+    amax: Any = None, scale_enc: Any = None, backend: str = "auto",
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
     `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
@@ -39,6 +53,10 @@ def quantize(
     default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4 cast (float32 scalar;
     [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly then. Not
     differentiable: what comes out requires no grad, in eager and compiled code alike.
+
+    ``axis=(-1, -2)`` gives the pair of both usages of a matrix, made in one pass where a kernel serves both casts: the
+    bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,
+    one for each axis.
 
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
@@ -52,28 +70,62 @@ def quantize(
 
 
 def quantize_values(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Seed, stream: int,
-    amax: float | torch.Tensor | None, scale_enc: float | torch.Tensor | None, backend: str,
-) -> QuantizedTensor:  # fmt: skip
+    x: torch.Tensor, cast: Any, axis: Any, seed: Seed, stream: Any, amax: Any, scale_enc: Any, backend: str
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
-    cast = as_cast(cast)
-    _operators.refuse_transforms("quantize", x)
+    _operators.refuse_transforms("quantize", x, is_verb=True)
+    if not isinstance(axis, tuple | list):
+        cast = as_cast(cast)
     check_tensor("x", x)
-    axis = normalize_axis(axis, x.dim())
-    _check_stream(stream)
+    usages = usages_of(cast, axis, x.dim(), stream, amax, scale_enc)
     module = backends.choose(backend, x.device)
     x = x.detach().resolve_neg()
-    transposed = x.dim() == 2 and axis == 0
     matrix = x if x.dim() == 2 else x.reshape(_rows(x), x.shape[-1] if x.dim() else 1)
-    amax_tensor = _check_amax(amax, cast, matrix.shape[1 if transposed else 0], x.device)
-    encode_scale = check_scale_enc(scale_enc, cast.is_delayed, x.device)
+    turned = [x.dim() == 2 and usage.axis == 0 for usage in usages]
+    usages = [_checked(usage, matrix, is_turned) for usage, is_turned in zip(usages, turned, strict=True)]
     words = None
-    if cast.is_stochastic:
+    if any(usage.cast.is_stochastic for usage in usages):
         words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
-    operand = module.quantize(
-        matrix, cast, transposed=transposed, seed=words, stream=stream, amax=amax_tensor, scale_enc=encode_scale
+    one_pass = len(usages) == 2 and not any(isinstance(value, tuple | list) for value in (amax, scale_enc))
+    if one_pass and (amax is None or not any(usage.cast.tensor_scale == "row" for usage in usages)):
+        row, column = sorted(usages, key=lambda usage: -usage.axis)
+        given = {name: _given(name, row, column) for name in ("amax", "scale_enc")}
+        made = module.quantize_both(
+            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, **given
+        )
+        made = made if usages[0].axis else made[::-1]
+    else:
+        made = [
+            module.quantize(
+                matrix, usage.cast, transposed=is_turned, seed=words, stream=usage.stream, amax=usage.amax,
+                scale_enc=usage.scale_enc,
+            ) for usage, is_turned in zip(usages, turned, strict=True)
+        ]  # fmt: skip
+    first, *rest = (
+        QuantizedTensor.from_operand(operand, usage.cast, axis=usage.axis, shape=x.shape, dtype=x.dtype)
+        for operand, usage in zip(made, usages, strict=True)
     )
-    return QuantizedTensor.from_operand(operand, cast, axis=axis, shape=x.shape, dtype=x.dtype)
+    return (first, _apart(rest[0], first)) if rest else first
+
+
+def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
+    """A usage with its numbers as tensors beside the matrix, or beside its transpose."""
+    _check_stream(usage.stream)
+    rows = matrix.shape[1 if is_turned else 0]
+    return usage._replace(
+        amax=_check_amax(usage.amax, usage.cast, rows, matrix.device),
+        scale_enc=check_scale_enc(usage.scale_enc, usage.cast.is_delayed, matrix.device),
+    )
+
+
+def _given(name: str, *usages: Usage) -> torch.Tensor | None:
+    return next((value for usage in usages if (value := getattr(usage, name)) is not None), None)
+
+
+def _apart(q: QuantizedTensor, other: QuantizedTensor) -> QuantizedTensor:
+    """q with memory of its own: casts that commute with transposition are made once, and share their scales."""
+    taken = {part.untyped_storage().data_ptr() for part in other.part_list()}
+    return q.map_parts(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -127,21 +179,36 @@ def multiply_values(
 
 
 def _traced_quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int, seed: Seed, stream: int,
-    amax: float | torch.Tensor | None, scale_enc: float | torch.Tensor | None, backend: str,
-) -> QuantizedTensor:  # fmt: skip
+    x: torch.Tensor, cast: Any, axis: Any, seed: Seed, stream: Any, amax: Any, scale_enc: Any, backend: str
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
-    resolved, token = _operators.constant_cast(cast), _operators.constant_token(cast)
     check_tensor("x", x)
-    if resolved.rounding == "stochastic":
-        seed = torch.ops.microfloat.draw_seed(device=x.device) if seed is None else seed_words(seed, x.device)
+    _operators.refuse_transforms("quantize", x, is_verb=True)
+    count = 2 if isinstance(axis, tuple | list) else 1
+    casts = for_each("cast", cast, count)
+    resolved, tokens = [], []
+    for one in casts:
+        resolved.append(_operators.constant_cast(one))
+        tokens.append(_operators.constant_token(one))
+    if any([one.rounding == "stochastic" for one in resolved]):
+        seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
     else:
         seed = None
-    amax, scale_enc = (None if value is None else real_tensor("amax", value, x.device) for value in (amax, scale_enc))
-    parts = torch.ops.microfloat.quantize(x.detach(), token, axis, seed, stream, amax, scale_enc, backend)
-    tensor_scale = parts[2] if _operators.storage_of(token).tensor_scale else None
-    axis = axis % max(x.dim(), 1)
-    return QuantizedTensor(parts[0], parts[1], tensor_scale, resolved, axis=axis, shape=x.shape, dtype=x.dtype)
+    numbers = []
+    for name, value in (("amax", amax), ("scale_enc", scale_enc)):
+        values = value if count == 2 and isinstance(value, tuple | list) else [value]
+        numbers.append([None if one is None else real_tensor(name, one, x.device) for one in values])
+    axes: list[Any] = list(axis) if count == 2 else [axis]
+    streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
+    parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
+    made = []
+    for one, token, number in zip(resolved, tokens, axes, strict=True):
+        held = 3 if _operators.storage_of(token).tensor_scale else 2
+        codes, scale, tensor_scale = parts[0], parts[1], parts[2] if held == 3 else None
+        parts = parts[held:]
+        number = number % max(x.dim(), 1)
+        made.append(QuantizedTensor(codes, scale, tensor_scale, one, axis=number, shape=x.shape, dtype=x.dtype))
+    return (made[0], made[1]) if count == 2 else made[0]
 
 
 def _rows(x: torch.Tensor) -> int:
@@ -222,13 +289,26 @@ def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -
         raise invalid_value("bias", f"a tensor on {bias.device}", f"one on {device}, where a is")
 
 
+@overload
 def fake_quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, axis: int = -1, seed: Seed = None, *, backend: str = "auto"
-) -> torch.Tensor:
+    x: torch.Tensor, cast: CastLike, axis: int = -1, seed: Seed = None, *, backend: str = "auto"
+) -> torch.Tensor: ...
+
+
+@overload
+def fake_quantize(
+    x: torch.Tensor, cast: CastLike | tuple[CastLike, CastLike], axis: tuple[int, int], seed: Seed = None, *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def fake_quantize(
+    x: torch.Tensor, cast: Any, axis: Any = -1, seed: Seed = None, *, backend: str = "auto"
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
 
     The straight-through estimate, in every order of differentiation, also where a value saturates. Arguments and errors
-    are those of `quantize`.
+    are those of `quantize`, a pair of axes included.
 
     >>> x = torch.tensor([1.0, 2.3], requires_grad=True)
     >>> fake_quantize(x, "mxfp4").sum().backward()
@@ -236,7 +316,12 @@ def fake_quantize(
     ([1.0, 2.0], [1.0, 1.0])
     """
     check_tensor("x", x)
-    return _straight_through(dequantize(quantize(x.detach(), cast, axis=axis, seed=seed, backend=backend)), x)
+    if _operators.has_tangent(x):
+        raise _operators.refusal_of_transforms("fake_quantize", is_verb=True)
+    q: Any = quantize(x.detach(), cast, axis=axis, seed=seed, backend=backend)
+    if isinstance(axis, tuple | list):
+        return _straight_through(q[0].dequantize(), x), _straight_through(q[1].dequantize(), x)
+    return _straight_through(q.dequantize(), x)
 
 
 # An operator: torch.compile takes it as it is.

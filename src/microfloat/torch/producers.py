@@ -390,7 +390,7 @@ def _fake(
     matrix = x.new_empty((_row_count(x.shape), x.shape[-1]))
     parts = []
     for token, axis in ((row, 1), (column, 0)):
-        parts += _operators.fake_quantize(matrix, token, axis, None, 0, None, None, backend)
+        parts += _operators.valueless_parts(matrix, token, axis)
     count = {"rms": 1, "layer": 2}.get(kind, 0)
     return parts + [x.new_empty(matrix.shape[:1], dtype=torch.float32) for _ in range(count)]
 
