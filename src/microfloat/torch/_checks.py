@@ -237,4 +237,6 @@ def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device
 
 def readable(tensor: torch.Tensor) -> bool:
     """True where values may be looked at without waiting for a device or breaking a trace."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    )

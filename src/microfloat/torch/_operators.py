@@ -7,7 +7,7 @@ operators take no objects; a token is derived from the Cast's contents and means
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,10 +49,18 @@ def is_tracing(tensor: object) -> bool:
 
 
 def has_tangent(*tensors: object) -> bool:
-    """True where a tensor carries a tangent of forward-mode AD."""
-    return forward_ad._current_level >= 0 and any(
-        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    """True where a tensor carries a tangent of forward-mode AD, or may carry one below another transform."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(tensor, torch.Tensor) and (_is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None)
+        for tensor in tensors
     )
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a transform of torch.func follows: what it wraps cannot be asked for a tangent."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _OF_LAYERS = (
@@ -233,6 +241,53 @@ def _fake_scaled_matmul(
     return a[0].new_empty(rows, dtype=dtype)
 
 
+# ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
+
+
+def each_alone(name: str) -> Callable[..., tuple[Any, Any]]:
+    """The rule of an operator for a batch: each example alone, the results stacked."""
+
+    def example(value: Any, dim: Any, index: int) -> Any:
+        if isinstance(dim, list | tuple):
+            return [example(one, its_dim, index) for one, its_dim in zip(value, dim, strict=True)]
+        if dim is None:
+            return value
+        if not value.shape[dim]:  # an example of an empty batch, for the shapes of the results
+            return value.new_zeros([size for axis, size in enumerate(value.shape) if axis != dim])
+        return value.select(dim, index)
+
+    def run(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        operator = getattr(torch.ops.microfloat, name)
+        made = [
+            operator(*(example(value, dim, index) for value, dim in zip(args, in_dims, strict=True)))
+            for index in range(max(info.batch_size, 1))
+        ]
+        if isinstance(made[0], torch.Tensor):
+            return _stacked(made)[: info.batch_size], 0
+        return [_stacked(parts)[: info.batch_size] for parts in zip(*made, strict=True)], [0] * len(made[0])
+
+    return run
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if parts[0].is_floating_point() and parts[0].itemsize == 1:  # torch joins bytes, not float8
+        return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+    return torch.stack(list(parts))
+
+
+def refuse_batches(library: torch.library.Library, *names: str) -> None:
+    """Register a rule for vmap that raises NotSupportedError by name, for operators of quantized layers."""
+
+    def rule(name: str) -> Callable[..., tuple[Any, Any]]:
+        def run(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+            raise refusal_of_transforms(f"microfloat::{name}")
+
+        return run
+
+    for name in names:
+        torch.library.register_vmap(f"microfloat::{name}", rule(name), lib=library)
+
+
 for _name, _run, _fake in (
     ("quantize", _quantize, _fake_quantize),
     ("dequantize", _dequantize, _fake_dequantize),
@@ -240,3 +295,4 @@ for _name, _run, _fake in (
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)
+    torch.library.register_vmap(f"microfloat::{_name}", each_alone(_name), lib=_library)

@@ -20,7 +20,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
-from microfloat.torch._operators import refuse_transforms
+from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
@@ -412,3 +412,6 @@ torch.library.register_fake("microfloat::draw_seed_for", lambda x: x.new_empty(2
 torch.library.register_fake("microfloat::record_amax_", lambda *_: None, lib=_library)
 torch.library.register_fake("microfloat::check_autocast_", lambda *_: None, lib=_library)
 torch.library.register_fake("microfloat::calibrate_", lambda *_: None, lib=_library)
+refuse_batches(
+    _library, "linear_forward", "linear_backward", "draw_seed_for", "record_amax_", "check_autocast_", "calibrate_"
+)

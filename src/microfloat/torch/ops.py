@@ -324,16 +324,33 @@ def fake_quantize(
     return _straight_through(q.dequantize(), x)
 
 
-# An operator: torch.compile takes it as it is.
-@torch.library.custom_op("microfloat::straight_through", mutates_args=())
 def _straight_through(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """`exact`, differentiated as `plain` is."""
+    """`exact`, differentiated as `plain` is: by an operator, which compilers take as it is, but torch.func does not."""
+    active = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    return (_StraightThrough.apply if active else _straight_through_operator)(exact, plain)
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        return exact.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        return None, dy
+
+
+@torch.library.custom_op("microfloat::straight_through", mutates_args=())
+def _straight_through_operator(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return exact.clone()
 
 
-@_straight_through.register_fake
-def _(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(exact)
-
-
-_straight_through.register_autograd(lambda ctx, dy: (None, dy))
+_straight_through_operator.register_fake(lambda exact, plain: torch.empty_like(exact))
+_straight_through_operator.register_autograd(lambda ctx, dy: (None, dy))
+torch.library.register_vmap("microfloat::straight_through", _operators.each_alone("straight_through"))

@@ -397,3 +397,4 @@ def _fake(
 
 _library.impl("produce", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::produce", _fake, lib=_library)
+_operators.refuse_batches(_library, "produce")

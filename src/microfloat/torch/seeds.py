@@ -136,7 +136,8 @@ def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise invalid_value("seed", f"a tensor of {seed.dtype}", f"{_NEEDED}, as int64 [2]")
     if seed.shape != (2,):
         raise invalid_value("seed", f"shape {tuple(seed.shape)}", "shape (2,): its two 32-bit words, low first")
-    if seed.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((seed < 0) | (seed > _LOW)).any()):
+    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if seed.device.type == "cpu" and not hidden and bool(((seed < 0) | (seed > _LOW)).any()):
         raise invalid_value("seed", seed.tolist(), "two words in [0, 2^32), low first")
     return seed.to(device)
 
