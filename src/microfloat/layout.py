@@ -161,10 +161,8 @@ def array_layout(storage: Storage, shape: tuple[Size, ...], axis: int) -> Layout
 
 
 def leading_axes(shape: tuple[Size, ...], axis: int) -> tuple[Size, ...]:
-    """The axes that stand in place of R in the shapes of an array's codes and one-row scales."""
-    if len(shape) == 2 and axis == 0:
-        return (shape[1],)
-    return shape[:-1] if len(shape) > 1 else (1,)
+    """The axes that stand in place of R in the shapes of an array's codes and one-row scales; `axis` >= 0."""
+    return (*shape[:axis], *shape[axis + 1 :]) if len(shape) > 1 else (1,)
 
 
 def scale_shape(fmt: ScaledFormat, shape: tuple[Size, ...], axis: int, grid: tuple[Size, ...]) -> tuple[Size, ...]:

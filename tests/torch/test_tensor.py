@@ -1,6 +1,7 @@
 """QuantizedTensor: what it presents, which operations it knows, and how it refuses the rest."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -28,7 +29,7 @@ def agrees(q, values):
     """Whether `q` is quantized and stands for exactly `values`."""
     assert isinstance(q, QuantizedTensor)
     assert (q.shape, q.dtype) == (values.shape, values.dtype)
-    assert q.axis == (max(q.dim() - 1, 0) if q.dim() != 2 else q.axis)
+    assert q.codes.shape[:-1] == ((*q.shape[: q.axis], *q.shape[q.axis + 1 :]) if q.dim() > 1 else (1,))
     for part in q.parts().values():
         assert not isinstance(part, QuantizedTensor)
     return torch.equal(q.dequantize(), values)
@@ -276,8 +277,112 @@ def test_permuting_leading_axes(fmt):
     assert agrees(permuted.contiguous(), values.permute(2, 0, 1, 3))
     assert permuted.contiguous().codes.is_contiguous()
     assert agrees(permuted.reshape(30, 70), values.permute(2, 0, 1, 3).reshape(30, 70))
-    with pytest.raises(InvalidValueError, match="the contraction axis to stay last"):
-        q.transpose(0, 3)
+    assert agrees(q.transpose(0, 3), values.transpose(0, 3))
+    assert agrees(q.permute(1, 3, 2, 0)[:, :, 1], values.permute(1, 3, 2, 0)[:, :, 1])
+
+
+# features Q4
+@every_format
+def test_transposing_the_last_two_axes_moves_no_byte(fmt):
+    """Weights of experts [E, N, K] as [E, K, N]; each operation on them is that on the values."""
+    q = mf.quantize(randn(3, 256, 264), fmt)
+    turned, values = q.transpose(-2, -1), q.dequantize().transpose(-2, -1)
+    assert (turned.axis, turned.codes.data_ptr(), turned.scale.data_ptr()) == (
+        1, q.codes.data_ptr(), q.scale.data_ptr(),
+    )  # fmt: skip
+    assert agrees(turned, values)
+    assert agrees(turned.mT, values.mT)
+    for function in (
+        lambda t: t.clone(), lambda t: t.contiguous(), lambda t: t.detach(), lambda t: t.unsqueeze(0), lambda t: t[1:],
+        lambda t: t.unsqueeze(0).squeeze(0), lambda t: t.split(2)[1],
+        lambda t: t[:, :128], lambda t: t[:, 128:], lambda t: t.narrow(1, 128, 128), lambda t: t.chunk(3)[2],
+        lambda t: t.unflatten(0, (3, 1)), lambda t: t.expand(2, -1, -1, -1),
+        lambda t: torch.cat([t[:, :128], t[:, 128:]], 1) if fmt.block[1] else t,
+    ):  # fmt: skip
+        assert agrees(function(turned), function(values))
+    assert agrees(turned[1], values[1])
+    assert agrees(torch.stack(list(turned.unbind()))[2], values[2]) or fmt.is_per_tensor or fmt.tensor_scale
+    assert torch.equal(mf.scaled_matmul(turned[1], turned[2]), mf.scaled_matmul(q[1], q[2]))
+    if fmt.block[0] in (None, 1):
+        assert agrees(turned[..., 5:9], values[..., 5:9])
+        assert agrees(turned[..., 5], values[..., 5])
+        assert agrees(turned.flatten(0, 0), values)
+    for cut in (lambda: turned.select(1, 0), lambda: turned.flatten(1), lambda: turned.reshape(3, -1)):
+        with pytest.raises(InvalidValueError, match="contraction axis"):
+            cut()
+    copy = mf.quantize(torch.zeros(3, 256, 264), fmt).transpose(-2, -1)
+    assert agrees(copy.copy_(q.dequantize().transpose(-2, -1)), mf.quantize(q.dequantize(), fmt).dequantize().mT)
+    assert agrees(pickle.loads(pickle.dumps(turned)), values)
+    assert agrees(turned.fill_(2.0), torch.full((3, 264, 256), 2.0))
+
+
+# features Q4
+@every_format
+def test_expanding_leading_axes(fmt):
+    q = mf.quantize(randn(1, 128, 70), fmt)
+    values = q.dequantize()
+    for sizes in ((4, -1, -1), (2, 3, -1, -1), (1, -1, -1), (2, 1, 128, 70)):
+        expanded = q.expand(*sizes)
+        assert agrees(expanded, values.expand(*sizes))
+        assert expanded.codes.data_ptr() == q.codes.data_ptr()
+        assert agrees(expanded.contiguous(), values.expand(*sizes))
+        assert agrees(expanded[0], values.expand(*sizes)[0])
+    assert agrees(q.expand_as(torch.empty(5, 128, 70)), values.expand(5, -1, -1))
+    assert agrees(q.mT.expand(3, -1, -1), values.mT.expand(3, -1, -1))
+    with pytest.raises(RuntimeError, match=r"single memory location|write into a slice"):
+        q.expand(4, -1, -1).copy_(torch.zeros(4, 128, 70))
+    row = mf.quantize(randn(70), fmt)
+    if fmt.is_tile:
+        with pytest.raises(InvalidValueError, match=r"size: got .* in front of whole tiles"):
+            row.expand(8, 70)
+    else:
+        assert agrees(row.expand(8, 70), row.dequantize().expand(8, 70))
+        middle = mf.quantize(randn(3, 1, 70), fmt)
+        assert agrees(middle.expand(3, 4, 70), middle.dequantize().expand(3, 4, 70))
+    with pytest.raises(InvalidValueError, match=r"size: got .* the contraction axis as it is"):
+        mf.quantize(randn(4, 1), fmt).expand(4, 8)
+
+
+def test_permuting_the_rows_of_tiles_is_refused():
+    q = mf.quantize(randn(4, 32, 64), "nvfp4_2d")
+    with pytest.raises(InvalidValueError, match=r"dims: got .*nvfp4_2d.* needed blocks of one row"):
+        q.transpose(0, 1)
+
+
+# features Q5
+@every_format
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_lists_of_tensors_in_place(fmt, axis):
+    """``torch._foreach_*_`` gives every tensor what its own operation gives; plain tensors may be among them."""
+    values = [randn(32, 64), randn(48, 64), randn(5, 7)]
+
+    def made():
+        return [*(mf.quantize(one, fmt, axis=axis) for one in values[:2]), values[2].clone()]
+
+    others = [torch.rand_like(one) for one in values]
+    wide = [others[0].bfloat16(), others[1], others[2]]
+    for many, single in (
+        (lambda ts: torch._foreach_mul_(ts, 0.5), lambda t, other: t.mul_(0.5)),
+        (lambda ts: torch._foreach_add_(ts, wide, alpha=2), lambda t, other: t.add_(other, alpha=2)),
+        (lambda ts: torch._foreach_lerp_(ts, others, 0.25), lambda t, other: t.lerp_(other, 0.25)),
+        (lambda ts: torch._foreach_zero_(ts), lambda t, other: t.zero_()),
+        (lambda ts: torch._foreach_copy_(ts, others), lambda t, other: t.copy_(other)),
+        (lambda ts: torch._foreach_clamp_max_(ts, 0.5), lambda t, other: t.copy_(plain(t).clamp_max(0.5))),
+    ):
+        others[0] = wide[0].float()
+        together, alone = made(), made()
+        many(together)
+        for target, other in zip(alone, others, strict=True):
+            single(target, other)
+        assert all(torch.equal(one, two) for one, two in zip(together, alone, strict=True))
+    with pytest.raises(InvalidTypeError, match=r"_foreach_add_.*dequantize"):
+        torch._foreach_add_([torch.zeros(32, 64)], [mf.quantize(values[0], fmt)])
+    with pytest.raises(InvalidTypeError, match=r"_foreach_add\."):
+        torch._foreach_add(made(), 1.0)
+
+
+def plain(t):
+    return t.dequantize() if isinstance(t, QuantizedTensor) else t
 
 
 @one_row_formats
@@ -394,7 +499,7 @@ REFUSED = {
     "allclose": lambda q, x: torch.allclose(q, x), "einsum": lambda q, x: torch.einsum("ij->ji", q) + 0,
     "layer_norm": lambda q, x: F.layer_norm(q, (64,)), "out": lambda q, x: torch.add(x, q, out=x),
     "in place argument": lambda q, x: x.add_(q), "set item": lambda q, x: x.__setitem__(0, q[0]),
-    "bmm": lambda q, x: torch.bmm(q[None], q[None]), "expand": lambda q, x: q[None].expand(3, -1, -1),
+    "bmm": lambda q, x: torch.bmm(q[None], q[None]), "repeat": lambda q, x: q.repeat(3, 1),
 }  # fmt: skip
 
 
@@ -662,12 +767,28 @@ def test_from_parts_of_other_programs(changes, message):
 # ---- messages that say what to do
 
 
-@pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_optimizers_of_many_tensors_at_once_name_their_option(option):
+def test_fused_optimizers_name_their_option():
     parameter = nn.Parameter(mf.quantize(randn(32, 64), "mxfp8"))
     parameter.grad = torch.ones(32, 64)
-    with pytest.raises(InvalidTypeError, match="foreach=False and fused=False"):
-        torch.optim.AdamW([parameter], **{option: True}).step()
+    with pytest.raises(InvalidTypeError, match="fused=False"):
+        torch.optim.AdamW([parameter], fused=True).step()
+
+
+# features Q5
+@every_format
+def test_foreach_optimizers_do_what_others_do(fmt):
+    x, gradients = [randn(32, 64), randn(16, 64)], [torch.randn(32, 64), torch.randn(16, 64)]
+    for make in (torch.optim.AdamW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)):
+        stepped = []
+        for foreach in (False, True):
+            parameters = [nn.Parameter(one) for one in (*(mf.quantize(one, fmt) for one in x), x[0].clone())]
+            for parameter, gradient in zip(parameters, (*gradients, gradients[0]), strict=True):
+                parameter.grad = gradient.clone()
+            make(parameters, foreach=foreach).step()
+            stepped.append(parameters)
+        for one, other in zip(*stepped, strict=True):
+            assert type(one) is type(other)
+            torch.testing.assert_close(plain(one), plain(other))
 
 
 def test_initializers_write_values():

@@ -53,13 +53,13 @@ def has_tangent(*tensors: object) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(
-        isinstance(tensor, torch.Tensor) and (_is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None)
+        isinstance(tensor, torch.Tensor) and (is_followed(tensor) or forward_ad.unpack_dual(tensor).tangent is not None)
         for tensor in tensors
     )
 
 
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """True for a tensor that a transform of torch.func follows: what it wraps cannot be asked for a tangent."""
+def is_followed(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a transform of torch.func wraps."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -5,6 +5,7 @@ long as no block is torn apart, and cut the contraction axis at block boundaries
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,9 +27,14 @@ Implementation = TypeVar("Implementation", bound=Callable[..., object])
 _TABLE: dict[Operator, Callable[[Operator, Arguments, Options], object]] = {}
 
 
+_FOREACH = re.compile(r"aten::_foreach_\w+_")  # in place
+
+
 def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     """Run `func` if it is known, else raise InvalidTypeError."""
     implementation = _TABLE.get(func)
+    if implementation is None and _FOREACH.fullmatch(func._schema.name):
+        implementation = _in_place_lists
     if implementation is None:
         raise _refusal(func, args, kwargs)
     return implementation(func, args, kwargs)
@@ -40,8 +46,8 @@ def _refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
     if name.startswith(("_foreach_", "_fused_")):
         remedy = (
-            "Build the optimizer with foreach=False and fused=False: its step then dequantizes, applies and quantizes. "
-            "Clip gradients, which are plain, as usual."
+            "Build the optimizer with fused=False: its step then dequantizes, applies and quantizes, also with "
+            "foreach=True. Clip gradients, which are plain, as usual."
         )
     elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
         remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
@@ -231,12 +237,15 @@ def _overwrite(
 
 
 def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
+    """Plain `values` of q's shape, or of its rows, under q's Cast: the parts are those of q."""
     from microfloat.torch.ops import quantize
     from microfloat.torch.seeds import draw_seed
 
     # What is stored may be a parameter, whose replicas on other ranks must round alike.
     seed = draw_seed(q.device, folds=False) if q.cast.is_stochastic else None
-    return quantize(values, q.cast, axis=-2 if q.dim() == 2 and q.axis == 0 else -1, amax=amax, seed=seed)
+    if q.axis != max(q.dim() - 1, 0):
+        values = values.movedim(q.axis, -1)
+    return quantize(values, q.cast, amax=amax, seed=seed)
 
 
 def _upper(q: QuantizedTensor) -> str:
@@ -357,6 +366,32 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> Qu
     return _store(q, func(q.dequantize(torch.float32), *widened, **kwargs))
 
 
+def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
+    """`_in_place_arithmetic` of every tensor of a list: the ``torch._foreach_*_`` functions."""
+    targets, *others = args
+    if any(isinstance(value, QuantizedTensor) for value in tree_leaves((others, kwargs))):
+        raise _refusal(func, args, kwargs)
+    quantized = [isinstance(target, QuantizedTensor) for target in targets]
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        pairs = zip(value, quantized, strict=True)
+        return [one.to(torch.float32) if its and _is_floating(one) else one for one, its in pairs]
+
+    wide = [q.dequantize(torch.float32) if its else q for q, its in zip(targets, quantized, strict=True)]
+    func(wide, *(widened(value) for value in others), **{name: widened(value) for name, value in kwargs.items()})
+    for q, values in zip(targets, wide, strict=True):
+        if isinstance(q, QuantizedTensor):
+            _store(q, values)
+
+
+@_register(aten._foreach_copy_.default)
+def _copy_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
+    for destination, source in zip(args[0], args[1], strict=True):
+        destination.copy_(source)
+
+
 def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -376,7 +411,7 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
         _check_kinds(
             "cat", first, q, (*q.shape[:dim], *q.shape[dim + 1 :]), (*first.shape[:dim], *first.shape[dim + 1 :])
         )
-    lead = 0 if first.dim() == 2 else dim  # the axis of codes that `dim` is, unless it is the contraction axis
+    lead = _lead(first, dim)
     along = -1 if dim == first.axis else lead
     _check_joints(tensors, dim, along)
     scale_axis = (1 if along == -1 else 0) if first.format.is_tile else along
@@ -458,26 +493,36 @@ def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
 # ---- shapes ------------------------------------------------------------------------------------------------------
 
 
+def _lead(q: QuantizedTensor, dim: int) -> int:
+    """The axis of the codes that `dim`, another one than the contraction axis, is: the latter stands last there."""
+    return dim if dim < q.axis else dim - 1
+
+
 @_view(
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_shape=True,
 )  # fmt: skip
 def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """Another division of the leading axes; the contraction axis stays last and as long as it is."""
+    """Another division of the leading axes, before and behind the contraction axis, which stays as long as it is."""
     shape = tuple(shape)
     if shape == tuple(q.shape):
         return _detach(q)
     length = q.shape[q.axis] if q.shape else 1
-    last_stays = (shape[-1] if shape else 1) == length
-    if not last_stays or q.axis != max(q.dim() - 1, 0):
+    axis, behind = max(len(shape) - 1, 0), math.prod(q.shape[q.axis + 1 :])
+    if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
+        fits = [number for number in range(len(shape)) if math.prod(shape[number + 1 :]) == behind]
+        axis = next((number for number in fits if shape[number] == length), axis)
+    if (shape[axis] if shape else 1) != length or math.prod(shape[axis + 1 :]) != behind:
         raise invalid_value(
             "shape",
             f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
-            f"a shape whose last axis is the contraction axis, {length} long",
+            f"a shape whose last axis is the contraction axis, {length} long"
+            if q.axis == max(q.dim() - 1, 0)
+            else f"the contraction axis, {length} long, and {behind} entries behind it",
             "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
             "FSDP flatten parameters: build their layers without quantized_model_init.",
         )
-    axis, scale = max(len(shape) - 1, 0), q.scale
+    scale = q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
     codes = q.codes.view(*leading_axes(shape, axis), q.codes.shape[-1])
@@ -499,31 +544,67 @@ def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
 
 @_view(aten.permute.default)
 def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
-    """A matrix swaps which axis the blocks are said to run along; its bytes, being in operand form, do not move."""
+    """Any order of axes. Codes are in operand form, so moving the contraction axis moves no byte."""
     order = [dim % max(q.dim(), 1) for dim in dims]
     if order == list(range(q.dim())):
         return _detach(q)
-    shape = tuple(q.shape[dim] for dim in order)
-    if q.dim() == 2:
-        return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=1 - q.axis)
-    if order[-1] != q.dim() - 1 or q.format.is_tile:
+    shape, axis = tuple(q.shape[dim] for dim in order), order.index(q.axis)
+    leads = [_lead(q, dim) for dim in order if dim != q.axis]
+    if leads == sorted(leads):
+        return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
+    if q.format.is_tile:
         raise invalid_value(
             "dims",
             f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "the contraction axis to stay last, and blocks of one row",
-            "Beyond matrices only leading axes may be permuted; dequantize first.",
+            "blocks of one row, or the other axes than the contraction axis in their order",
+            "Tiles run over the rows of all leading axes; dequantize first.",
         )
-    scale = q.scale if q.format.is_per_tensor else q.scale.permute(order)
-    row_scales = _rows_permuted(q, order)
+    of_codes = (*leads, q.dim() - 1)
+    scale = q.scale if q.format.is_per_tensor else q.scale.permute(of_codes)
+    row_scales = _rows(q, lambda rows: rows.permute(of_codes))
     is_copy = row_scales is not q.tensor_scale
-    return _view_of(q, q.codes.permute(order), scale, row_scales, shape=shape, is_slice=is_copy)
+    return _view_of(q, q.codes.permute(of_codes), scale, row_scales, shape=shape, axis=axis, is_slice=is_copy)
 
 
-def _rows_permuted(q: QuantizedTensor, order: Sequence[int]) -> torch.Tensor | None:
-    """The tensor_scale after a permutation of leading axes."""
+def _rows(q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    """The tensor_scale; one of rows after a function of it with the leading axes of the codes."""
     if q.tensor_scale is None or q.tensor_scale.dim() == 0:
         return q.tensor_scale
-    return q.tensor_scale.view(*q.shape[:-1], 1).permute(list(order)).reshape(-1, 1)
+    return function(q.tensor_scale.view(*q.codes.shape[:-1], 1)).reshape(-1, 1)
+
+
+@_view(aten.expand.default, by_shape=True)
+def _expand(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """Leading axes of one entry, and new ones in front, repeated without copying codes; scales of tiles are copied."""
+    shape, axis = tuple(shape), q.axis + len(shape) - q.dim()
+    if _operators.is_followed(q.codes):
+        raise NotSupportedError(
+            f"expand: got a QuantizedTensor ({q.format}) that leaves vmap, needed plain tensors, which torch stacks. "
+            "Return q.dequantize(), or the tensors of q.parts() and make QuantizedTensor.from_parts of them outside."
+        )
+    if shape == tuple(q.shape):
+        return _detach(q)
+    if not q.shape or shape[axis] != q.shape[q.axis]:
+        raise invalid_value(
+            "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "the contraction axis as it is", "Only the other axes expand; dequantize first.",
+        )  # fmt: skip
+    leading, scale, own = leading_axes(shape, axis), q.scale, tuple(q.codes.shape[:-1])
+    if q.format.is_tile:
+        count = math.prod(leading[: len(leading) - len(own)])
+        while own and own[0] == 1 and leading[-len(own)] != 1:
+            count, own = count * leading[-len(own)], own[1:]
+        rows, tile = math.prod(own), q.format.block[0] or 1
+        if leading[len(leading) - len(own) :] != own or (count > 1 and rows % tile):
+            raise invalid_value(
+                "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+                f"new axes in front of whole tiles of {tile} rows", "Blocks cannot be torn apart; dequantize first.",
+            )  # fmt: skip
+        scale = scale.repeat(count, 1)
+    elif not q.format.is_per_tensor:
+        scale = scale.expand(*leading, -1)
+    row_scales = _rows(q, lambda rows: rows.expand(*leading, 1))
+    return _view_of(q, q.codes.expand(*leading, -1), scale, row_scales, shape=shape, axis=axis, is_slice=True)
 
 
 @_view(aten.slice.Tensor)
@@ -563,7 +644,7 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
     """Cut a leading axis; a tile format only along the first one, at whole tiles."""
     shape = list(q.shape)
     shape[dim] = len(range(first, last, step))
-    lead = 0 if q.dim() == 2 else dim  # the axis of codes that `dim` is
+    lead = _lead(q, dim)
     window = (slice(None),) * lead + (slice(first, last, step),)
     codes, scale, tensor_scale = q.codes[window], q.scale, q.tensor_scale
     if q.format.is_tile:
@@ -602,9 +683,11 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     index = index % q.shape[dim]
     row = _slice(q, dim, index, index + 1)
     shape = [size for position, size in enumerate(q.shape) if position != dim]
-    if q.dim() == 2:  # a row of a matrix, whichever its contraction axis is
-        return _view_of(row, row.codes, row.scale, row.tensor_scale, shape=shape, axis=0)
-    return _regroup(row, shape)
+    codes, scale, lead = row.codes, row.scale, _lead(q, dim)
+    if q.dim() > 2:  # the codes of one row have two axes
+        codes = codes.squeeze(lead)
+        scale = scale if q.format.is_per_tensor or q.format.is_tile else scale.squeeze(lead)
+    return _view_of(row, codes, scale, row.tensor_scale, shape=shape, axis=q.axis - (dim < q.axis))
 
 
 @_view(aten.split.Tensor)

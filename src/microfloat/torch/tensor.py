@@ -167,7 +167,9 @@ class QuantizedTensor(torch.Tensor):
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """`dequantize` where values are at hand."""
         values = backends.choose("reference", self.device).dequantize(self.to_operand(), dtype)
-        return values.t() if self.dim() == 2 and self.axis == 0 else values.reshape(self.shape)
+        if self.dim() < 2:
+            return values.reshape(self.shape)
+        return values.view(*leading_axes(tuple(self.shape), self.axis), values.shape[1]).movedim(-1, self.axis)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The plain tensors inside, by attribute name."""
@@ -421,7 +423,10 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
 
 
 def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:
-    """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost."""
+    """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost.
+
+    The leading axes of the codes are those of `shape` without `axis`.
+    """
     *leading, last = codes.stride()
     if codes.is_contiguous():  # padding of a row shows where rows are strided only
         leading, last = [max(shape[axis], 1)] if shape else [], 1
@@ -432,4 +437,4 @@ def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFo
         leading = [stride * per_byte for stride in leading]
     if len(shape) < 2:
         return (last,) * len(shape)
-    return (last, leading[0]) if len(shape) == 2 and axis == 0 else (*leading, last)
+    return (*leading[:axis], last, *leading[axis:])
