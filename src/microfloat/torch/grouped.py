@@ -27,10 +27,11 @@ from microfloat.recipes.names import as_recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, reference
 from microfloat.torch._checks import check_grouped, is_abstract
+from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient, ambient, canonical
 from microfloat.torch.gemms import Product, product
-from microfloat.torch.linear import MainGrad, apply, begin, end, refuse_transforms
+from microfloat.torch.linear import MainGrad, apply, begin, end
 from microfloat.torch.schedule import (
     SCHEDULES,
     CastStep,
@@ -170,7 +171,7 @@ def run_grouped(
     name: str, state: Ambient | None,
 ) -> torch.Tensor:  # fmt: skip
     """y under `recipe`; operands and groups are checked. `layer`: the holder of delayed-scaling state, or None."""
-    refuse_transforms(x, weight, bias)
+    refuse_transforms("forward", x, weight, bias)
     grad = torch.is_grad_enabled()
     schedule = find_grouped(x, weight, bias, recipe, name, grad and x.requires_grad, grad and weight.requires_grad)
     inputs = CastInputs(groups=groups)

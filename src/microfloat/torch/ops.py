@@ -166,7 +166,7 @@ def multiply_values(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str
 ) -> torch.Tensor:
     """`scaled_matmul` where values are at hand: checks every argument, then calls the backend."""
-    _operators.refuse_transforms("scaled_matmul")
+    _operators.refuse_transforms("scaled_matmul", is_verb=True)
     _check_pair(a, b)
     if accumulate not in _ACCUMULATE:
         raise unknown_name("accumulate", accumulate, _ACCUMULATE)

@@ -161,7 +161,7 @@ class QuantizedTensor(torch.Tensor):
         if _operators.is_tracing(self.codes):
             parts = (self.codes, self.scale, self.tensor_scale)
             return torch.ops.microfloat.dequantize(*parts, self.token, self.axis, self.shape, dtype)
-        _operators.refuse_transforms("dequantize")
+        _operators.refuse_transforms("dequantize", is_verb=True)
         return self.decoded(dtype)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
