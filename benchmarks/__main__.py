@@ -5,6 +5,7 @@
     python -m benchmarks linear       one Linear, forward and backward, against nn.Linear              (l.*)
     python -m benchmarks host         host time, launches, recompilations of small layers              (h.* g.*)
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
+    python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
@@ -24,7 +25,7 @@ from pathlib import Path
 COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
     "host": "benchmarks.host", "block": "benchmarks.block", "train": "benchmarks.train",
-    "profile": "benchmarks.gpu_profile",
+    "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
 }  # fmt: skip
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 

@@ -19,7 +19,7 @@ from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import fused, program, reference
+from microfloat.torch import attention, fused, program, reference
 from microfloat.torch.backends import triton
 from tests.torch.scheduled.setting import native_on
 
@@ -522,6 +522,8 @@ def activations(device, activation, dtype):
     plain = {
         "silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
         "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
+        "qgelu": lambda t: (lambda w: (w * torch.sigmoid(1.702 * w)).to(t.dtype))(t.float()),
+        "srelu": lambda t: functional.relu(t) ** 2,
     }[activation]  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     gate, up, grad = (torch.randn(37, 74, generator=generator).to(dtype).to(device) for _ in range(3))
@@ -545,6 +547,31 @@ def activations(device, activation, dtype):
     assert float(product_amax) == float(product.float().abs().max())
     assert float(first[1]) == float(first[0].float().abs().max())
     assert float(second[1]) == float(second[0].float().abs().max())
+
+
+def rotary(device, dtype, interleaved):
+    """Rotated heads are those of torch operations, forward and backward; v is copied."""
+    dtype = getattr(torch, dtype)
+    # The interpreter drops the bits that do not fit into bfloat16 where hardware rounds: one unit of the last place.
+    unit = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
+    for heads, kv, size, rotated in ((4, 2, 16, 16), (3, 3, 24, 8), (5, 1, 20, 12)):
+        generator = torch.Generator().manual_seed(9)
+        joint = torch.randn(2, 7, heads + 2 * kv, size, generator=generator).to(dtype).to(device)
+        grad = torch.randn(joint.shape, generator=generator).to(dtype).to(device)
+        angles = torch.rand(2, 7, rotated, generator=generator).to(device)
+        cos, sin, split = angles.cos(), angles.sin(), [heads, kv, kv]
+        leaf = joint.clone().requires_grad_()
+        parts = leaf.split(split, 2)
+        want = torch.cat([*(attention._rotated(x, cos, sin, interleaved) for x in parts[:2]), parts[2]], 2)
+        want.backward(grad)
+        for inputs, inverse, wanted in ((joint, False, want.detach()), (grad, True, leaf.grad)):
+            outputs = inputs.new_empty(inputs.shape)
+            triton.rotate(
+                inputs.split(split, 2), outputs.split(split, 2), cos, sin, inverse=inverse, interleaved=interleaved
+            )
+            far = (outputs.float() - wanted.float()).abs() > unit * wanted.float().abs().clamp_min(2.0**-6)
+            assert not far.any(), f"{heads} heads of {size}, {rotated} rotated, inverse {inverse}"
+            assert torch.equal(outputs.split(split, 2)[2], inputs.split(split, 2)[2])
 
 
 def fused_casts(device, name):

@@ -119,7 +119,8 @@ CASES = [
     case("programs"),
     case("refusals"),
     # Fused producers.
-    *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu")],
+    *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu", "qgelu", "srelu")],
+    *[case("rotary", dtype, turned) for dtype, turned in (("bfloat16", False), ("float32", True))],
     case("activations", "silu", "float32"),
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],

@@ -13,7 +13,8 @@ if find_spec("torch") is None:
 from microfloat import formats, recipes
 from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe, get_default_recipe
 from microfloat.support import Support
-from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast
+from microfloat.torch.attention import apply_rotary
+from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast, get_autocast_recipe, is_autocast_enabled
 from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
 from microfloat.torch.explain import (
     explain,
@@ -24,18 +25,23 @@ from microfloat.torch.explain import (
 )
 from microfloat.torch.grouped import grouped_matmul
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init
+from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
+from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
 from microfloat.torch.nn.grouped_linear import GroupedLinear
-from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.linear import Linear, linear
+from microfloat.torch.nn.norms import LayerNorm, RMSNorm
+from microfloat.torch.nn.transformer import TransformerLayer
 from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
 from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "Linear", "Placement",
-    "QuantizedTensor", "Recipe", "Support", "autocast", "checkpoint", "convert", "dequantize", "explain",
-    "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "get_default_recipe", "grouped_matmul",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
-    "plain_state_dict", "quantize", "quantized_model_init", "recipes", "reset_scaling", "revert", "scaled_matmul",
-    "set_seed_rank", "update_scaling",
+    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
+    "Recipe", "RotaryEmbedding", "Support", "TransformerLayer", "apply_rotary", "autocast", "checkpoint", "convert",
+    "dequantize", "explain", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "get_autocast_recipe",
+    "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "linear", "plain_state_dict", "quantize", "quantized_model_init",
+    "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "update_scaling",
 ]  # fmt: skip

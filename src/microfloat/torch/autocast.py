@@ -19,10 +19,10 @@ import torch.utils.checkpoint as torch_checkpoint
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, context, scaling
 from microfloat.torch.context import Ambient, Tape, ambient, entered, reset_ambient, set_ambient
 
-__all__ = ["autocast", "checkpoint", "fp8_autocast"]
+__all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]
 
 _default_recipe = functools.cache(get_default_recipe)
 
@@ -234,6 +234,20 @@ def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callabl
                 step, sent = generator.athrow, error
 
     return steps
+
+
+def get_autocast_recipe() -> Recipe | None:
+    """The recipe that a layer without one of its own runs here; None = high precision. Also in compiled code."""
+    if torch.compiler.is_compiling():
+        token = context.RECIPE
+        return None if token == context.PLAIN else context.recipe_of(token)
+    state = ambient()
+    return state.recipe if state is not None and state.enabled else None
+
+
+def is_autocast_enabled() -> bool:
+    """True inside an autocast that is enabled."""
+    return get_autocast_recipe() is not None
 
 
 def fp8_autocast(

@@ -139,6 +139,9 @@ def recipe_of(token: str) -> Recipe:
     return _RECIPES[token]
 
 
+recipe_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_stochastic(token: str) -> bool:
     """True where the recipe needs a call seed; reads the token only, so that compiled code may ask."""
     return token[0] == "s"

@@ -14,11 +14,10 @@ of a norm are torch's own on a GPU where all dtypes agree, else float32 arithmet
 from torch's by rounding.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
@@ -27,10 +26,11 @@ from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
+from microfloat.torch.joined import Unit, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
-from microfloat.torch.producers import ACTIVATIONS, Produced, produce
+from microfloat.torch.producers import ACTIVATIONS, Produced, activate, produce
 from microfloat.torch.schedule import autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -54,20 +54,25 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
     torch.Size([2, 8])
     """
-    kind, eps = _kind_of(norm, x)
     if not layers:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:
         _check_layer("layers", layer)
     check_features("layers", layers, x.shape[-1], "x")
-    runs = _begin(x, layers, [(x, norm)] * len(layers))
-    if runs is None:
-        value = norm(x)
-        outputs = tuple(layer(value) for layer in layers)
-    else:
-        outputs = apply(NormRun(runs, kind, eps, None), x, *_tensors(norm), *_tensors(*layers))
-        _end(runs, layers)
+    outputs = project(x, norm_of(norm, x), layers, join=False)
     return outputs[0] if len(layers) == 1 else outputs
+
+
+def project(x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], *, join: bool) -> tuple[torch.Tensor, ...]:
+    """What each layer makes of norm(x); with `join` one tensor for all of them, where they are one product."""
+    units = _units(x, layers, join)
+    runs = None if units is None else _begin(x, units, [(x, norm)] * len(units))
+    if units is None or runs is None:
+        value = norm.module(x)
+        return tuple(layer(value) for layer in layers)
+    outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
+    _end(runs, units)
+    return outputs
 
 
 def activation_linear(
@@ -75,8 +80,8 @@ def activation_linear(
 ) -> torch.Tensor:
     """``y = layer(f(x))``, or with `up` ``layer(f(x) * up)`` (SwiGLU: f = silu), differentiable once.
 
-    x and up [..., F] of one shape and dtype; `activation`: silu, gelu, gelu_tanh or relu. Source: docs/numerics.md,
-    section 6.
+    x and up [..., F] of one shape and dtype; `activation`: silu, gelu, gelu_tanh, relu, qgelu (``x sigmoid(1.702 x)``)
+    or srelu (``relu(x)^2``). Source: docs/numerics.md, section 6.
     """
     _check_layer("layer", layer)
     _check_activation(activation)
@@ -84,11 +89,12 @@ def activation_linear(
     check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
         check_like("up", up, x)
-    runs = _begin(x, [layer], [(x, up)])
-    if runs is None:
-        return layer(_plain_activation(x, up, activation))
-    y = apply(ActivationRun(runs[0], activation, None), x, up, layer.weight, layer.bias)
-    _end(runs, [layer])
+    units = _units(x, [layer], False)
+    runs = None if units is None else _begin(x, units, [(x, up)])
+    if units is None or runs is None:
+        return layer(activated(x, up, activation))
+    y = apply(ActivationRun(runs[0], activation, None), x, up, *_tensors(units))
+    _end(runs, units)
     return y
 
 
@@ -100,7 +106,7 @@ def norm_mlp(
     Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
     `activation_linear`; a joint matrix for gate and up takes `norm_linear` and `activation_linear` one after the other.
     """
-    kind, eps = _kind_of(norm, x)
+    spec = norm_of(norm, x)
     _check_activation(activation)
     outer = (gate,) if up is None else (gate, up)
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
@@ -111,39 +117,51 @@ def norm_mlp(
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
     check_features("down", [down], gate.out_features, "gate's output")
-    layers = (*outer, down)
-    runs = _begin(x, layers, [*[(x, norm)] * len(outer), (x, norm, *outer)])
-    if runs is None:
-        value = norm(x)
-        return down(_plain_activation(gate(value), None if up is None else up(value), activation))
+    return mlp(x, spec, outer, down, activation)
+
+
+def mlp(x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str) -> torch.Tensor:
+    """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one."""
+    units = _units(x, (*outer, down), False)
+    runs = None if units is None else _begin(x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)])
+    if units is None or runs is None:
+        value = norm.module(x)
+        made = [layer(value) for layer in outer]
+        return down(activated(made[0], made[1] if len(made) > 1 else None, activation))
     link = GradientLink()
-    first, *second = apply(NormRun(runs[:-1], kind, eps, link), x, *_tensors(norm), *_tensors(*outer))
+    first, *second = apply(
+        NormRun(runs[:-1], norm.kind, norm.eps, link), x, norm.weight, norm.bias, *_tensors(units[:-1])
+    )  # fmt: skip
     inner = second[0] if second else None
-    y = apply(ActivationRun(runs[-1], activation, link), first, inner, down.weight, down.bias)
-    _end(runs, layers)
+    y = apply(ActivationRun(runs[-1], activation, link), first, inner, *_tensors(units[-1:]))
+    _end(runs, units)
     return y
 
 
-def _tensors(*modules: nn.Module) -> list[torch.Tensor | None]:
-    """Weight and bias of each module in turn."""
-    return [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
+def _tensors(units: Sequence[Unit]) -> list[torch.Tensor | None]:
+    """Weight and bias of each in turn."""
+    return [tensor for unit in units for tensor in (unit.weight, unit.bias)]
+
+
+def _units(x: torch.Tensor, layers: Sequence[Linear], join: bool) -> list[Unit] | None:
+    """What is multiplied at once; None where the modules must run by themselves."""
+    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
+        return None
+    return units_of(layers, ambient(), join)
 
 
 def _begin(
-    x: torch.Tensor, layers: Sequence[Linear], feeds: Sequence[Sequence[torch.Tensor | nn.Module | None]]
+    x: torch.Tensor, units: Sequence[Unit], feeds: Sequence[Sequence["torch.Tensor | nn.Module | NormOf | None"]]
 ) -> list[Run] | None:
-    """A run for every Linear, or None where the modules must run by themselves.
+    """A run for every unit, or None where the modules must run by themselves.
 
-    `feeds`: for each layer the tensors and modules that its input is made from.
+    `feeds`: for each unit what its input is made from.
     """
-    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
-        return None
     state = ambient()
-    recipes = [layer._resolve(state) for layer in layers]
-    modules = [*layers, *(source for feed in feeds for source in feed if isinstance(source, nn.Module))]
-    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    sources = [tensor for feed in feeds for source in feed for tensor in _parameters(source)]
+    parameters = [*sources, *(tensor for tensor in _tensors(units) if tensor is not None)]
     plain = (
-        any(recipe is None for recipe in recipes) or (state is not None and state.calibrating)
+        any(unit.recipe is None for unit in units) or (state is not None and state.calibrating)
         or any(isinstance(parameter, QuantizedTensor) or parameter.numel() == 0 for parameter in parameters)
     )  # fmt: skip
     if plain:
@@ -154,36 +172,50 @@ def _begin(
         return None
     grad, rows = torch.is_grad_enabled(), x.numel() // x.shape[-1]
     runs = []
-    for layer, recipe, feed in zip(layers, recipes, feeds, strict=True):
-        layer._check_input(x) if layer is layers[0] else layer._check_parameters(x)
-        if layer._pinned is UNPINNED:
-            layer.__dict__["_followed"] = True
-        width = layer.in_features
+    for unit, feed in zip(units, feeds, strict=True):
+        for layer in unit.layers:
+            layer._check_input(x) if unit is units[0] else layer._check_parameters(x)
+            if layer._pinned is UNPINNED:
+                layer.__dict__["_followed"] = True
+        width = unit.weight.shape[1]
         dtype = compute if any(isinstance(source, Linear) for source in feed) else x.dtype  # of what it would read
         x_key = (torch.Size((rows, width)), (width, 1), dtype, x.get_device(), 0, False)
-        wants_dx = grad and any(_requires_grad(source) for source in feed)
-        wants_dw = grad and layer.weight.requires_grad
-        run = begin_apart(layer, x_key, recipe, state, compute, wants_dx, wants_dw)  # type: ignore[arg-type]
+        wants_dx = grad and any(tensor.requires_grad for source in feed for tensor in _parameters(source))
+        wants_dw = grad and unit.weight.requires_grad
+        run = begin_apart(unit, x_key, state, compute, wants_dx, wants_dw)
         if run is None:
             return None
         runs.append(run)
     return runs
 
 
-def _requires_grad(source: torch.Tensor | nn.Module | None) -> bool:
+def _parameters(source: "torch.Tensor | nn.Module | NormOf | None") -> list[torch.Tensor]:
+    """The tensors by which a value depends on a source of it."""
     if isinstance(source, nn.Module):
-        return any(parameter.requires_grad for parameter in source.parameters(recurse=False))
-    return source is not None and source.requires_grad
+        return list(source.parameters(recurse=False))
+    tensors = (source.weight, source.bias) if isinstance(source, NormOf) else (source,)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def _end(runs: Sequence[Run], layers: Sequence[Linear]) -> None:
-    for run, layer in zip(runs, layers, strict=True):
-        end(run, layer)
+def _end(runs: Sequence[Run], units: Sequence[Unit]) -> None:
+    for run, unit in zip(runs, units, strict=True):
+        end(run, unit.layer)
 
 
-def _kind_of(norm: nn.Module, x: torch.Tensor) -> tuple[str, float]:
-    """("rms" or "layer", eps) of a norm over the last dimension of x."""
+class NormOf(NamedTuple):
+    """A norm as kernels take it: "rms" or "layer", and what its value is multiplied with and shifted by."""
+
+    module: Callable[[torch.Tensor], torch.Tensor]
+    kind: str
+    eps: float
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def norm_of(norm: nn.Module, x: torch.Tensor) -> NormOf:
+    """The norm over the last dimension of x that a module computes."""
     check_rows("x", x)
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
     elif isinstance(norm, nn.LayerNorm):
@@ -196,11 +228,13 @@ def _kind_of(norm: nn.Module, x: torch.Tensor) -> tuple[str, float]:
             f"normalized_shape {tuple(norm.normalized_shape)}",
             f"the last dimension of x, {tuple(x.shape[-1:])}",
         )
-    for name, parameter in norm.named_parameters(recurse=False):
-        if parameter.device != x.device:
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != x.device:
             needed = f"one on {x.device}, where x is"
             raise invalid_value(f"norm.{name}", f"a tensor on {parameter.device}", needed, "Move the module to x.")
-    return kind, float(eps)
+    if getattr(norm, "zero_centered_gamma", False) and weight is not None:
+        weight = weight.float() + 1.0
+    return NormOf(norm, kind, float(eps), weight, bias)
 
 
 def _check_layer(argument: str, layer: object) -> None:
@@ -217,11 +251,9 @@ def _check_activation(activation: str) -> None:
         raise unknown_name("activation", activation, ACTIVATIONS)
 
 
-def _plain_activation(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    if activation == "gelu_tanh":
-        value = F.gelu(x, approximate="tanh")
-    else:
-        value = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](x)
+def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """``f(x)``, or with `up` ``f(x) * up``."""
+    value = activate(x, activation)
     return value if up is None else value * up
 
 

@@ -33,6 +33,7 @@ from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Parts, Sched
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from microfloat.torch.joined import Unit
     from microfloat.torch.nn.linear import Linear
 
 __all__ = [
@@ -123,7 +124,7 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
     if counts.is_quiet:
         return schedule
     routes = schedule.backend.routes(schedule.recipe, call[2].device, counts)
-    return schedule if routes is schedule.routes else find(*call, routes=routes)
+    return schedule if routes is schedule.routes else find(*call, routes=routes)  # type: ignore[misc]
 
 
 def find(
@@ -285,12 +286,12 @@ def begin(
 
 
 def begin_apart(
-    layer: "Linear", x_key: tuple, recipe: Recipe, state: Ambient | None, compute: torch.dtype, wants_dx: bool,
-    wants_dw: bool,
-) -> Run | None:  # fmt: skip
-    """A run of `layer` on an input that a producer will make; `x_key` as in `find`. None without elements."""
-    weight = layer.weight
-    call = x_key, None, weight, layer.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw
+    unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool
+) -> Run | None:
+    """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
+    layer, weight, recipe = unit.layer, unit.weight, unit.recipe
+    assert recipe is not None
+    call = x_key, None, weight, unit.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw
     schedule = find(*call)
     if schedule is not None and schedule.folds:
         schedule = _after_counts(schedule, counts_of(layer), call)

@@ -40,11 +40,12 @@ from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Statistics", "norm_gradients", "produce",
+    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Statistics", "activate", "norm_gradients",
+    "produce",
     "waits_for_amax",
 ]  # fmt: skip
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu")
 Both = tuple[Operand | None, Operand | None]
 Maybe = torch.Tensor | None
 CastLike = Cast | ScaledFormat | str
@@ -167,7 +168,7 @@ def norm_gradients(
     return dx, dweight, dbias
 
 
-def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """f(x), in x's dtype (float32 inside)."""
     if activation == "silu":
         return F.silu(x)
@@ -177,6 +178,10 @@ def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
         return F.gelu(x)
     if activation == "relu":
         return F.relu(x)
+    if activation == "qgelu":
+        return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+    if activation == "srelu":
+        return F.relu(x).float().square().to(x.dtype)
     raise unknown_name("activation", activation, ACTIVATIONS)
 
 
@@ -187,6 +192,12 @@ def _through_activation(grad: torch.Tensor, x: torch.Tensor, activation: str) ->
         return aten.silu_backward(grad, x)
     if activation == "relu":
         return aten.threshold_backward(grad, x, 0)
+    if activation == "qgelu":
+        wide = x.float()
+        s = torch.sigmoid(1.702 * wide)
+        return (grad.float() * (s * (1.0 + 1.702 * wide * (1.0 - s)))).to(x.dtype)
+    if activation == "srelu":
+        return (grad.float() * 2.0 * F.relu(x).float()).to(x.dtype)
     return aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -212,7 +223,7 @@ class Activation:
         """(value [M, F], its amax or None where it was not measured, None)."""
         if kernels is not None:
             return *kernels.activation_values(self.x_MF, self.up_MF, activation=self.activation), None
-        value = _activate(self.x_MF, self.activation)
+        value = activate(self.x_MF, self.activation)
         return value if self.up_MF is None else value * self.up_MF, None, None
 
     def codes(
@@ -243,7 +254,7 @@ class ActivationGradient:
         inner = grad if self.up_MF is None else grad * self.up_MF
         made: list[tuple[torch.Tensor, torch.Tensor | None]] = [(_through_activation(inner, x, self.activation), None)]
         if self.up_MF is not None:
-            made.append((grad * _activate(x, self.activation), None))
+            made.append((grad * activate(x, self.activation), None))
         return made
 
     def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options) -> list[Both]:

@@ -35,6 +35,8 @@ SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
 GELU = tl.constexpr(2)
 RELU = tl.constexpr(3)
+QUICK_GELU = tl.constexpr(4)  # x * sigmoid(1.702 x)
+SQUARED_RELU = tl.constexpr(5)
 
 
 @triton.jit
@@ -60,6 +62,11 @@ def activate(x, F: tl.constexpr, HW: tl.constexpr):
         return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HW)
     elif F == GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif F == QUICK_GELU:
+        return x * sigmoid(1.702 * x, HW)
+    elif F == SQUARED_RELU:
+        positive = tl.where(x <= 0.0, 0.0, x)
+        return positive * positive
     else:
         return tl.where(x <= 0.0, 0.0, x)  # NaN stays
 
@@ -75,6 +82,11 @@ def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
         return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.2140644488 * x * x)
     elif F == GELU:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif F == QUICK_GELU:
+        s = sigmoid(1.702 * x, HW)
+        return s * (1.0 + 1.702 * x * (1.0 - s))
+    elif F == SQUARED_RELU:
+        return 2.0 * tl.where(x <= 0.0, 0.0, x)
     else:
         return tl.where(x > 0.0, 1.0, 0.0)
 

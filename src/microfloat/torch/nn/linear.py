@@ -12,7 +12,7 @@ from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
 from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import Ambient, ambient, canonical, token_of
@@ -21,7 +21,7 @@ from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["UNPINNED", "Linear", "RecipeLayer"]
+__all__ = ["UNPINNED", "Linear", "RecipeLayer", "linear"]
 
 
 class _Unpinned:
@@ -320,6 +320,63 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         with torch.enable_grad():
             recipe, state = self.effective_recipe(), ambient()
             return find_for(self, x, HIGH_PRECISION if recipe is None else canonical(recipe), state)
+
+
+class _Call:
+    """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
+
+    _followed, _path, _number = False, "", -1
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, pinned: Any, token: str | None, backend: str
+    ) -> None:
+        self.weight, self.bias, self.backend = weight, bias, backend
+        self._parameters = {"weight": weight, "bias": bias}
+        self._pinned, self._pin_token = pinned, token
+
+    forward, _resolve, _plain = Linear.forward, Linear._resolve, Linear._plain
+    _check_input, _note_plain = Linear._check_input, Linear._note_plain
+    _named, _with_path = Linear._named, RecipeLayer._with_path
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe, differentiable once.
+
+    x [..., K], weight [N, K], bias [N] or None; y [..., N] in the compute dtype. `recipe` None: that of the ambient
+    autocast, and plain high precision outside of one, so that a module of your own joins an autocast with one line.
+    Raises as `Linear` does, and NotSupportedError for delayed scaling, whose state needs a layer to live in.
+
+    >>> linear(torch.ones(2, 4), torch.ones(3, 4), recipe="mxfp8").shape
+    torch.Size([2, 3])
+    """
+    pinned, token = (UNPINNED, None) if recipe is None else _pinned_to(recipe)
+    if torch.compiler.is_compiling():
+        asked = context.RECIPE if token is None else token
+        is_delayed = asked != context.PLAIN and context.is_delayed(asked)
+    else:
+        backends.check_name(backend)
+        state = ambient()
+        named = pinned if isinstance(pinned, Recipe) else None if state is None else state.recipe
+        is_delayed = named is not None and named.is_delayed and (state is None or state.enabled)
+    if is_delayed:
+        raise NotSupportedError(
+            "linear: got a recipe of delayed scaling, needed one without state between calls. Use "
+            "microfloat.torch.Linear, or another recipe."
+        )
+    call: Any = _Call(weight, bias, pinned, token, backend)
+    return call.forward(x)
+
+
+def _pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
+    """The recipe, and how compiled code names it."""
+    made = as_recipe(recipe)
+    return made, token_of(made)
+
+
+_pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Decoded(torch.autograd.Function):

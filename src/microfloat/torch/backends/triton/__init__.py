@@ -22,12 +22,13 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
+from microfloat.kernels.producers import rotary
 from microfloat.layout import folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
 from microfloat.passes.conversions import check_packed, dequantize_passes, packed_values_passes, swizzle_passes
-from microfloat.passes.matrix import Matrix
+from microfloat.passes.matrix import Matrix, specialization
 from microfloat.passes.producers import Producer, fuses
 from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Delayed, Recipe
@@ -41,8 +42,8 @@ from microfloat.torch.reference._hadamard import inverse
 __all__ = [
     "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
     "amax", "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
-    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "scaled_matmul", "slots_of", "swizzle_scales",
-    "update_delayed",
+    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "rotate", "scaled_matmul", "slots_of",
+    "swizzle_scales", "update_delayed",
 ]  # fmt: skip
 
 # What `backends.base.Backend` asks of a backend.
@@ -473,6 +474,45 @@ def norm_values(
     """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
     values, amax, mean, inverse = _values(*_norm(x_MK, weight_K, bias_K, eps, kind))
     return values, amax, mean, inverse
+
+
+# ------------------------------------------------------------------------------------------------------------- rotary
+
+_ROTATE = program.Kernel(rotary.rotate_tokens)
+
+
+def rotate(
+    parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, *,
+    inverse: bool, interleaved: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k, and copy v where its output is another tensor: `kernels.producers.rotary`.
+
+    All [B, S, heads, D], elements of a head neighbours; outputs token after token; cos, sin [B or 1, S, R].
+    """
+    (batch, length, heads, size), kv_heads, rotated = parts[0].shape, parts[1].shape[2], cos.shape[2]
+    copied = len(parts) > 2 and outputs[2] is not parts[2]
+    tensors = [*parts, None][:3] if copied else [*parts[:2], None]
+    written = [*outputs[:2], outputs[2] if copied else None]
+    strides = [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
+    steps = [0 if x is None else x.stride(1) for x in written]
+    table = 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)
+    half = 1 << (rotated // 2 - 1).bit_length()
+    constants = (
+        heads, kv_heads, 1 << (heads - 1).bit_length(), 1 << (kv_heads - 1).bit_length(), size, rotated, half, inverse,
+        interleaved,
+    )  # fmt: skip
+    scalars = (length, *strides, *steps, *table)
+    number = parts[0].get_device()
+    used = [*tensors, *written, cos, sin]
+    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in used)
+    dtypes = tuple(None if x is None else x.dtype for x in used)
+    key = (constants, dtypes, tuple(specialization(n) for n in scalars), number, *aligned)
+    launch = _ROTATE.prepared(key, batch * length, scalars, constants)
+    if number < 0:
+        launch(0, *used)
+        return
+    with torch.cuda.device(number):
+        launch(torch._C._cuda_getCurrentRawStream(number), *used)
 
 
 # ------------------------------------------------------------------------------------------------------ delayed scaling

@@ -1,0 +1,229 @@
+"""`MultiheadAttention`: projections under a recipe, attention itself by torch in the activations' dtype.
+
+    q, k, v = heads of q_proj(x), k_proj(x), v_proj(x)      one product, where the weights lie next to each other
+    q, k    = rotary(norms of the heads)                     one launch
+    y       = o_proj(softmax(q k^T / sqrt(D) + mask) v)
+
+Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H = heads, G = heads of k and v, D = size
+of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.recipes import Recipe
+from microfloat.torch.attention import attend, rotate_heads, split_heads
+from microfloat.torch.fused import norm_of, project
+from microfloat.torch.joined import join_
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.norms import RMSNorm
+
+__all__ = ["KVCache", "MultiheadAttention", "RotaryEmbedding"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of positions times frequencies: ``angle[s, i] = position[s] * theta^(-2 i / R)``.
+
+    `size`: R, the elements of a head that are rotated (even). A call with positions [S] or [B, S], or a number of
+    tokens, gives cos and sin [.., S, R], each frequency twice, as `MultiheadAttention` takes them. Source: arXiv
+    2104.09864.
+
+    >>> cos, sin = RotaryEmbedding(8)(4)
+    >>> cos.shape
+    torch.Size([4, 8])
+    """
+
+    frequencies: torch.Tensor
+
+    def __init__(self, size: int, theta: float = 10000.0, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
+            raise invalid_value("size", repr(size), "an even number of elements of a head")
+        self.size, self.theta, self.dtype = size, float(theta), dtype
+        self.register_buffer("frequencies", self._made(device), persistent=False)
+
+    def _made(self, device: Any) -> torch.Tensor:
+        return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)
+        if not self.frequencies.is_meta:  # float32 whatever the model is; made anew where to_empty left no values
+            self.frequencies = self._made(self.frequencies.device)
+        return self
+
+    def forward(self, positions: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions."""
+        if not isinstance(positions, torch.Tensor):
+            positions = torch.arange(positions, device=self.frequencies.device)
+        angles = positions[..., None].float() * self.frequencies
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.dtype is None else (cos.to(self.dtype), sin.to(self.dtype))
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for generation: fixed memory [B, length, G, D], filled from the left.
+
+    `update(k, v)` appends tokens [B, S, G, D] and returns all of them so far. Raises InvalidTypeError for another dtype
+    and InvalidValueError for shapes that do not fit or more tokens than there is space for.
+    """
+
+    def __init__(
+        self, batch: int, length: int, num_kv_heads: int, head_dim: int, *, device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        shape = (batch, length, num_kv_heads, head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.count = 0
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.count = 0
+
+    def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, with those of new tokens at the end."""
+        for name, new, kept in (("k", k, self.keys), ("v", v, self.values)):
+            if new.dtype != kept.dtype:
+                raise invalid_type(
+                    "cache", f"one of {kept.dtype} for a {name} of {new.dtype}", f"one of {new.dtype}",
+                    "Make it with dtype= of the model's activations.",
+                )  # fmt: skip
+            if new.device != kept.device:
+                raise invalid_value("cache", f"one on {kept.device}", f"one on {new.device}, where x is")
+            if new.shape[0] != kept.shape[0] or new.shape[2:] != kept.shape[2:]:
+                needed = f"[{kept.shape[0]}, S, {kept.shape[2]}, {kept.shape[3]}]"
+                raise invalid_value("cache", f"a {name} of shape {tuple(new.shape)}", needed)
+        end = self.count + k.shape[1]
+        if end > self.keys.shape[1]:
+            got = f"space for {self.keys.shape[1]} tokens"
+            raise invalid_value("cache", got, f"space for {end}", "Make it longer, or call reset().")
+        self.keys[:, self.count : end] = k.detach()
+        self.values[:, self.count : end] = v.detach()
+        self.count = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class MultiheadAttention(nn.Module):
+    """Attention with `num_heads` heads, which share `num_kv_heads` heads of keys and values (None: as many).
+
+    Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
+    before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
+    `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
+    training. `out_bias` None: `bias`. Raises InvalidValueError where heads do not divide. Source: docs/modules.md.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *, head_dim: int | None = None,
+        bias: bool = False, out_bias: bool | None = None, qk_norm: bool = False, window: int | None = None,
+        causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
+        interleaved: bool = False, device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise invalid_value("num_kv_heads", str(num_kv_heads), f"a divisor of num_heads = {num_heads}")
+        if head_dim is None and hidden_size % num_heads:
+            needed = f"a divisor of hidden_size = {hidden_size}"
+            raise invalid_value("num_heads", str(num_heads), needed, "Or give head_dim.")
+        if window is not None and window < 1:
+            raise invalid_value("window", str(window), "a number of tokens >= 1, or None")
+        size = hidden_size // num_heads if head_dim is None else head_dim
+        self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, size
+        self.window, self.causal, self.dropout, self.interleaved = window, causal, dropout, interleaved
+        source = hidden_size if kv_hidden_size is None else kv_hidden_size
+        options = {"device": device, "dtype": dtype, "recipe": recipe, "backend": backend}
+        self.q_proj = Linear(hidden_size, num_heads * size, bias, **options)
+        self.k_proj = Linear(source, num_kv_heads * size, bias, **options)
+        self.v_proj = Linear(source, num_kv_heads * size, bias, **options)
+        self.o_proj = Linear(num_heads * size, hidden_size, bias if out_bias is None else out_bias, **options)
+        if qk_norm:
+            self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
+        self._join()
+
+    def _join(self) -> None:
+        if self.q_proj.in_features == self.k_proj.in_features:
+            join_((self.q_proj, self.k_proj, self.v_proj))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MultiheadAttention":
+        super()._apply(fn, recurse)
+        self._join()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
+        cache: Any = None, norm: nn.Module | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`.
+
+        `context` [B, S', hidden]: where keys and values come from (cross attention, never causal). `attention_mask`:
+        True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
+        `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
+        after another. `cache`: a `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and
+        cast as it is computed.
+        """
+        qkv = self.projected(hidden_states, context, norm)
+        q, k, v = self.rotated(qkv, position_embeddings)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        y = attend(
+            q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
+            cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
+
+    def projected(
+        self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k and v as the Linears give them; one tensor where they are one product."""
+        if context is not None:
+            q = self.q_proj(x) if norm is None else project(x, norm_of(norm, x), [self.q_proj], join=False)[0]
+            return q, self.k_proj(context), self.v_proj(context)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if norm is None:
+            return tuple(layer(x) for layer in layers)
+        return project(x, norm_of(norm, x), layers, join=True)
+
+    def rotated(
+        self, qkv: tuple[torch.Tensor, ...], position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, ...]:
+        """q [B, S, H, D], k and v [B, S', G, D], normed and rotated."""
+        return heads_of(
+            qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings,
+            (getattr(self, "q_norm", None), getattr(self, "k_norm", None)), self.interleaved,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{heads}, causal={self.causal}{window}"
+
+
+def heads_of(
+    qkv: tuple[torch.Tensor, ...], counts: tuple[int, int], size: int,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, norms: tuple[Any, Any], interleaved: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """q, k and v as heads; `qkv`: three tensors, or all in one; `norms`: of the heads of q and k, or None."""
+    split = [counts[0], counts[1], counts[1]]
+    parts = [split_heads(part, size) for part in qkv]
+    is_joint = len(parts) == 1
+    if is_joint and (position_embeddings is None or norms[0] is not None):
+        parts, is_joint = list(parts[0].split(split, 2)), False
+    if norms[0] is not None:
+        parts[:2] = norms[0](parts[0]), norms[1](parts[1])
+    if position_embeddings is None:
+        return tuple(parts)
+    cos, sin = position_embeddings
+    return rotate_heads(parts, split if is_joint else None, cos, sin, interleaved)

@@ -1,0 +1,206 @@
+"""`LayerNormLinear` and `LayerNormMLP`: a norm and the Linears that read it, cast as it is computed.
+
+    LayerNormLinear    y = linear(norm(x))
+    LayerNormMLP       y = down_proj(f(up_proj(h)))                    h = norm(x)
+                       y = down_proj(f(gate_proj(h)) * up_proj(h))     gated activations
+
+Where nothing can be fused (high precision, compiled code, which fuses by itself) the modules run one by one.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from microfloat.errors import invalid_value, unknown_name
+from microfloat.recipes import Recipe
+from microfloat.torch.autocast import checkpoint
+from microfloat.torch.fused import activated, mlp, norm_of, project
+from microfloat.torch.joined import join_
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.norms import make_norm
+
+__all__ = ["ACTIVATIONS", "LayerNormLinear", "LayerNormMLP", "MLP"]
+
+
+class _Kind(NamedTuple):
+    """An activation by its function in `microfloat.torch.fused`; `gated`: multiplied with a second Linear's output."""
+
+    function: str
+    gated: bool = False
+
+
+ACTIVATIONS = {
+    "gelu": _Kind("gelu"), "gelu_tanh": _Kind("gelu_tanh"), "qgelu": _Kind("qgelu"), "relu": _Kind("relu"),
+    "srelu": _Kind("srelu"), "silu": _Kind("silu"), "geglu": _Kind("gelu", True),
+    "geglu_tanh": _Kind("gelu_tanh", True), "qgeglu": _Kind("qgelu", True), "reglu": _Kind("relu", True),
+    "sreglu": _Kind("srelu", True), "swiglu": _Kind("silu", True), "clamped_swiglu": _Kind("clamped", True),
+}  # fmt: skip
+# Of clamped SwiGLU, as OpenAI's gpt-oss has it.
+CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
+
+
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, limit: float = CLAMP_LIMIT, alpha: float = CLAMP_ALPHA
+) -> torch.Tensor:
+    """``g sigmoid(alpha g) (u + 1)``, g = min(gate, limit), u = up clamped to [-limit, limit]; float32 inside."""
+    g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+    return (g * torch.sigmoid(alpha * g) * (u + 1.0)).to(gate.dtype)
+
+
+class LayerNormLinear(nn.Module):
+    """``y = norm(x) @ weight.T + bias``; the norm's value is cast as it is computed, and only its codes are kept.
+
+    Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
+    `split`: names and sizes of the outputs, adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj":
+    1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.joined`).
+    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. Raises InvalidValueError
+    for sizes that do not add up. Source: docs/modules.md.
+
+    >>> LayerNormLinear(8, 6, split={"q": 4, "k": 2})(torch.ones(3, 8)).shape
+    torch.Size([3, 6])
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, normalization: str = "LayerNorm",
+        eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
+        split: Mapping[str, int] | None = None, device: Any = None, dtype: Any = None,
+        recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        parts = {"linear": out_features} if split is None else dict(split)
+        if sum(parts.values()) != out_features or not parts or min(parts.values()) < 1:
+            raise invalid_value("split", f"{parts}", f"sizes >= 1 that add up to out_features = {out_features}")
+        if "norm" in parts or any("." in name or hasattr(self, name) for name in parts):
+            raise invalid_value("split", f"the names {list(parts)}", "names of submodules other than 'norm'")
+        self.in_features, self.out_features, self.return_norm_output = in_features, out_features, return_norm_output
+        self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self._parts = tuple(parts)
+        for name, size in parts.items():
+            self.add_module(name, Linear(in_features, size, bias, device, dtype, recipe=recipe, backend=backend))
+        self._join()
+
+    @property
+    def layers(self) -> tuple[Linear, ...]:
+        """The Linears that read the norm."""
+        return tuple(getattr(self, name) for name in self._parts)
+
+    def _join(self) -> None:
+        if len(self._parts) > 1:
+            join_(self.layers)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "LayerNormLinear":
+        super()._apply(fn, recurse)
+        self._join()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in (self.norm, *self.layers):
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """y [..., N], of several parts one after another; with `return_norm_output` (y, norm(x) [..., K])."""
+        value = None
+        if self.return_norm_output:
+            value = self.norm(x)
+            made = tuple(layer(value) for layer in self.layers)
+        else:
+            made = project(x, norm_of(self.norm, x), self.layers, join=True)
+        y = made[0] if len(made) == 1 else torch.cat(made, -1)
+        return (y, value) if self.return_norm_output else y
+
+
+class MLP(nn.Module):
+    """``y = down_proj(f(gate_proj(x)) * up_proj(x))``, or ``down_proj(f(up_proj(x)))`` for activations without a gate.
+
+    `forward` with `norm`: of norm(x), which is then cast as it is computed.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
+        device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, recipe, backend)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        """y in the shape of x."""
+        return _run_mlp(self, x, norm)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for layer in self.children():
+            layer.reset_parameters()  # type: ignore[operator]
+
+
+def _build_mlp(
+    module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Any, dtype: Any,
+    recipe: Any, backend: str,
+) -> None:  # fmt: skip
+    """Give `module` the Linears of an MLP."""
+    if activation not in ACTIVATIONS:
+        raise unknown_name("activation", activation, ACTIVATIONS)
+    module.activation = activation
+    options = {"recipe": recipe, "backend": backend}
+    if ACTIVATIONS[activation].gated:
+        module.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
+    module.up_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
+    module.down_proj = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **options)
+
+
+def _run_mlp(module: Any, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    """The MLP whose Linears `module` has, of x or of norm(x)."""
+    kind = ACTIVATIONS[module.activation]
+    outer = (module.gate_proj, module.up_proj) if kind.gated else (module.up_proj,)
+    if norm is not None and kind.function != "clamped":
+        return mlp(x, norm_of(norm, x), outer, module.down_proj, kind.function)
+    if norm is None:
+        made = tuple(layer(x) for layer in outer)
+    else:
+        made = project(x, norm_of(norm, x), outer, join=False)
+    if kind.function == "clamped":
+        return module.down_proj(clamped_swiglu(made[0], made[1]))
+    return module.down_proj(activated(made[0], made[1] if kind.gated else None, kind.function))
+
+
+class LayerNormMLP(nn.Module):
+    """``y = down_proj(f(up_proj(norm(x))))``, or ``down_proj(f(gate_proj(h)) * up_proj(h))`` of h = norm(x).
+
+    Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
+    relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, clamped_swiglu. gelu is the exact
+    one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in backward.
+    `return_norm_output`: returns (y, norm(x)). Source: docs/modules.md.
+
+    >>> LayerNormMLP(8, 16, activation="swiglu")(torch.ones(3, 8)).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
+        normalization: str = "LayerNorm", eps: float = 1e-5, zero_centered_gamma: bool = False,
+        return_norm_output: bool = False, recompute: bool = False, device: Any = None, dtype: Any = None,
+        recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
+        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, recipe, backend)
+        self.return_norm_output, self.recompute = return_norm_output, recompute
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """y in the shape of x; with `return_norm_output` (y, norm(x))."""
+        if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return checkpoint(self._run, x)
+        return self._run(x)
+
+    def _run(self, x: torch.Tensor) -> Any:
+        if not self.return_norm_output:
+            return _run_mlp(self, x, self.norm)
+        value = self.norm(x)
+        return _run_mlp(self, value, None), value

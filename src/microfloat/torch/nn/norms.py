@@ -1,0 +1,87 @@
+"""`LayerNorm` and `RMSNorm`: torch's, with weights that may be stored around zero."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microfloat.errors import unknown_name
+
+__all__ = ["LayerNorm", "RMSNorm", "make_norm"]
+
+
+class _ZeroCentred(nn.Module):
+    """What both have in common: the keyword, and weights that start at 0 instead of 1."""
+
+    weight: Any
+    zero_centered_gamma: bool
+
+    def reset_parameters(self) -> None:
+        """Weights 1 (`zero_centered_gamma`: 0, to which the norm adds 1), biases 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.__dict__.get("zero_centered_gamma") and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+
+class LayerNorm(_ZeroCentred, nn.LayerNorm):
+    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimensions, as nn.LayerNorm.
+
+    `zero_centered_gamma`: ``weight + 1`` takes the weight's place, in float32. Parameters `weight` and `bias`.
+    """
+
+    def __init__(
+        self, normalized_shape: int | list[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
+        device: Any = None, dtype: Any = None, *, zero_centered_gamma: bool = False,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.zero_centered_gamma = zero_centered_gamma
+        if zero_centered_gamma:
+            self.reset_parameters()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm of `input`, in its dtype."""
+        if not self.zero_centered_gamma or self.weight is None:
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(input.float(), self.normalized_shape, self.weight.float() + 1.0, bias, self.eps).to(
+            input.dtype
+        )
+
+
+class RMSNorm(_ZeroCentred, nn.RMSNorm):
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dimensions, as nn.RMSNorm.
+
+    `zero_centered_gamma`: ``weight + 1`` takes the weight's place, in float32. Parameter `weight`.
+    """
+
+    def __init__(
+        self, normalized_shape: int | list[int], eps: float | None = None, elementwise_affine: bool = True,
+        device: Any = None, dtype: Any = None, *, zero_centered_gamma: bool = False,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.zero_centered_gamma = zero_centered_gamma
+        if zero_centered_gamma:
+            self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, in its dtype."""
+        if not self.zero_centered_gamma or self.weight is None:
+            return super().forward(x)
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1.0, eps).to(x.dtype)
+
+
+_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def make_norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, **where: Any) -> nn.Module:
+    """The norm of this name over `size` features."""
+    if normalization not in _NORMS:
+        raise unknown_name("normalization", normalization, _NORMS)
+    return _NORMS[normalization](size, eps=eps, zero_centered_gamma=zero_centered_gamma, **where)

@@ -1,0 +1,80 @@
+"""`TransformerLayer`: attention and an MLP, each after a norm, around a residual stream.
+
+h = x + self_attn(input_layernorm(x))
+h = h + cross_attn(cross_attention_layernorm(h), context)     where there is a context
+y = h + mlp(post_attention_layernorm(h))
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from microfloat.recipes import Recipe
+from microfloat.torch.nn.attention import MultiheadAttention
+from microfloat.torch.nn.fused import MLP
+from microfloat.torch.nn.norms import make_norm
+
+__all__ = ["TransformerLayer"]
+
+
+class TransformerLayer(nn.Module):
+    """A layer of a transformer with the keys of transformers' Llama decoder layer.
+
+    ``input_layernorm, self_attn.{q,k,v,o}_proj, post_attention_layernorm, mlp.{gate,up,down}_proj``: state dicts of
+    Llama, Mistral, Qwen2 (`bias`) and Qwen3 (`qk_norm`) layers load strictly, both ways. Both norms are cast as they
+    are computed. `parallel`: the MLP reads x beside the attention, ``y = x + self_attn(input_layernorm(x)) +
+    mlp(post_attention_layernorm(x))``. `cross_attention`: a second attention reads `context`. The other arguments are
+    those of `MultiheadAttention` and `LayerNormMLP`. Source: docs/modules.md.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *,
+        head_dim: int | None = None, bias: bool = False, mlp_bias: bool | None = None, out_bias: bool | None = None,
+        normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
+        zero_centered_gamma: bool = False, qk_norm: bool = False, window: int | None = None, causal: bool = True,
+        cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, interleaved: bool = False,
+        device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        where = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {**where, "recipe": recipe, "backend": backend}
+        attention: dict[str, Any] = {
+            "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
+        }  # fmt: skip
+        norm = normalization, hidden_size, eps, zero_centered_gamma
+        self.parallel = parallel
+        self.input_layernorm = make_norm(*norm, **where)
+        self.self_attn = MultiheadAttention(
+            hidden_size, num_heads, num_kv_heads, qk_norm=qk_norm, window=window, causal=causal,
+            interleaved=interleaved, **attention,
+        )  # fmt: skip
+        if cross_attention:
+            self.cross_attention_layernorm = make_norm(*norm, **where)
+            self.cross_attn = MultiheadAttention(hidden_size, num_heads, num_kv_heads, causal=False, **attention)
+        self.post_attention_layernorm = make_norm(*norm, **where)
+        self.mlp = MLP(
+            hidden_size, ffn_hidden_size, bias if mlp_bias is None else mlp_bias, activation=activation, **options
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`."""
+        x = hidden_states
+        h = x + self.self_attn(
+            x, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
+            cache=cache, norm=self.input_layernorm,
+        )  # fmt: skip
+        if context is not None:
+            h = h + self.cross_attn(
+                h, context=context, attention_mask=context_mask, norm=self.cross_attention_layernorm
+            )
+        return h + self.mlp(x if self.parallel else h, self.post_attention_layernorm)
