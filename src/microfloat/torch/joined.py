@@ -53,7 +53,8 @@ def _lie_joined(layers: Sequence[Linear]) -> bool:
             type(weight) is not nn.Parameter or type(layer) is not Linear or weight.data_ptr() != address
             or address == 0 or weight.dtype != first.dtype or weight.shape[1] != width or not weight.is_contiguous()
             or weight.requires_grad != first.requires_grad or (layer.bias is None) != (layers[0].bias is None)
-            or layer.backend != layers[0].backend or layer.fuse_wgrad_accumulation or any(getattr(layer, name) for name in _HOOKS)
+            or layer.backend != layers[0].backend or layer.fuse_wgrad_accumulation
+            or any(getattr(layer, name) for name in _HOOKS)
         ):  # fmt: skip
             return False
         address += weight.numel() * weight.element_size()
