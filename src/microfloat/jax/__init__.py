@@ -11,6 +11,7 @@ if find_spec("jax") is None:
 
 from microfloat.jax import checkpoint_policies, scaling
 from microfloat.jax.array import QuantizedArray
+from microfloat.jax.autocast import autocast, get_autocast_recipe, is_autocast_enabled
 from microfloat.jax.dot_general import DotGeneral, Einsum, dot_general, einsum
 from microfloat.jax.explain import (
     Explanation,
@@ -21,11 +22,13 @@ from microfloat.jax.explain import (
     is_nvfp4_available,
 )
 from microfloat.jax.ops import dequantize, fake_quantize, quantize, scaled_matmul
+from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 
 __all__ = [
-    "DotGeneral", "Einsum", "Explanation", "QuantizedArray", "checkpoint_policies", "dequantize", "dot_general",
-    "einsum", "explain", "fake_quantize", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "quantize", "scaled_matmul", "scaling",
+    "DotGeneral", "Einsum", "Explanation", "QuantizedArray", "RaggedDot", "autocast", "checkpoint_policies",
+    "dequantize", "dot_general", "einsum", "explain", "fake_quantize", "get_autocast_recipe", "is_autocast_enabled",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantize",
+    "ragged_dot", "scaled_matmul", "scaling",
 ]  # fmt: skip
 
 _FLAX_FRONT_ENDS = ("fp8_ops", "linen", "nnx")

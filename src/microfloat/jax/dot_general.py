@@ -10,9 +10,10 @@ axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source:
 """
 
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax.array import check_array, check_dtype, real_array
+from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.numerics.random import call_seed
@@ -58,31 +60,72 @@ CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", 
 
 
 def dot_general(
-    recipe: Recipe | str, *, backend: str = "auto", axis_names: tuple[str, ...] = (), residuals: str = "low"
-) -> "DotGeneral":
+    recipe: Recipe | str | None = None, *, backend: str = "auto", axis_names: tuple[str, ...] = (),
+    residuals: str = "low",
+) -> "DotGeneral":  # fmt: skip
     """An op with the signature of `lax.dot_general` that runs `recipe` (or the stock recipe of that name).
 
+    None is the recipe of the `autocast` that the op is called or traced under, and high precision without one.
     `backend`: "auto", "reference" or "native". `axis_names`: under ``shard_map(check_vma=False)``, the mesh axes
     that shard the operands (otherwise JAX knows them). `residuals`: "low" keeps quantized operands for the
     backward, "high" the originals. Ops made from equal arguments are equal and hash equal, so they do not retrace.
     """
-    recipe = as_recipe(recipe)
+    return DotGeneral(*checked_options(recipe, backend, axis_names, residuals))
+
+
+def checked_options(
+    recipe: Recipe | str | None, backend: str, axis_names: Sequence[str], residuals: str
+) -> tuple[Recipe | None, str, tuple[str, ...], str]:
+    """The fields of an op from the arguments of `dot_general`."""
+    recipe = None if recipe is None else as_recipe(recipe)
     check_choice("residuals", residuals, ("low", "high"))
-    if isinstance(axis_names, str):
-        axis_names = (axis_names,)
-    if not isinstance(axis_names, tuple | list) or not all(isinstance(name, str) for name in axis_names):
-        raise invalid_type("axis_names", repr(axis_names), "a tuple of names of mesh axes")
-    return DotGeneral(recipe, check_backend(backend), tuple(axis_names), residuals)
+    names = (axis_names,) if isinstance(axis_names, str) else axis_names
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise invalid_type("axis_names", repr(names), "a tuple of names of mesh axes")
+    return recipe, check_backend(backend), tuple(names), residuals
 
 
 @dataclass(frozen=True)
-class DotGeneral:
-    """The op that `dot_general` returns: frozen, hashable, callable."""
+class Op:
+    """The fields of an op that runs the three GEMMs of a recipe: frozen, hashable."""
 
-    recipe: Recipe
+    recipe: Recipe | None = None
     backend: str = "auto"
     axis_names: tuple[str, ...] = ()
     residuals: str = "low"
+
+    def config(self, recipe: Recipe, dtype: np.dtype, *, w_is_transposed: bool) -> "Config":
+        """The static part of one call."""
+        return Config(recipe, dtype, self.backend, self.axis_names, self.residuals, w_is_transposed)
+
+
+def words_of(recipe: Recipe | None, key: Array | None, seed: Array | int | None = None) -> Array | np.ndarray | None:
+    """The call seed's words; None for a recipe that draws nothing, and where there is neither key nor seed."""
+    if recipe is None or not recipe.is_stochastic or (seed is None and key is None):
+        return None
+    return call_seed(seed, key, repr(recipe))
+
+
+def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...] = ()) -> DelayedState | None:
+    """`state`, if it is the one that `recipe` needs; `lead`: the leading axis of a stack of them."""
+    first = f"scaling.init(recipe{', num_groups=G' if lead else ''})"
+    if recipe.is_delayed and not isinstance(state, DelayedState):
+        raise invalid_value(
+            "state", "None" if state is None else type(state).__name__, f"a DelayedState for {recipe!r}",
+            f"Make the first one with microfloat.jax.{first}.",
+        )  # fmt: skip
+    if not recipe.is_delayed and state is not None:
+        raise invalid_value("state", type(state).__name__, f"None for {recipe!r}, which keeps no state")
+    if state is not None:
+        if state.rules != scaling.slot_rules(recipe):
+            raise invalid_value("state", "a state made for another recipe", f"scaling.init({recipe!r})")
+        scaling.check_slots("state", state, lead)
+    return state
+
+
+@dataclass(frozen=True)
+class DotGeneral(Op):
+    """The op that `dot_general` returns: frozen, hashable, callable."""
 
     def __call__(
         self,
@@ -100,16 +143,15 @@ class DotGeneral:
         """``lax.dot_general(lhs, rhs, dimension_numbers)`` under the recipe; lhs are activations, rhs weights.
 
         Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
-        is accepted and ignored: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
+        is for high precision alone: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
         the new state), stochastic rounding `key`, or `seed`, the call seed itself; without one a recipe that rounds
         only gradients stochastically runs forward. Raises errors of microfloat.errors at trace time, among them
         NotSupportedError for a derivative of a gradient.
         """
-        del precision
-        words = None
-        if self.recipe.is_stochastic and not (seed is None and key is None):
-            words = call_seed(seed, key, repr(self.recipe))
-        return self.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)[0]
+        words = words_of(recipe_here(self.recipe), key, seed)
+        return self.threaded(
+            lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding, precision
+        )[0]
 
     def threaded(
         self,
@@ -120,20 +162,24 @@ class DotGeneral:
         words: Array | np.ndarray | None,
         state: DelayedState | None,
         out_sharding: object = None,
+        precision: object = None,
     ) -> tuple[Array, DelayedState | None]:
         """(y, the state handed through) for the call seed's words; a later use in this step takes that state.
 
         Without words a stochastic recipe runs forward only, if its fprop is not stochastic.
         """
+        recipe = recipe_here(self.recipe)
+        if recipe is None:
+            options: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
+            y = lax.dot_general(lhs, rhs, dimension_numbers, **options, out_sharding=out_sharding)  # type: ignore[arg-type]
+            return y, state
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         dtype = check_dtype(
             "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
         )
-        state = self._check_state(state)
-        config = _Config(
-            self.recipe, dtype, self.backend, self.axis_names, self.residuals, dimensions.rhs_is_transposed
-        )
+        state = check_state(recipe, state)
+        config = self.config(recipe, dtype, w_is_transposed=dimensions.rhs_is_transposed)
         run = partial(_apply, config=config, dimensions=dimensions)
         if is_explicit(lhs, rhs):
             plain = partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
@@ -160,10 +206,9 @@ class DotGeneral:
 
         The gradient with respect to `gradient_slot`, a float32 zero, is the amax of dy.
         """
-        if self._check_state(state) is None:
-            raise invalid_value(
-                "recipe", repr(self.recipe), "a recipe with delayed scaling", "This one needs no amaxes."
-            )
+        recipe = recipe_here(self.recipe)
+        if recipe is None or check_state(recipe, state) is None:
+            raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no amaxes.")
         slot = real_array("gradient_slot", gradient_slot)
         if slot.shape != ():
             raise invalid_value("gradient_slot", f"shape {slot.shape}", "a float32 zero of shape ()")
@@ -174,25 +219,11 @@ class DotGeneral:
             state=DelayedState(frozen.x, frozen.w, dy, state.rules),
         )  # fmt: skip
         amaxes = {
-            name: _live_amax(lax.stop_gradient(value), self.axis_names)
+            name: _live_amax(lax.stop_gradient(value), sharding_axes(value, self.axis_names))
             for name, value in (("x", lhs), ("w", rhs))
             if state.slot(name) is not None
         }
         return y, amaxes
-
-    def _check_state(self, state: DelayedState | None) -> DelayedState | None:
-        if self.recipe.is_delayed and not isinstance(state, DelayedState):
-            raise invalid_value(
-                "state", "None" if state is None else type(state).__name__, f"a DelayedState for {self.recipe!r}",
-                "Make the first one with microfloat.jax.scaling.init(recipe).",
-            )  # fmt: skip
-        if not self.recipe.is_delayed and state is not None:
-            raise invalid_value("state", type(state).__name__, f"None for {self.recipe!r}, which keeps no state")
-        if state is not None:
-            if state.rules != scaling.slot_rules(self.recipe):
-                raise invalid_value("state", "a state made for another recipe", f"scaling.init({self.recipe!r})")
-            scaling.check_slots("state", state)
-        return state
 
 
 def place(y: Array, out_sharding: object) -> Array:
@@ -205,12 +236,12 @@ def place(y: Array, out_sharding: object) -> Array:
     return constrain(y, out_sharding)
 
 
-def einsum(recipe: Recipe | str, **options: object) -> "Einsum":
+def einsum(recipe: Recipe | str | None = None, **options: Any) -> "Einsum":
     """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands; the first is always x, the second w.
 
     `options` are those of `dot_general`.
     """
-    return Einsum(dot_general(recipe, **options))  # type: ignore[arg-type]
+    return Einsum(dot_general(recipe, **options))
 
 
 @dataclass(frozen=True)
@@ -228,20 +259,17 @@ class Einsum:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: object = None,
-        state: DelayedState | None = None,
-        key: Array | None = None,
-        seed: Array | int | None = None,
+        **options: Any,
     ) -> Array:
-        """The einsum of two operands under the recipe; see `DotGeneral.__call__`."""
-        options = {"preferred_element_type": preferred_element_type, "state": state, "key": key, "seed": seed}
-        dot = partial(self.op, precision=precision, **options)
+        """The einsum of two operands under the recipe; `options` are `state`, `key` and `seed` of `DotGeneral`."""
+        dot = partial(self.op, precision=precision, preferred_element_type=preferred_element_type, **options)
         return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
 
 
 # The differentiation rule over matrices
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
     """Everything static about one call; `w_is_transposed`: w_NK is the transpose of an array stored as [K, N]."""
 
     recipe: Recipe
@@ -252,7 +280,7 @@ class _Config(NamedTuple):
     w_is_transposed: bool
 
 
-class _Seed(NamedTuple):
+class Seed(NamedTuple):
     """The call seed's two words (None: nothing is stochastic), and the index of the matrix within a batch."""
 
     words: Array | np.ndarray | None
@@ -266,19 +294,19 @@ def _apply(
     words: Array | None,
     state: DelayedState | None,
     *,
-    config: _Config,
+    config: Config,
     dimensions: DotDimensions,
 ) -> tuple[Array, DelayedState | None]:
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
-        y, state = typing.cast(tuple, _linear(config, x, w, _Seed(words, None), state))
+        y, state = typing.cast(tuple, _linear(config, x, w, Seed(words, None), state))
     elif x.shape[0] == 0:
         y = jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype)
     else:
         # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
         index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
-        each = jax.vmap(partial(_linear, config), in_axes=(0, 0, _Seed(None, 0), None), out_axes=(0, None))
-        y, state = each(x, w, _Seed(words, index), state)
+        each = jax.vmap(partial(_linear, config), in_axes=(0, 0, Seed(None, 0), None), out_axes=(0, None))
+        y, state = each(x, w, Seed(words, index), state)
     return dimensions.result(y), state
 
 
@@ -290,14 +318,21 @@ class _Cast(NamedTuple):
     amax: Array | None
 
 
-class _Call:
-    """One call's context: everything that the casts and the GEMMs of its six operands read."""
+class Call:
+    """One call's context: everything that the casts and the GEMMs of its six operands read.
 
-    def __init__(self, config: _Config, seed: _Seed, state: DelayedState | None) -> None:
-        self.config, self.seed, self.state = config, seed, state
+    `apart`: mesh axes along which devices hold other matrices, not parts of these.
+    """
+
+    def __init__(
+        self, config: Config, seed: Seed, state: DelayedState | None, apart: frozenset[str] = frozenset()
+    ) -> None:
+        self.config, self.seed, self.state, self._apart = config, seed, state, apart
         # The encode scales of this step: the update that the previous step left open.
+        slots = [] if state is None else scaling.slots_of(state)
+        lead = {tensor: slot.amax_history.shape[:-1] for tensor, slot, _ in slots}  # (), of a stacked state [G]
         scales = {} if state is None else scaling.encode_scales(state)
-        self.scales = {tensor: scale.reshape(()) for tensor, scale in scales.items()}
+        self.scales = {tensor: scale.reshape(lead[tensor]) for tensor, scale in scales.items()}
 
     def cast(
         self, x_RC: Array, tensor: str, uses: tuple[bool, bool] = (True, True), *, keeps: bool = False,
@@ -310,12 +345,12 @@ class _Call:
         """
         is_turned = tensor == "w" and self.config.w_is_transposed
         first, second = (
-            self._cast_of(operand, x_RC.shape, decodes=decodes) if used else None
+            self.cast_of(operand, x_RC.shape, decodes=decodes) if used else None
             for operand, used, decodes in zip(
                 operands_of(tensor), uses, (not self.reuses(tensor), not keeps), strict=True
             )
         )
-        axes = sharding_axes(x_RC, self.config.axis_names)
+        axes = self.axes(x_RC)
         made = casts.cast_both(
             x_RC.T if is_turned else x_RC, *((second, first) if is_turned else (first, second)),
             casts.CastInputs(*self.seed, None, self.scales.get(tensor)),
@@ -326,7 +361,11 @@ class _Call:
             column = x_RC if keeps or not uses[1] else cuda.turned(x_RC)
         return _Cast(x_RC if row is None else row, column, made.amax)
 
-    def _cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool) -> casts.CastOf | None:
+    def axes(self, x: Array) -> frozenset[str]:
+        """The mesh axes that shard a tensor."""
+        return sharding_axes(x, self.config.axis_names) - self._apart
+
+    def cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool = False) -> casts.CastOf | None:
         """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
         cast = self.config.recipe.cast(*operand.key)
         if cast is None:
@@ -348,11 +387,7 @@ class _Call:
             made = made._replace(second=made.first)
         if not isinstance(made.second, reference.Matrix):
             return made
-        codes, scale, tensor_scale = made.second
-        if tensor_scale is not None:
-            tensor_scale = checkpoint_name(tensor_scale, SCALES_NAME)
-        codes, scale = checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME)
-        return made._replace(second=reference.Matrix(codes, scale, tensor_scale))
+        return made._replace(second=named(made.second))
 
     def kept(self, kept: reference.Operand, tensor: str) -> reference.Operand:
         """The operand of the second use, from what `keep` saved."""
@@ -361,6 +396,13 @@ class _Call:
         reuses = self.reuses(tensor)
         made = self.cast(typing.cast(Array, kept), tensor, (reuses, not reuses))
         return made.first if reuses else made.second
+
+    def read(self, name: str, b: reference.Operand, cols: int, dtype: np.dtype) -> reference.Operand:
+        """The rhs of a backward GEMM from what `kept` gives: what fprop has read of a matrix [R, cols] is dequantized."""
+        gemm = getattr(self.config.recipe, name)
+        if not gemm.from_fprop:
+            return b
+        return reference.dequantize_matrix(typing.cast(reference.Matrix, b), gemm.rhs.format, None, cols).astype(dtype).T
 
     def reuses(self, tensor: str) -> bool:
         """True where backward reads what fprop has read of x or w, dequantized."""
@@ -377,10 +419,10 @@ class _Call:
         plan = gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
         return gemms.run_gemm(a, b, plan)
 
-    def live_amax(self, x: Array, tensor: str) -> Array:
-        """The amax of a tensor under delayed scaling in this step."""
+    def live_amax(self, x: Array, tensor: str, measure: Callable[[Array], Array] = tensor_amax) -> Array:
+        """The amax of a tensor under delayed scaling in this step; `measure` is what one device sees of it."""
         rules = {name: rule for name, _, rule in scaling.slots_of(typing.cast(DelayedState, self.state))}
-        return _live_amax(x, self.config.axis_names, self.state, reduces=rules[tensor].delayed.reduce_amax)
+        return _live_amax(x, self.axes(x), self.state, measure, reduces=rules[tensor].delayed.reduce_amax)
 
     def check_seed(self) -> None:
         """InvalidValueError where a stochastic recipe has neither key nor seed."""
@@ -401,7 +443,7 @@ class _Kept(NamedTuple):
 
     w: reference.Operand
     x: reference.Operand
-    seed: _Seed
+    seed: Seed
     state: DelayedState | None
     amaxes: dict[str, Array]
     no_x: Array
@@ -410,24 +452,24 @@ class _Kept(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(
-    config: _Config, x_MK: Array, w_NK: Array, seed: _Seed, state: DelayedState | None
+    config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None
 ) -> tuple[Array, DelayedState | None]:
     """(y_MN = x @ w.T under ``config.recipe``, the state handed through).
 
     The cotangent of `state` is the new state, or the cotangent of the state handed through where that is larger: a
     second use that takes the latter contributes by maximum, never by sum.
     """
-    call = _Call(config, seed, state)
-    _check_shards(config.recipe, x_MK, w_NK, ("fprop",))
+    call = Call(config, seed, state)
+    check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = (call.cast(value, tensor, (True, False)).first for value, tensor in ((x_MK, "x"), (w_NK, "w")))
     return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype), state
 
 
-def _forward(config: _Config, x_MK: Array, w_NK: Array, seed: _Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
-    call = _Call(config, seed, state)
+def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
+    call = Call(config, seed, state)
     if config.recipe.is_stochastic:
         call.check_seed()
-    _check_shards(config.recipe, x_MK, w_NK, GEMMS)
+    check_shards(config.recipe, x_MK, w_NK, GEMMS)
     x, w = call.keep(x_MK, "x"), call.keep(w_NK, "w")
     y_MN = call.gemm("fprop", x.first, w.first, x_MK.shape[1], x_MK.dtype, config.dtype)
     amaxes = {
@@ -440,24 +482,21 @@ def _forward(config: _Config, x_MK: Array, w_NK: Array, seed: _Seed, state: Dela
 
 
 # Codes have no derivative, so that of a gradient would be zeros.
-_differentiated_once = no_derivative(
+differentiated_once = no_derivative(
     "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes have "
     "none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner gradient."
 )
 
 
-def _backward(config: _Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
+def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
     dy_MN, later = cotangents
-    dy_MN, no_x, no_w = _differentiated_once((dy_MN, kept.no_x, kept.no_w))
-    call = _Call(config, kept.seed, kept.state)
+    dy_MN, no_x, no_w = differentiated_once((dy_MN, kept.no_x, kept.no_w))
+    call = Call(config, kept.seed, kept.state)
     (rows, outputs), dtype = dy_MN.shape, no_x.dtype
 
     def gradient(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
         # A product that is summed over mesh axes is rounded after that.
-        gemm = getattr(config.recipe, name)
-        if gemm.from_fprop:
-            matrix = typing.cast(reference.Matrix, b)
-            b = reference.dequantize_matrix(matrix, gemm.rhs.format, None, primal.shape[1]).astype(dtype).T
+        b = call.read(name, b, primal.shape[1], dtype)
         summed = varying_axes(*jax.tree.leaves((a, b))) - varying_axes(primal)
         product = call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
         return sum_to_type_of(product, primal).astype(primal.dtype)
@@ -465,15 +504,16 @@ def _backward(config: _Config, kept: _Kept, cotangents: tuple) -> tuple[Array, A
     dy = call.cast(dy_MN, "dy", records=True)
     dx_MK = gradient("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
     dw_NK = gradient("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
-    return dx_MK, dw_NK, None, _state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
+    return dx_MK, dw_NK, None, state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
 
 
 _linear.defvjp(_forward, _backward)
 
 
 def _live_amax(
-    x: Array, axis_names: tuple[str, ...] = (), state: DelayedState | None = None, *, reduces: bool = True
-) -> Array:
+    x: Array, axes: frozenset[str], state: DelayedState | None = None,
+    measure: Callable[[Array], Array] = tensor_amax, *, reduces: bool = True,
+) -> Array:  # fmt: skip
     """The amax of one tensor in this step, over all devices that share its state.
 
     Without `reduces` (``DelayedScaling(reduce_amax=False)``) it is the device's own, and so must the state be: else
@@ -481,18 +521,27 @@ def _live_amax(
     """
     apart = varying_axes(*jax.tree.leaves(state))
     if reduces:
-        return max_over(tensor_amax(x), sharding_axes(x, axis_names) - apart)
+        return max_over(measure(x), axes - apart)
     if shared := varying_axes(x) - apart:
         raise invalid_value(
             "state", f"one for all devices of mesh axes {sorted(shared)}",
             "a state per device with reduce_amax=False: every device keeps its own amaxes",
             "Stack the states, pass them with in_specs=P(axis) and index [0] inside; or use reduce_amax=True.",
         )  # fmt: skip
-    return tensor_amax(x)
+    return measure(x)
 
 
-def _state_cotangent(
-    call: _Call, amaxes: dict[str, Array], dy_MN: Array, amax: Array | None, later: DelayedState | None
+def named(matrix: reference.Matrix) -> reference.Matrix:
+    """A quantized operand under the names that policies of `jax.checkpoint` know."""
+    codes, scale, outer = matrix
+    return reference.Matrix(
+        checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME),
+        None if outer is None else checkpoint_name(outer, SCALES_NAME),
+    )  # fmt: skip
+
+
+def state_cotangent(
+    call: Call, amaxes: dict[str, Array], dy_MN: Array, amax: Array | None, later: DelayedState | None
 ) -> DelayedState | None:
     """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
     state = call.state
@@ -517,13 +566,15 @@ def _state_cotangent(
     return scaling.state_of(slots, state.rules)
 
 
-def _check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: tuple[str, ...]) -> None:
+def check_shards(
+    recipe: Recipe, x_MK: Array, w_NK: Array, names: tuple[str, ...], apart: frozenset[str] = frozenset()
+) -> None:
     """Blocks must not cross the boundaries of shards: else InvalidValueError with the axis, the size and the block.
 
     Inside shard_map K is taken as sharded over the mesh axes that both operands vary over, M over those of x alone,
-    N over those of w alone. What JAX cannot see (check_vma=False) is not checked.
+    N over those of w alone. What JAX cannot see (check_vma=False) is not checked. `apart`: see `Call`.
     """
-    of_x, of_w = varying_axes(x_MK), varying_axes(w_NK)
+    of_x, of_w = (varying_axes(value) - apart for value in (x_MK, w_NK))
     contracted = {
         "fprop": ("K", of_x & of_w, x_MK.shape[1]),
         "dgrad": ("N", of_w - of_x, w_NK.shape[0]),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -10,11 +10,13 @@ import numpy as np
 
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import gemms, reference
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
+from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.passes import family_of
 from microfloat.recipes import (
@@ -59,21 +61,29 @@ class Explanation(Answer):
     casts: tuple[CastRow, ...] = ()
 
 
+class ProgramDot(NamedTuple):
+    """One dot of a compiled program: its instruction, the dtypes of its operands, and if it calls an FP8 GEMM."""
+
+    instruction: str
+    operands: str
+    is_fp8: bool
+
+
 @dataclass(frozen=True)
 class ProgramDots:
-    """The dots of a compiled program: (instruction, operand dtypes, whether it calls an FP8 GEMM)."""
+    """The dots of a compiled program."""
 
     device: str
-    rows: tuple[tuple[str, str, bool], ...]
+    rows: tuple[ProgramDot, ...]
 
     @property
     def calls_fp8(self) -> bool:
         """True if the program calls a GEMM with two FP8 operands."""
-        return any(row[2] for row in self.rows)
+        return any(row.is_fp8 for row in self.rows)
 
     def __str__(self) -> str:
         cells = [("instruction", "operands", "FP8 GEMM")]
-        cells += [(name, kinds, "yes" if fp8 else "no") for name, kinds, fp8 in self.rows]
+        cells += [(row.instruction, row.operands, "yes" if row.is_fp8 else "no") for row in self.rows]
         verdict = "Fp8 call detected!" if self.calls_fp8 else "No Fp8 call!"
         return "\n".join([f"{verdict} ({self.device})", *text_table(cells)])
 
@@ -91,6 +101,7 @@ def explain(
       the default one, or a GPU that this machine lacks, by its name, its generation or its architecture ("h200",
       "ampere", "sm_100"). That answer assumes that all packages are installed there, while the answer about this
       machine names the package that is missing. `shape` is (M, K, N) of a Linear, for padding and casts.
+    * ``explain(ragged_dot(recipe), device=None, shape=None)``: the same of the products of a group.
     * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct).
     * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
       GEMM is called, on any platform.
@@ -98,6 +109,9 @@ def explain(
     `device` and `shape` may also be given by position. Raises InvalidTypeError or InvalidValueError for other
     arguments.
     """
+    grouped = isinstance(subject, RaggedDot) and not (arguments and hasattr(arguments[0], "shape"))
+    if isinstance(subject, RaggedDot) and grouped:
+        subject = as_recipe(recipe_here(subject.recipe))  # type: ignore[arg-type]
     if not isinstance(subject, Recipe | str):
         if isinstance(subject, type):
             as_recipe(subject)  # type: ignore[arg-type]
@@ -119,7 +133,13 @@ def explain(
     target = _target(device)
     sizes = _checked_shape(shape)
     rows = tuple(_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS)
-    return Explanation(recipe, target.name, rows, () if target.chip is None else _casts(recipe, target, sizes, backend))
+    cast_rows = () if target.chip is None else _casts(recipe, target, sizes, backend)
+    if grouped:
+        rows = tuple(replace(row, kernel=f"{row.kernel}, for every block of rows") for row in rows)
+        cast_rows = tuple(
+            replace(row, kernel="XLA's operations", reason="ragged_dot casts blocks of rows") for row in cast_rows
+        )
+    return Explanation(recipe, target.name, rows, cast_rows)
 
 
 class _Target(NamedTuple):
@@ -222,7 +242,7 @@ _SHAPE = re.compile(r"\b([a-z]+[0-9][0-9a-z]*|pred)\[")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
-def dots_of(text: str) -> tuple[tuple[str, str, bool], ...]:
+def dots_of(text: str) -> tuple[ProgramDot, ...]:
     """The rows of `ProgramDots` from the text of an optimised HLO module.
 
     Operands may be printed by name alone: their dtypes are those of the instructions of that name. A dot of two FP8
@@ -243,7 +263,7 @@ def dots_of(text: str) -> tuple[tuple[str, str, bool], ...]:
             inside = body.split(" dot(" if is_dot else " custom-call(", 1)[1].split(")", 1)[0]
             kinds = _SHAPE.findall(inside) or [dtypes.get(operand, "?") for operand in _OPERAND.findall(inside)]
             fp8 = len(kinds) >= 2 and all(kind.startswith("f8e") for kind in kinds[:2])
-            rows.append((name, " x ".join(kinds[:2]) or "-", fp8))
+            rows.append(ProgramDot(name, " x ".join(kinds[:2]) or "-", fp8))
     return tuple(rows)
 
 

@@ -9,10 +9,11 @@ number from the gradient.
 Index 0 of a history is the newest amax, index 1 the oldest kept, the last index the second newest.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,17 +74,19 @@ def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
     return tuple(found.get(tensor) for tensor in TENSORS)
 
 
-def init(recipe: Recipe | str) -> DelayedState:
-    """The state before the first step: encode scales 1, histories 0.
+def init(recipe: Recipe | str, num_groups: int | None = None) -> DelayedState:
+    """The state before the first step: encode scales 1, histories 0; with `num_groups` a stack of them, for ragged_dot.
 
     Raises InvalidValueError for a recipe without delayed scaling, which needs no state.
     """
     recipe = as_recipe(recipe)
     if not recipe.is_delayed:
         raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no state.")
-    rules = slot_rules(recipe)
+    rules, lead = slot_rules(recipe), () if num_groups is None else (num_groups,)
     slots = [
-        None if rule is None else Slot(jnp.ones((), jnp.float32), jnp.zeros(rule.delayed.amax_history_len, jnp.float32))
+        None
+        if rule is None
+        else Slot(jnp.ones(lead, jnp.float32), jnp.zeros((*lead, rule.delayed.amax_history_len), jnp.float32))
         for rule in rules
     ]
     return DelayedState(*slots, rules=rules)
@@ -126,7 +129,16 @@ def _amax_bits(amax: Array) -> Array:
 def encode_scales(state: DelayedState) -> dict[str, Array]:
     """The encode scale that the next step will use, per tensor: ``code = round(x * scale_enc)``."""
     _check_state("state", state)
-    return {tensor: advance(slot, rule).scale_enc for tensor, slot, rule in slots_of(state)}
+    return {
+        tensor: _stacked(partial(advance, rule=rule), slot)(slot).scale_enc for tensor, slot, rule in slots_of(state)
+    }
+
+
+def _stacked(function: Callable[..., Any], slot: Slot) -> Callable[..., Any]:
+    """A function of one slot as one of a stack of them: layers of a scan, groups of a ragged_dot."""
+    for _ in range(np.ndim(slot.amax_history) - 1):
+        function = jax.vmap(function)
+    return function
 
 
 def apply(old: DelayedState, new: DelayedState) -> DelayedState:
@@ -143,11 +155,15 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
         gradient = new.slot(tensor)
         if gradient is None or np.shape(gradient.amax_history) != np.shape(slot.amax_history):
             raise invalid_value("new", f"another form in slot {tensor!r}", "the gradient with respect to `old`")
-        scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[..., 0]))
-        used = (scale > 0) & jnp.isfinite(scale)
-        stepped = record(advance(slot, rule), amax)
-        slots[tensor] = Slot(*(where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
+        slots[tensor] = _stacked(partial(_applied, rule=rule), slot)(slot, gradient)
     return state_of(slots, old.rules)
+
+
+def _applied(slot: Slot, gradient: Slot, rule: SlotRule) -> Slot:
+    scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[0]))
+    used = (scale > 0) & jnp.isfinite(scale)
+    stepped = record(advance(slot, rule), amax)
+    return Slot(*(where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
 
 
 def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
@@ -204,19 +220,23 @@ def _check_state(argument: str, state: object) -> None:
         raise invalid_type(argument, type(state), "a DelayedState", "The first one comes from scaling.init(recipe).")
 
 
-def check_slots(argument: str, state: DelayedState) -> None:
-    """One encode scale and a history [L] per slot, float32 or the dtype of `max_accumulate`; else InvalidValueError."""
+def check_slots(argument: str, state: DelayedState, lead: tuple[int, ...] = ()) -> None:
+    """One encode scale and a history [L] per slot, float32 or the dtype of `max_accumulate`; else InvalidValueError.
+
+    `lead`: the leading axis of a stack of them.
+    """
     for tensor, slot, _ in slots_of(state):
         kinds = [str(leaf.dtype) for leaf in slot]
         if (
             not set(kinds) <= {"float32", str(fp32_max_grad)}
-            or np.size(slot.scale_enc) != 1
-            or slot.amax_history.ndim != 1
+            or np.size(slot.scale_enc) != math.prod(lead)
+            or slot.amax_history.shape[:-1] != lead
         ):
             shapes = [leaf.shape for leaf in slot]
             raise invalid_value(
                 f"{argument}.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
-                "float32 of shapes () and [L]", "Stacked states are for vmap and scan.",
+                f"float32 of shapes {lead} and {(*lead, 'L')}",
+                "Stacked states are for vmap and scan." if not lead else "Write scaling.init(recipe, num_groups=G).",
             )  # fmt: skip
 
 

@@ -44,11 +44,15 @@ __all__ = [
 
 
 class Noise(NamedTuple):
-    """The inputs of stochastic rounding: the call seed's words uint32[2], and two words of the counter."""
+    """The inputs of stochastic rounding: the call seed's words uint32[2], and what the counter is made of.
+
+    `origin`: row and column of the whole operand form at which this part of it begins, the column a multiple of 16.
+    """
 
     words: Array | np.ndarray
     stream: Array | int
     batch: Array | int = 0
+    origin: tuple[Array | int, Array | int] = (0, 0)
 
 
 class Decoded(NamedTuple):
@@ -83,7 +87,8 @@ def cast_matrix(
 ) -> Matrix:
     """Quantize an operand form (any wide float dtype) as docs/numerics.md, sections 2 to 5, say.
 
-    `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
+    `amax` replaces a measured one: of the tensor, shape (), or of rows, [R, 1], where a row has one scale or tensor
+    scale. `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
     """
     x_RC = widened(x_RC)
     if cast.hadamard is not None:
@@ -98,7 +103,7 @@ def cast_matrix(
         scales = scales.for_product()
     noise_tiles = None
     if cast.is_stochastic and noise is not None:
-        noise_tiles = to_tiles(random_bytes(*shape_RC, noise.words, noise.stream, noise.batch), cast.format.block)
+        noise_tiles = to_tiles(random_bytes(*shape_RC, *noise), cast.format.block)
     codes = _codes(tiles, spread(scales.encode), element, noise_tiles)
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)

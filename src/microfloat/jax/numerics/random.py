@@ -64,15 +64,19 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
     return jax.lax.platform_dependent(tuple(counter_words), (key0, key1), cpu=_looped, default=_straight)
 
 
-def random_bytes(rows: int, cols: int, words: Array | np.ndarray, stream: ArrayLike, batch: ArrayLike) -> Array:
-    """One byte per element of an operand form: uint8 [rows, cols].
+def random_bytes(
+    rows: int, cols: int, words: Array | np.ndarray, stream: ArrayLike, batch: ArrayLike,
+    origin: tuple[ArrayLike, ArrayLike] = (0, 0),
+) -> Array:  # fmt: skip
+    """One byte per element of a part of an operand form, that begins at `origin` (column: a multiple of 16).
 
     ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=words)``, little-endian.
     """
     groups = -(-cols // 16)
     shape = (rows, groups)
-    group = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
-    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
+    first_row, first_col = (jnp.asarray(first, jnp.uint32) for first in origin)
+    group = jax.lax.broadcasted_iota(jnp.uint32, shape, 1) + first_col // np.uint32(16)
+    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0) + first_row
     stream_word, batch_word = (jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch))
     key = (jnp.asarray(words[0], jnp.uint32), jnp.asarray(words[1], jnp.uint32))
     parts = [

@@ -30,7 +30,7 @@ from microfloat.jax.numerics.bits import (
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
-__all__ = ["BlockScales", "block_scales", "from_tiles", "spread", "tensor_amax", "to_tiles"]
+__all__ = ["BlockScales", "block_amax_bits", "block_scales", "from_tiles", "spread", "tensor_amax", "to_tiles"]
 
 _FMAX = np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -124,6 +124,11 @@ def tensor_amax(x: Array, *, per_row: bool = False) -> Array:
     return as_float(jnp.max(bits, axis=1, keepdims=True, initial=0) if per_row else jnp.max(bits, initial=0))
 
 
+def block_amax_bits(tiles: Array) -> Array:
+    """The bits of the amax of every block, NaN ignored."""
+    return _block_max(measured_bits(tiles))
+
+
 def _block_max(bits: Array) -> Array:
     return jnp.max(bits, axis=(1, 3), initial=0)
 
@@ -150,7 +155,7 @@ def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> tuple[Array,
     ``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so.
     """
     largest = cast.format.element.max
-    bits = _block_max(measured_bits(tiles)) if amax is None else bits_of(jnp.full((1, 1), amax, jnp.float32))
+    bits = block_amax_bits(tiles) if amax is None else bits_of(amax.astype(jnp.float32)).reshape(-1, 1)
     if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
         bits = jnp.maximum(bits, _f32_bits(cast.scaling.amax_epsilon))
     clamped = as_float(jnp.maximum(bits, _f32_bits(largest * 2.0**-126)))
@@ -185,7 +190,7 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
     """E4M3 block scales under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
     tensor = _tensor_level(tiles, cast, constants, amax)
-    block_amax = as_float(_block_max(measured_bits(tiles)))
+    block_amax = as_float(block_amax_bits(tiles))
     if constants.four_over_six is not None:
         byte, factor = _four_over_six(tiles, cast, constants, tensor, block_amax)
     elif constants.inverse_six is not None:

@@ -1,0 +1,149 @@
+"""`autocast` for JAX, features J14: the recipe is part of the trace, so no cached function ignores a new one."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import microfloat.jax as mj
+from microfloat.errors import InvalidTypeError, NotSupportedError
+from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP4BlockScaling, get_default_recipe
+
+PLAIN = (((1,), (1,)), ((), ()))
+RNG = np.random.default_rng(5)
+X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((16, 32), (8, 32)))
+dot = mj.dot_general()
+MXFP4, FP8 = MXFP4BlockScaling(), Float8CurrentScaling()
+
+
+def pinned(recipe):
+    return np.asarray(lax.dot_general(X, W, PLAIN) if recipe is None else mj.dot_general(recipe)(X, W, PLAIN))
+
+
+def test_a_cached_function_runs_the_recipe_of_its_caller():
+    traces = []
+
+    @jax.jit
+    def step(x, w):
+        traces.append(mj.get_autocast_recipe())
+        return dot(x, w, PLAIN)
+
+    for recipe in (None, MXFP4, FP8, MXFP4, None, FP8):
+        if recipe is None:
+            found = step(X, W)
+        else:
+            with mj.autocast(recipe):
+                found = step(X, W)
+        np.testing.assert_array_equal(found, pinned(recipe))
+    assert traces == [None, MXFP4, FP8], "each recipe is traced once, and equal recipes share their trace"
+    with mj.autocast("mxfp4"):
+        step(X, W)
+    assert len(traces) == 3
+
+
+def test_nested_functions_gradients_and_transformations():
+    """An inner jit, scan and grad of a cached function see the recipe; a backward runs the one of its forward."""
+    inner = jax.jit(lambda x, w: jnp.sum(dot(x, w, PLAIN) ** 2))
+    gradient = jax.jit(jax.grad(lambda w: lax.scan(lambda c, x: (c + inner(x, w), None), 0.0, X[None])[0]))
+    expected = {}
+    for recipe in (MXFP4, FP8):
+        with mj.autocast(recipe):
+            expected[recipe] = gradient(W)
+            y, back = jax.vjp(lambda w: dot(X, w, PLAIN), W)
+        alone = jax.grad(lambda w, recipe=recipe: jnp.sum(mj.dot_general(recipe)(X, w, PLAIN) ** 2))(W)
+        np.testing.assert_allclose(expected[recipe], alone, rtol=1e-5, atol=1e-5)
+        with mj.autocast(enabled=False):
+            np.testing.assert_allclose(back(2 * y)[0], alone, rtol=1e-5, atol=1e-5)
+    assert not np.array_equal(expected[MXFP4], expected[FP8])
+
+
+def test_nesting_precedence_and_restoration():
+    fixed = mj.dot_general(MXFP4)
+    assert mj.get_autocast_recipe() is None
+    assert not mj.is_autocast_enabled()
+    with mj.autocast(FP8):
+        assert mj.is_autocast_enabled()
+        np.testing.assert_array_equal(fixed(X, W, PLAIN), pinned(MXFP4))
+        with mj.autocast():
+            assert mj.get_autocast_recipe() == get_default_recipe()
+        with pytest.raises(InvalidTypeError), mj.autocast(MXFP4):
+            mj.quantize(3, "mxfp4")
+        assert mj.get_autocast_recipe() == FP8
+        with mj.autocast(enabled=False):
+            assert mj.get_autocast_recipe() is None
+            assert not mj.is_autocast_enabled()
+            np.testing.assert_array_equal(fixed(X, W, PLAIN), pinned(None))
+            with mj.autocast(enabled=True, recipe="mxfp4"):
+                np.testing.assert_array_equal(dot(X, W, PLAIN), pinned(MXFP4))
+        assert mj.get_autocast_recipe() == FP8
+    assert mj.get_autocast_recipe() is None
+
+
+def test_every_op_joins():
+    state = mj.scaling.init(DelayedScaling(amax_history_len=2))
+    with mj.autocast(MXFP4):
+        np.testing.assert_array_equal(mj.einsum()("mk,nk->mn", X, W), pinned(MXFP4))
+        grouped = mj.ragged_dot()(X, W.T[None], jnp.array([16]))
+        np.testing.assert_allclose(grouped, pinned(MXFP4), rtol=1e-5, atol=1e-5)
+    delayed = mj.dot_general(DelayedScaling(amax_history_len=2))
+    with mj.autocast(enabled=False):
+        gradient = jax.grad(lambda state: jnp.sum(delayed(X, W, PLAIN, state=state)))(state)
+    kept = mj.scaling.apply(state, gradient)
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+    with mj.autocast(DelayedScaling(amax_history_len=2)):
+        gradient = jax.grad(lambda state: jnp.sum(dot(X, W, PLAIN, state=state)))(state)
+    assert mj.scaling.apply(state, gradient).x.amax_history[0] == np.abs(X).max()
+
+
+def test_threads_do_not_see_each_others():
+    """Two threads call one jitted function under recipes of their own, at the same time."""
+    step, barrier, found = jax.jit(lambda x, w: dot(x, w, PLAIN)), threading.Barrier(2), {}
+    shared = mj.autocast(FP8)
+
+    def run(recipe):
+        barrier.wait()
+        results = []
+        for _ in range(4):
+            with shared if recipe is FP8 else mj.autocast(recipe):
+                results.append(np.asarray(step(X, W)))
+        found[recipe] = results, mj.get_autocast_recipe()
+
+    threads = [threading.Thread(target=run, args=(recipe,)) for recipe in (MXFP4, FP8)]
+    with mj.autocast(enabled=False):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for recipe in (MXFP4, FP8):
+        results, after = found[recipe]
+        assert after is None, "a new thread begins without the autocast of the one that started it"
+        for result in results:
+            np.testing.assert_array_equal(result, pinned(recipe))
+
+
+def test_decorator():
+    @mj.autocast(MXFP4)
+    def countdown(n):
+        return countdown(n - 1) if n else dot(X, W, PLAIN)
+
+    np.testing.assert_array_equal(countdown(2), pinned(MXFP4))
+    assert mj.get_autocast_recipe() is None
+
+
+def test_bad_input():
+    for arguments, keywords in (((True,), {}), ((3,), {}), ((), {"enabled": "no"}), ((lambda: 0,), {})):
+        with pytest.raises(InvalidTypeError, match=r"(recipe|enabled): got"):
+            mj.autocast(*arguments, **keywords)
+    outer, inner = mj.autocast(MXFP4), mj.autocast(FP8)
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(NotSupportedError, match="reverse order of the entries"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(NotSupportedError, match="reverse order of the entries"):
+        inner.__exit__(None, None, None)
+    assert mj.get_autocast_recipe() is None
+    with pytest.raises(NotSupportedError, match="reverse order"):
+        outer.__exit__(None, None, None)

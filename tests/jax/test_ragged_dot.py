@@ -1,0 +1,243 @@
+"""`ragged_dot(recipe)` against a dot_general per group and against the oracle: features J4, jax.md 7 row 24."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import microfloat.jax as mj
+from microfloat import reference
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from microfloat.jax.backends.reference import Noise, cast_matrix
+from microfloat.jax.dot_general import Seed, _linear
+from microfloat.jax.numerics.bits import code_bytes
+from microfloat.jax.numerics.random import seed_words
+from microfloat.jax.ragged_dot import _Groups
+from microfloat.layout import stored_length
+from microfloat.operands import operands_of
+from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling
+from tests.jax.compare import gemm_limit
+from tests.jax.test_dot_general import SPECIAL
+
+SEED = 0x0123456789ABCDEF
+T, K, N = 211, 40, 24
+SIZES = (35, 0, 130, 35)  # one empty, one of two blocks of rows, none a multiple of 32; 11 rows belong to no group
+RNG = np.random.default_rng(31)
+X, DY = (RNG.standard_normal((T, cols)).astype(np.float32) for cols in (K, N))
+W = RNG.standard_normal((len(SIZES), K, N)).astype(np.float32)
+# Amaxes that differ by group: nothing may be measured over all of them.
+X *= np.repeat([1, 8, 0.1, 3, 1000], [*SIZES, T - sum(SIZES)])[:, None].astype(np.float32)
+ROW = CustomRecipe(Gemm("nvfp4_row", "nvfp4_row"), Gemm("fp8_row", "fp8_row"), Gemm("nvfp4_row", "nvfp4_row"))
+CASES = [*RECIPES, *SPECIAL, "row_scales"]
+
+
+def recipe_of(name):
+    return {**SPECIAL, "row_scales": ROW}.get(name) or RECIPES[name]()
+
+
+def arguments_of(recipe):
+    arguments = {"state": mj.scaling.init(recipe, num_groups=len(SIZES))} if recipe.is_delayed else {}
+    return arguments | ({"seed": SEED} if recipe.is_stochastic else {})
+
+
+def run(op, x, w, sizes, dy, **arguments):
+    @jax.jit
+    def both(x, w, sizes, dy):
+        y, back = jax.vjp(lambda x, w: op(x, w, sizes, **arguments), x, w)
+        return y, *back(dy.astype(y.dtype))
+
+    return both(x, w, jnp.asarray(sizes), dy)
+
+
+def groups_of(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def loop(recipe, state=None):
+    """(y, dx, dw, new states) of a dot per group: the same matrices, whose `batch` word is the index of the group."""
+    op, words = mj.dot_general(recipe), seed_words(SEED) if recipe.is_stochastic else None
+    y, dx, dw, states = np.zeros((T, N)), np.zeros((T, K)), [], []
+    for group, rows in enumerate(groups_of(SIZES)):
+        config = op.config(recipe, np.dtype(np.float32), w_is_transposed=True)
+        own = None if state is None else jax.tree.map(lambda leaf, group=group: leaf[group], state)
+        seed = Seed(words, np.uint32(group))
+        call = jax.jit(
+            lambda x, w, dy, state, config=config, seed=seed: jax.vjp(
+                lambda x, w, state: _linear(config, x, w, seed, state)[0], x, w, state
+            )[1](dy)
+        )
+        y[rows] = _linear(config, X[rows], W[group].T, seed, own)[0]
+        dx[rows], gradient, new = call(X[rows], W[group].T, DY[rows], own)
+        dw.append(gradient.T)
+        states.append(new)
+    return y, dx, np.stack(dw), states
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4", "delayed"))
+@pytest.mark.parametrize("name", CASES)
+def test_every_group_is_a_matrix_of_its_own(name):
+    """Features J4, jax.md 7 row 24: what a dot per group gives, in every recipe, and zeros for rows of no group."""
+    recipe = recipe_of(name)
+    y, dx, dw = run(mj.ragged_dot(recipe), X, W, SIZES, DY, **arguments_of(recipe))
+    expected = loop(recipe, arguments_of(recipe).get("state"))
+    for one, wanted, gemm in zip((y, dx, dw), expected, (recipe.fprop, recipe.dgrad, recipe.wgrad), strict=False):
+        for rows in range(len(SIZES)) if one is dw else groups_of(SIZES):
+            largest = np.abs(wanted[rows]).max(initial=0)
+            np.testing.assert_allclose(one[rows], wanted[rows], rtol=0, atol=gemm_limit(gemm) * largest)
+    assert not np.asarray(y)[sum(SIZES) :].any()
+    assert not np.asarray(dx)[sum(SIZES) :].any()
+    assert not np.asarray(dw)[1].any()
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4", "row_scales"))
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_row", "mxfp8", "nvfp4", "row_scales"])
+def test_codes_of_a_group_are_those_of_its_matrix(name):
+    """Byte for byte, over blocks of rows, for x and dy along both axes: the oracle's, or the group's noise."""
+    recipe, words = recipe_of(name), seed_words(SEED)
+    config = mj.ragged_dot(recipe).config(recipe, np.dtype(np.float32), w_is_transposed=True)
+    groups = _Groups(config, X, W.swapaxes(1, 2), jnp.asarray(SIZES), words, None)
+    group, rows_of_block = np.asarray(groups._blocks.group), groups._blocks.rows.shape[1]
+    for tensor, value in (("x", X), ("dy", DY)):
+        for operand in operands_of(tensor):
+            cast = recipe.cast(*operand.key)
+            element, cols = cast.format.element, rows_of_block if operand.transposed else value.shape[1]
+
+            @jax.jit
+            def operand_of(x, operand=operand, element=element, cols=cols):
+                codes = groups._operand(operand, groups._blocks.gather(x)).codes
+                return jax.vmap(lambda codes: code_bytes(codes, element, cols))(codes)
+
+            codes = np.asarray(operand_of(value))
+            for index, rows in enumerate(groups_of(SIZES)):
+                if rows.start == rows.stop:
+                    continue
+                matrix = np.ascontiguousarray(value[rows].T if operand.transposed else value[rows])
+                if cast.is_stochastic:
+                    noise = Noise(words, operand.stream, np.uint32(index))
+                    stored = jax.jit(lambda x, cast=cast, noise=noise: cast_matrix(x, cast, noise).codes)(matrix)
+                else:
+                    stored = jnp.asarray(reference.quantize(matrix, cast).codes)
+                expected = code_bytes(stored, element, stored_length(matrix.shape[1], cast.hadamard))
+                together = np.concatenate(codes[group == index], 1 if operand.transposed else 0)
+                np.testing.assert_array_equal(together[: expected.shape[0], : expected.shape[1]], expected)
+
+
+def test_sizes_are_traced():
+    """One trace serves all sizes: empty and single groups, all rows in one, none in any, and more than there are."""
+    op, traces = mj.ragged_dot("fp8_current"), []
+
+    @jax.jit
+    def run(sizes):
+        traces.append(1)
+        return op(X, W, sizes)
+
+    for sizes in ((0, 0, 0, 0), (T, 0, 0, 0), (0, 0, 0, T), (1, 1, 1, 1), (200, 200, 200, 200)):
+        y, ends = np.asarray(run(jnp.asarray(sizes))), np.minimum(np.cumsum(sizes), T)
+        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            wanted = np.asarray(mj.dot_general("fp8_current")(X[start:end], W[group], (((1,), (0,)), ((), ()))))
+            np.testing.assert_allclose(y[start:end], wanted, rtol=1e-5, atol=1e-5)
+        assert not y[ends[-1] :].any()
+    assert len(traces) == 1
+
+
+def test_delayed_state_per_group():
+    """The gradient of a stacked state is the new state of every group, as a dot per group gives it."""
+    recipe, groups = DelayedScaling(amax_history_len=3), len(SIZES)
+    op, state = mj.ragged_dot(recipe), mj.scaling.init(recipe, num_groups=groups)
+
+    @jax.jit
+    def gradient(state, x):
+        return jax.grad(lambda state: jnp.sum(op(x, W, SIZES, state=state) * DY))(state)
+
+    alone = [mj.scaling.init(recipe) for _ in SIZES]
+    for factor in (1.0, 3.0):
+        state = mj.scaling.apply(state, gradient(state, factor * X))
+        for group, (old, rows) in enumerate(zip(alone, groups_of(SIZES), strict=True)):
+            amaxes = {"x": factor * X[rows], "w": W[group], "dy": DY[rows]}
+            alone[group] = mj.scaling.update(old, {name: np.abs(v).max(initial=0) for name, v in amaxes.items()})
+    for group, expected in enumerate(alone):
+        mine = jax.tree.map(lambda leaf, group=group: np.asarray(leaf[group]), state)
+        jax.tree.map(np.testing.assert_array_equal, mine, jax.tree.map(np.asarray, expected))
+    merged = mj.scaling.merge(state, [gradient(state, factor * X) for factor in (1.0, 5.0, 2.0)])
+    np.testing.assert_array_equal(
+        merged.x.amax_history[:, 0], [5 * np.abs(X[rows]).max(initial=0) for rows in groups_of(SIZES)]
+    )
+    with pytest.raises(InvalidValueError, match=r"scaling.init\(recipe, num_groups=G\)"):
+        op(X, W, SIZES, state=mj.scaling.init(recipe))
+    with pytest.raises(InvalidValueError, match="state: got None"):
+        op(X, W, SIZES)
+
+
+def test_what_infinity_and_nan_of_one_group_leave_alone():
+    """lax.ragged_dot multiplies the other groups' rows by zero, and NaN spreads; here a group stays a group."""
+    x = X.copy()
+    x[40, 3], x[36, 0] = np.nan, np.inf
+    dy = DY.copy()
+    dy[180, 1] = np.inf
+    y, dx, dw = run(mj.ragged_dot("mxfp8"), x, W, SIZES, dy)
+    for one, rows in ((y, groups_of(SIZES)[0]), (y, groups_of(SIZES)[3]), (dx, groups_of(SIZES)[2]), (dw, 0)):
+        assert np.isfinite(one[rows]).all()
+    assert np.isnan(y[40]).all()
+    assert not np.isfinite(dw[3][:, 1]).any()
+    assert not np.isfinite(dx[180]).any()
+
+
+def test_signature_dtypes_and_errors():
+    op = mj.ragged_dot("fp8_row")
+    half = jnp.asarray(X, jnp.bfloat16)
+    y, dx, dw = run(op, half, W.astype(np.float32), SIZES, DY)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert op(half, W, SIZES, lax.Precision.HIGHEST, jnp.float32).dtype == jnp.float32
+    assert mj.ragged_dot("fp8_row") == op
+    assert hash(mj.ragged_dot("fp8_row")) == hash(op)
+    for x, w, sizes in ((X[:0], W, (0, 0, 0, 0)), (X, W[:0], ())):
+        found = op(x, w, np.asarray(sizes, np.int32))
+        assert found.shape == (x.shape[0], N)
+        assert not np.asarray(found).any()
+    plain = mj.ragged_dot()(X, W, jnp.asarray(SIZES))
+    np.testing.assert_array_equal(plain, lax.ragged_dot(jnp.asarray(X), jnp.asarray(W), jnp.asarray(SIZES)))
+    for sizes, error, text in (
+        ((300, 0, 0, 0), InvalidValueError, "group_sizes: got .*no more than the 211 rows"),
+        ((1, -1, 0, 0), InvalidValueError, "group_sizes"),
+        ((1, 2), InvalidValueError, r"group_sizes: got shape \(2,\)"),
+        ((1.0, 2.0, 0.0, 0.0), InvalidTypeError, "group_sizes: got float"),
+    ):
+        with pytest.raises(error, match=text):
+            op(X, W, sizes)
+    with pytest.raises(InvalidValueError, match="rhs: got shape"):
+        op(X, W[0], SIZES)
+    with pytest.raises(NotSupportedError, match="group_offset"):
+        op(X, W, SIZES, group_offset=jnp.array([1]))
+    with pytest.raises(InvalidValueError, match="key: got None"):
+        run(mj.ragged_dot("nvfp4"), X, W, SIZES, DY)
+    with pytest.raises(NotSupportedError, match="derivative of a gradient"):
+        jax.hessian(lambda x: jnp.sum(op(x, W, SIZES) ** 2))(jnp.asarray(X))
+
+
+def test_transformations():
+    """vmap over everything, scan over layers, remat that keeps the codes: results of the plain call."""
+    op, sizes = mj.ragged_dot(NVFP4BlockScaling()), jnp.asarray([SIZES, SIZES[::-1]])
+
+    def loss(x, w, sizes, key):
+        return jnp.sum(op(x, w, sizes, key=key) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    each = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(None, None, 0, 0))(X, W, sizes, keys)
+    alone = [jax.jit(jax.grad(loss, argnums=(0, 1)))(X, W, one, key) for one, key in zip(sizes, keys, strict=True)]
+    saved = jax.checkpoint(loss, policy=mj.checkpoint_policies.save_codes)
+    alone.append(jax.jit(jax.grad(saved, argnums=(0, 1)))(X, W, sizes[0], keys[0]))
+    for index, wanted in enumerate(alone):
+        for one, other in zip(each, wanted, strict=True):
+            found = one[index % 2]
+            np.testing.assert_allclose(found, other, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(other))))
+
+
+def test_explain_says_what_runs():
+    """A loop of products over blocks of rows, casts by XLA's operations: on a GPU too."""
+    told = str(mj.explain(mj.ragged_dot("fp8_current"), "h200", (4096, 4096, 4096)))
+    assert "for every block of rows" in told
+    assert "ragged_dot casts blocks of rows" in told
+    assert "kernels." not in told
+    assert "kernels." in str(mj.explain("fp8_current", "h200", (4096, 4096, 4096)))
