@@ -16,7 +16,7 @@ from microfloat.jax.numerics.random import seed_words
 from microfloat.jax.ragged_dot import _Groups
 from microfloat.layout import stored_length
 from microfloat.operands import operands_of
-from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling
+from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Gemm, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.jax.compare import gemm_limit
 from tests.jax.test_dot_general import SPECIAL
 
@@ -29,11 +29,14 @@ W = RNG.standard_normal((len(SIZES), K, N)).astype(np.float32)
 # Amaxes that differ by group: nothing may be measured over all of them.
 X *= np.repeat([1, 8, 0.1, 3, 1000], [*SIZES, T - sum(SIZES)])[:, None].astype(np.float32)
 ROW = CustomRecipe(Gemm("nvfp4_row", "nvfp4_row"), Gemm("fp8_row", "fp8_row"), Gemm("nvfp4_row", "nvfp4_row"))
-CASES = [*RECIPES, *SPECIAL, "row_scales"]
+OWN = {**SPECIAL, "row_scales": ROW} | {
+    f"mxfp8_{backward}": MXFP8BlockScaling(backward=backward) for backward in ("high_precision", "dequantized")
+}
+CASES = [*RECIPES, *OWN]
 
 
 def recipe_of(name):
-    return {**SPECIAL, "row_scales": ROW}.get(name) or RECIPES[name]()
+    return OWN.get(name) or RECIPES[name]()
 
 
 def arguments_of(recipe):
@@ -75,7 +78,9 @@ def loop(recipe, state=None):
     return y, dx, np.stack(dw), states
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4", "delayed"))
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4", "delayed", "mxfp8_dequantized")
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_is_a_matrix_of_its_own(name):
     """Features J4, jax.md 7 row 24: what a dot per group gives, in every recipe, and zeros for rows of no group."""

@@ -398,11 +398,12 @@ class Call:
         return made.first if reuses else made.second
 
     def read(self, name: str, b: reference.Operand, cols: int, dtype: np.dtype) -> reference.Operand:
-        """The rhs of a backward GEMM from what `kept` gives: what fprop has read of a matrix [R, cols] is dequantized."""
+        """The rhs of a backward GEMM from what `kept` gives: the [R, cols] that fprop has read is dequantized."""
         gemm = getattr(self.config.recipe, name)
         if not gemm.from_fprop:
             return b
-        return reference.dequantize_matrix(typing.cast(reference.Matrix, b), gemm.rhs.format, None, cols).astype(dtype).T
+        matrix = typing.cast(reference.Matrix, b)
+        return reference.dequantize_matrix(matrix, gemm.rhs.format, None, cols).astype(dtype).T
 
     def reuses(self, tensor: str) -> bool:
         """True where backward reads what fprop has read of x or w, dequantized."""
