@@ -132,5 +132,5 @@ def test_compiled_code_leaves_it_to_eager_mode():
     torch.compile(layer, backend="aot_eager")(x).backward(dy)
     assert torch.equal(layer.weight.main_grad, before + dw)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a backward that is compiled cannot see"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a compiled backward cannot see"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
