@@ -18,6 +18,7 @@ from microfloat.layout import Layout
 from microfloat.operands import operands_of
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.recipes._serialize import cast_of
 from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
@@ -32,13 +33,16 @@ Maybe = torch.Tensor | None
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
-    "linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, str token, "
-    "bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
+    "linear_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor? seed, Tensor? x_scale, "
+    "Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
+    "bool records) -> Tensor[]"
 )
+# `weight`: the weight alone, or the parts of a QuantizedTensor, which `stored` describes (`_describe`).
 # x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`, and x itself can go.
 _library.define(
-    "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, str token, "
-    "str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, bool wants_dw, bool records) -> Tensor[]"
+    "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, str stored, Tensor[] saved, Tensor? seed, "
+    "Tensor? dy_scale, str token, str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, bool wants_dw, "
+    "bool records) -> Tensor[]"
 )
 # With `records` both give a float32 [8] besides, whose elements `_LIVE` are the amaxes of this call's delayed casts,
 # taken by the casts themselves.
@@ -52,12 +56,6 @@ _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
 )
 
-_STORED_WEIGHT = (
-    "weight: got a QuantizedTensor, made by quantized_model_init or loaded, needed a plain weight in compiled and "
-    "exported code. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or dequantize "
-    "their weights with microfloat.torch.revert(model) and convert it again."
-)
-
 _MAIN_GRAD = (
     "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
     "weight.main_grad. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or set it "
@@ -68,13 +66,14 @@ _MAIN_GRAD = (
 MARKER = torch.zeros(1)
 
 
-_EAGER_FORWARDS: dict[str, Any] = {}  # reason -> `Linear.forward` outside of the graph
+_EAGER_FORWARD: Any = None  # `Linear.forward` outside of the graph
 
 
-def _make_eager_forward(reason: str) -> bool:
-    """Set one, at the time when Dynamo traces: importing Dynamo takes seconds."""
-    if reason not in _EAGER_FORWARDS:
-        _EAGER_FORWARDS[reason] = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=reason)
+def _make_eager_forward() -> bool:
+    """Set it, at the time when Dynamo traces: importing Dynamo takes seconds."""
+    global _EAGER_FORWARD
+    if _EAGER_FORWARD is None:
+        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_MAIN_GRAD)
     return True
 
 
@@ -83,30 +82,29 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
-    if isinstance(layer.weight, QuantizedTensor):
-        if torch.compiler.is_exporting():
-            raise NotSupportedError(_STORED_WEIGHT)
-        _make_eager_forward(_STORED_WEIGHT)
-        return _EAGER_FORWARDS[_STORED_WEIGHT](layer, x)
     fuses = getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled()
     if fuses and not torch.compiler.is_exporting():
-        _make_eager_forward(_MAIN_GRAD)
-        return _EAGER_FORWARDS[_MAIN_GRAD](layer, x)
+        _make_eager_forward()
+        return _EAGER_FORWARD(layer, x)
     pinned = layer._pin_token is not None
     token = context.RECIPE if not pinned else context.PLAIN if context.ISLAND else layer._pin_token
+    weight = layer.weight
+    stored = _describe(weight) if isinstance(weight, QuantizedTensor) else ""
     if token == context.PLAIN:
         calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
         if calibrated and context.is_delayed(calibrated):
             _check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
-            operands = x.detach(), layer.weight.detach()
+            operands = x.detach(), weight.dequantize() if stored else weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
         if not pinned or layer._pin_token != context.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
-        return layer._plain(x)
+        if not stored:
+            return layer._plain(x)
+        token = _token_of_high_precision()
     refuse_transforms("forward", x)
     layer._check_input(x)
-    if layer.weight.numel() == 0:
+    if weight.numel() == 0:
         return layer._plain(x)
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
@@ -123,8 +121,8 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         )  # fmt: skip
         number = layer._number  # a constant of compiled code, which only state makes one layer's own
     outputs = _CompiledLinear.apply(
-        x, layer.weight, layer.bias, seed, *state, token, pinned, backend, compute,
-        number, torch.is_grad_enabled(),
+        x, weight, layer.bias, seed, *state, stored, token, pinned, backend, compute, number,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     if not isinstance(outputs, tuple):
         return outputs
@@ -142,9 +140,38 @@ def abstract_linear(
     token = context.token_of(recipe)
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
+    stored = _describe(weight) if isinstance(weight, QuantizedTensor) else ""
     return _CompiledLinear.apply(
-        x, weight, bias, seed, scale, scale, scale, None, token, True, backend, compute, -1, torch.is_grad_enabled()
-    )
+        x, weight, bias, seed, scale, scale, scale, None, stored, token, True, backend, compute, -1,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _describe(weight: QuantizedTensor) -> str:
+    """What operators are told of a stored weight besides its parts: dtype, in features and Cast, as text."""
+    return f"{_DTYPES[weight.dtype]} {weight.shape[1]} {weight.token}"
+
+
+def _rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
+    """The weight of which these are the parts; itself where nothing describes it."""
+    if not stored:
+        return parts[0]
+    dtype, length, token = stored.split(" ", 2)
+    tensor_scale = parts[2] if len(parts) > 2 else None
+    return QuantizedTensor(
+        parts[0], parts[1], tensor_scale, cast_of(token), axis=1, shape=(parts[0].shape[0], int(length)),
+        dtype=getattr(torch, dtype),
+    )  # fmt: skip
+
+
+def _token_of_high_precision() -> str:
+    return context.token_of(context.HIGH_PRECISION)
+
+
+_token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_buffers(layer: Any) -> None:
@@ -159,21 +186,35 @@ class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-        dy_scale: Maybe, dy_history: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, number: int,
-        has_grad: bool,
+        dy_scale: Maybe, dy_history: Maybe, stored: str, token: str, pinned: bool, backend: str, compute: torch.dtype,
+        number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         wants_dx, wants_dw = x.requires_grad and has_grad, weight.requires_grad and has_grad
         records = has_grad and dy_history is not None
+        weights = weight.part_list() if stored else [weight]
         y, *saved = torch.ops.microfloat.linear_forward(
-            x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records
+            x,
+            weights,
+            stored,
+            bias,
+            seed,
+            x_scale,
+            w_scale,
+            token,
+            pinned,
+            backend,
+            compute,
+            wants_dx,
+            wants_dw,
+            records,
         )
         live, saved = (saved[0], saved[1:]) if records else (None, saved)
         again = context.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
         kept = x if wants_dw and again else None
-        ctx.save_for_backward(kept, weight, seed, *saved)
+        ctx.save_for_backward(kept, seed, *weights, *saved)
         # Not saved, which would refuse a backward after that of another call, whose amax went into the history since.
         ctx.dy_state = dy_scale, dy_history
-        ctx.settings = (token, backend, compute, x.dtype, wants_dx, wants_dw, number)
+        ctx.settings = (len(weights), stored, token, backend, compute, x.dtype, wants_dx, wants_dw, number)
         ctx.bias_dtype = None if bias is None else bias.dtype
         if live is None:
             return y
@@ -184,20 +225,21 @@ class _CompiledLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
-        x, weight, seed, *saved = ctx.saved_tensors
+        x, seed, *saved = ctx.saved_tensors
         dy_scale, dy_history = ctx.dy_state
-        token, backend, compute, x_dtype, wants_dx, wants_dw, number = ctx.settings
+        parts, stored, token, backend, compute, x_dtype, wants_dx, wants_dw, number = ctx.settings
+        weight, saved = saved[:parts], saved[parts:]
         records = dy_history is not None and (wants_dx or wants_dw)
         scale = dy_scale.clone() if records else None
         gradients = torch.ops.microfloat.linear_backward(
-            dy, x, weight, saved, seed, scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records
+            dy, x, weight, stored, saved, seed, scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records
         )
         if records:
             torch.ops.microfloat.record_amax_(dy_history, gradients[0], token, "dy", number)
         dx = gradients[1 if records else 0] if wants_dx else None
         dw = gradients[-1] if wants_dw else None
         db = bias_gradient(dy, ctx.bias_dtype) if ctx.bias_dtype is not None else None
-        return (dx, dw, db, *(None,) * 11)
+        return (dx, dw, db, *(None,) * 12)
 
 
 def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
@@ -249,14 +291,15 @@ def _inputs(scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str) ->
 
 
 def _linear_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe, token: str,
-    pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
+    token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     _check_caller(token, pinned)
     if x.numel() == 0:  # no schedule: nothing is multiplied
-        shapes = (x, weight, bias, seed, x_scale, w_scale, token, pinned, backend, compute, wants_dx, wants_dw, records)
-        return [tensor.zero_() for tensor in _fake_forward(*shapes)]
-    wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw)
+        shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, pinned, backend, compute)
+        return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
+    weight = _rebuilt(parts, stored)
+    wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
     schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
     live = _live_amaxes(records, x.device)
     x_inputs, w_inputs = _inputs(x_scale, seed, live, "x"), _inputs(w_scale, seed, live, "w")
@@ -265,11 +308,11 @@ def _linear_forward(
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
         y, made = schedule.forward(x, weight, bias, x_inputs, w_inputs, kept)
     saved = []
-    for parts, layout in zip((made[:3], made[3:]), schedule.saved_layouts(), strict=True):
+    for operand, layout in zip((made[:3], made[3:]), schedule.saved_layouts(), strict=True):
         if layout is not None:
-            saved += [laid(tensor, part) for tensor, part in zip(parts, layout, strict=True) if part is not None]
+            saved += [laid(tensor, part) for tensor, part in zip(operand, layout, strict=True) if part is not None]
     # Outputs of an operator may not share memory with its inputs or with each other.
-    seen = {y.untyped_storage().data_ptr()}
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (y, *parts)}
     for index, tensor in enumerate(saved):
         storage = tensor.untyped_storage().data_ptr()
         saved[index] = tensor.clone() if storage in seen else tensor
@@ -277,9 +320,15 @@ def _linear_forward(
     return [y, *live, *saved]
 
 
-def _saves(token: str, backend: str, device: torch.device, wants_dx: bool, wants_dw: bool) -> tuple[bool, bool]:
-    """True for dx where forward makes the operand w.T that backward reads, and for dw likewise x.T."""
+def _saves(
+    token: str, backend: str, device: torch.device, wants_dx: bool, wants_dw: bool, stored: str
+) -> tuple[bool, bool]:
+    """True for dx where forward makes the operand of w that backward reads, and for dw likewise that of x.
+
+    A stored weight has its codes already; its scales alone would do for delayed scaling.
+    """
     recipe = context.recipe_of(token)
+    wants_dx = wants_dx and not (stored and not recipe.is_delayed)
     routes = backends.choose(backend, device).routes(recipe, device, None)
     return (
         wants_dx and recipe.dgrad.rhs is not None and not _makes_again(routes, recipe, "dgrad"),
@@ -288,17 +337,19 @@ def _saves(token: str, backend: str, device: torch.device, wants_dx: bool, wants
 
 
 def _linear_backward(
-    dy: torch.Tensor, x: Maybe, weight: torch.Tensor, saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
-    token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], stored: str, saved: list[torch.Tensor], seed: Maybe,
+    dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool,
+    wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     if dy.numel() == 0:
-        shapes = (dy, x, weight, saved, seed, dy_scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records)
-        return [tensor.zero_() for tensor in _fake_backward(*shapes)]
+        shapes = (dy, x, parts, stored, saved, seed, dy_scale, token, backend, compute, x_dtype)
+        return [tensor.zero_() for tensor in _fake_backward(*shapes, wants_dx, wants_dw, records)]
+    weight = _rebuilt(parts, stored)
     shape = (*dy.shape[:-1], weight.shape[1])
     schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
     live = _live_amaxes(records, dy.device)
     inputs, plain, rest = _inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
-    saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw)
+    saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw, stored)
     x_layout, w_layout = schedule.saved_layouts()
 
     def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> tuple[Maybe, ...]:
@@ -308,6 +359,8 @@ def _linear_backward(
         if is_saved and layout is not None:
             return tuple(None if part is None else rest.pop(0) for part in layout)
         assert source is not None
+        if isinstance(source, QuantizedTensor):
+            return tuple(schedule.quantize_weight(source, plain)[schedule.w_saved])
         return tuple(schedule.saved_again(tensor, source, plain))
 
     with schedule.scope():
@@ -332,7 +385,7 @@ def _linear_backward(
 
 def _check_caller(token: str, pinned: bool) -> None:
     """Raise where the recipe that was compiled is not the one that the caller's autocast asks for."""
-    if torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1 or token == _token_of_high_precision():
         return  # run again by a backward, whose context is not that of the forward
     stale = context.ISLAND is not (token == context.PLAIN) if pinned else token != context.RECIPE
     if stale:
@@ -373,14 +426,15 @@ def _is_delayed(cast: Cast | None) -> bool:
 
 
 def _fake_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe, token: str,
-    pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
+    token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    weight = _rebuilt(parts, stored)
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
     outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
     module, recipe = backends.choose(backend, x.device), context.recipe_of(token)
     routes = module.routes(recipe, x.device, None)
-    saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw)
+    saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
     for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
         layouts = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)
@@ -392,12 +446,14 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: Maybe, weight: torch.Tensor, saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
-    token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], stored: str, saved: list[torch.Tensor], seed: Maybe,
+    dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool,
+    wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    weight = _rebuilt(parts, stored)
     made = [dy.new_empty(8, dtype=torch.float32)] if records else []
     made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=x_dtype)] if wants_dx else []
-    return made + ([weight.new_empty(weight.shape)] if wants_dw else [])
+    return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if wants_dw else [])
 
 
 _library.impl("linear_forward", _linear_forward, "CompositeExplicitAutograd")

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from microfloat.errors import InvalidValueError, NotSupportedError
-from microfloat.recipes import Recipe
+from microfloat.recipes import CustomRecipe, Gemm, Recipe
 from microfloat.torch import scaling
 from microfloat.torch.reduction import Group
 
 __all__ = [
-    "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_stochastic", "keeps_x",
-    "recipe_of", "reset_ambient", "set_ambient", "token_of",
+    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_stochastic",
+    "keeps_x", "recipe_of", "reset_ambient", "set_ambient", "token_of",
 ]  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def entered(state: Ambient | None, **changes: Any) -> Iterator[None]:
         reset_ambient(token, owner)
 
 
+HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
 PLAIN = ""  # the token of high precision
 _RECIPES: dict[str, Recipe] = {}
 _TOKENS: dict[Recipe, str] = {}

@@ -11,10 +11,10 @@ from microfloat.errors import MicrofloatError
 from microfloat.recipes import Recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_grouped
-from microfloat.torch.context import ambient, canonical
+from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.linear import backend_name
-from microfloat.torch.nn.linear import HIGH_PRECISION, UNPINNED, RecipeLayer
+from microfloat.torch.nn.linear import UNPINNED, RecipeLayer
 
 __all__ = ["GroupedLinear"]
 

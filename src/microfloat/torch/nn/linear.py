@@ -10,12 +10,12 @@ from torch import nn
 
 from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
-from microfloat.recipes import CustomRecipe, Delayed, Gemm, Recipe
+from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch.compiled import compiled_linear
-from microfloat.torch.context import Ambient, ambient, canonical, token_of
+from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.schedule import Schedule, autocast_dtype
@@ -41,7 +41,6 @@ class _Unpinned:
 
 
 UNPINNED = _Unpinned()
-HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
 _dynamo_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
