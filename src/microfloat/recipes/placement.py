@@ -159,7 +159,7 @@ class ConversionRow:
     """The outcome for one layer; `shape` is (out features, in features), None for a layer that has no such form.
 
     `action`: "converted", "repinned", "kept" (left out, and runs the recipe that an earlier `convert` gave it), "high
-    precision", "skipped", or "not seen" (weights that belong to no linear layer).
+    precision", "skipped", "not seen" (weights that belong to no linear layer), or of blocks "fused" and "not fused".
     """
 
     name: str
@@ -173,12 +173,13 @@ class ConversionRow:
 class ConversionReport:
     """One row per linear layer that was looked at, and what `convert` cannot see; prints as a table.
 
-    `share`: of the model's parameters, those in layers that run a recipe.
+    `share`: of the model's parameters, those in layers that run a recipe. `blocks`: what ``fuse=True`` has met.
     """
 
     rows: tuple[ConversionRow, ...]
     share: float = 0.0
     unseen: tuple[ConversionRow, ...] = ()
+    blocks: tuple[ConversionRow, ...] = ()
 
     @property
     def converted(self) -> list[str]:
@@ -198,7 +199,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         cells: list[tuple[str, ...]] = [("layer", "in -> out", "action", "recipe", "reason")]
-        for row in (*self.rows, *self.unseen):
+        for row in (*self.rows, *self.unseen, *self.blocks):
             shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
             recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
             cells.append((row.name or "(root)", shape, row.action, recipe, row.reason))

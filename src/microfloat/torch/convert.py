@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from microfloat.errors import invalid_value
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -29,6 +29,7 @@ from microfloat.recipes.placement import (
 )
 from microfloat.torch import scaling
 from microfloat.torch._checks import check_model
+from microfloat.torch.fusing import fuse_blocks, unfuse
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
@@ -43,6 +44,7 @@ def convert(
     filter: Callable[[str, nn.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
     skip_small: int | None = None,
+    fuse: bool = False,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
@@ -50,17 +52,21 @@ def convert(
     Exactly nn.Linear is converted, not subclasses; layers that are microfloat Linears already are pinned anew, also
     under a parametrization or FSDP2. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
     patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`: rows (tokens) that a layer
-    gets in one call; layers that low
-    precision would slow down at that size, in eager mode on a GPU, then stay in high precision, except those with
-    ``backend="native"``. The rule reads sizes and the recipe alone (docs/performance.md), so it answers the same on
-    every machine; None (default): sizes do not matter. Returns a report that prints as a table. Raises InvalidTypeError
-    and InvalidValueError for other arguments, PlacementError for patterns that match no layer; then nothing changes.
+    gets in one call; layers that low precision would slow down at that size, in eager mode on a GPU, then stay in high
+    precision, except those with ``backend="native"``. The rule reads sizes and the recipe alone (docs/performance.md),
+    so it answers the same on every machine; None (default): sizes do not matter. `fuse`: blocks that are known
+    (`microfloat.torch.fusing`: decoder layers and MLPs of transformers, norms before Linears) run as fused modules, of
+    the same parameters and keys; weights of q, k and v are moved next to each other. Returns a report that prints as a
+    table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for patterns that match no
+    layer; then nothing changes.
     """
     check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
     exclude = check_exclude(exclude)
     check_filter(filter)
+    if not isinstance(fuse, bool):
+        raise invalid_type("fuse", type(fuse), "True or False")
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
     reserved = {
@@ -107,7 +113,11 @@ def convert(
             module._path = name
     _keep_slow_paths(model)
     running = {id(module) for (_, module), row in zip(layers, rows, strict=True) if row.recipe is not None}
-    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)))
+    blocks = tuple(
+        ConversionRow(name, None, "not fused" if what.startswith("left") else "fused", None, what)
+        for name, what in (fuse_blocks(model) if fuse else ())
+    )
+    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)), blocks)
     logging.getLogger("microfloat").info("%s", report)
     return report
 
@@ -219,6 +229,7 @@ def revert(model: nn.Module) -> nn.Module:
     Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
+    unfuse(model)
     left, replaced = [], []
     for name, module in model.named_modules():
         if isinstance(module, Linear):

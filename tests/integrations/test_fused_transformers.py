@@ -1,0 +1,158 @@
+"""`convert(fuse=True)` on the models of the real transformers package: values, keys, generation, copies, fallbacks."""
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.torch.fusing import Fused  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow("needs transformers, whose import takes ten seconds"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+# Relative difference of logits from those of the unfused conversion: norms are rounded once instead of twice, q, k and
+# v share scales under scaling per tensor, and a code that differs carries on. E4M3 is off by 2^-4, E2M1 by 2^-2.
+BOUNDS = {"mxfp8": 0.06, "fp8_current": 0.06, "delayed": 0.06, "fp8_block": 0.06, "nvfp4": 0.25}
+
+
+def _model(family):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    if family == "Qwen3":
+        sizes["head_dim"] = 16
+    if family == "Mistral":
+        sizes["sliding_window"] = 8
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
+
+
+def _relative(got, want):
+    return float(((got - want).float().norm() / want.float().norm()).detach())
+
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 64
+
+
+def _step(model, recipe):
+    with mf.autocast(recipe=recipe):
+        out = model(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return out, gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", list(BOUNDS))
+def test_values_are_those_of_the_unfused_conversion(family, recipe):
+    plain = _model(family)
+    apart, fused = copy.deepcopy(plain), copy.deepcopy(plain)
+    mf.convert(apart, recipe)
+    report = mf.convert(fused, recipe, fuse=True)
+    assert [row.action for row in report.blocks] == ["fused", "fused"]
+    assert "rotary embedding" in str(report)
+    assert list(fused.state_dict()) == list(apart.state_dict())
+    for _ in range(2):  # delayed scaling knows its scales from the second step on
+        torch.manual_seed(1)
+        want, wanted = _step(apart, recipe)
+        torch.manual_seed(1)
+        got, gradients = _step(fused, recipe)
+    assert _relative(got.logits, want.logits) < BOUNDS[recipe]
+    high, exact = _step(plain, recipe)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    assert set(gradients) == set(wanted)
+    assert _relative(gradients[key], exact[key]) < 2 * _relative(wanted[key], exact[key])
+    assert abs(float((got.loss - high.loss).detach())) < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_recipe_it_is_the_original(family):
+    plain = _model(family)
+    fused = copy.deepcopy(plain)
+    mf.convert(fused, "mxfp8", fuse=True)
+    with mf.autocast(enabled=False), torch.no_grad():
+        assert _relative(fused(IDS).logits, plain(IDS).logits) < 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_saving_copies_and_revert(family, tmp_path):
+    plain = _model(family)
+    model = copy.deepcopy(plain).eval()
+    mf.convert(model, "fp8_row", fuse=True)
+    prompt = IDS[:, :5] + 1
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    kept, again = model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options)
+    assert torch.equal(kept, again)
+    model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+    want = model(IDS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other.model.layers[0], Fused)
+        assert type(other.model.layers[0]).__name__ == f"{family}DecoderLayer"
+        assert torch.equal(other(IDS).logits, want)
+    mf.revert(model)
+    assert type(model.model.layers[0]) is type(plain.model.layers[0])
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def test_who_listens_to_the_parts_hears_them():
+    model = _model("Llama")
+    mf.convert(model, "mxfp8", fuse=True)
+    assert len(model(IDS, output_hidden_states=True).hidden_states) == 3
+    model.set_attn_implementation("eager")
+    attentions = model(IDS, output_attentions=True).attentions
+    assert [tuple(one.shape) for one in attentions] == [(2, 4, 12, 12)] * 2
+    heard = []
+    model.model.layers[1].mlp.register_forward_hook(lambda *arguments: heard.append(1))
+    model(IDS)
+    assert heard == [1]
+
+
+def test_gradient_checkpointing_has_the_same_bits():
+    model = _model("Qwen3")
+    mf.convert(model, "nvfp4", fuse=True)
+    torch.manual_seed(3)
+    want = _step(model, "nvfp4")[1]
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(3)
+    got = _step(model, "nvfp4")[1]
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_padding_masks_and_unconverted_layers():
+    model, plain = _model("Llama"), _model("Llama")
+    report = mf.convert(model, mf.Placement([("*.layers.0.mlp.*", None), ("*", "mxfp8")]), fuse=True)
+    # A layer of which one part stays a plain nn.Linear is left alone.
+    assert [row.action for row in report.blocks][:1] == ["not fused"]
+    assert "not all of its Linears" in report.blocks[0].reason
+    mask = torch.ones_like(IDS)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        got, want = model(IDS, attention_mask=mask).logits, plain(IDS, attention_mask=mask).logits
+    assert _relative(got[mask.bool()], want[mask.bool()]) < 0.1
+
+
+def test_other_gated_mlps_are_fused():
+    config = transformers.GemmaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = transformers.GemmaForCausalLM(config).bfloat16()
+    plain = copy.deepcopy(model)
+    report = mf.convert(model, "mxfp8", fuse=True)
+    assert [(row.action, row.reason) for row in report.blocks] == [("fused", "gated MLP")]
+    assert _relative(model(IDS).logits, plain(IDS).logits) < 0.1
