@@ -3,7 +3,7 @@
 | block | recognised by | what runs instead |
 |---|---|---|
 | decoder layer | transformers' Llama, Mistral, Qwen2 and Qwen3 classes | the steps of `TransformerLayer` |
-| gated MLP | children gate_proj, up_proj, down_proj, act_fn, the forward of transformers | the MLP with a cast activation |
+| gated MLP | its four children and the forward that transformers gives it | the MLP with a cast activation |
 | nn.Sequential | a norm or an activation right before a Linear | the two as one |
 
 A block keeps its identity: its class becomes a subclass of its own, of the same name, whose forward is fused. Where its
@@ -70,8 +70,9 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Fuse every block of `model` that is known; gives (name, what was fused), and for known ones left alone why."""
     inside: set[int] = set()
     for name, module in model.named_modules():
+        children = {id(child) for child in module.modules()}
         if isinstance(module, Fused):
-            inside |= {id(child) for child in module.modules()}
+            inside |= children
             continue
         if id(module) in inside:
             continue
@@ -89,7 +90,7 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
             attention: Any = module.self_attn
             joined = join_((attention.q_proj, attention.k_proj, attention.v_proj))
             yield name, "norms, q/k/v, rotary embedding and MLP" + ("" if joined else " (q/k/v as three products)")
-            inside |= {id(child) for child in module.modules()}
+            inside |= children
         else:
             yield name, "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
 
