@@ -12,6 +12,7 @@ from flax.training import train_state
 from jax import lax
 
 import microfloat.jax as mj
+from microfloat.errors import NotSupportedError
 from microfloat.jax import fp8_ops
 from microfloat.jax import linen as ml
 from microfloat.jax.flax import linen as flax_linen
@@ -408,3 +409,71 @@ def test_options_and_names():
     assert list(dense.init(jax.random.key(0), X)[OWG]) == ["Fp8DirectDotGeneralOp_0"]
     restored = serialization.from_bytes(variables, serialization.to_bytes(variables))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), restored, variables)
+
+
+EXPERTS = RNG.standard_normal((3, 32, 8)).astype(np.float32)
+SIZES = jnp.array([2, 0, 4])
+
+
+def grouped_apply(module, variables, **options):
+    """(y, gradients of all variables and of the kernels) of a module that is called like lax.ragged_dot."""
+
+    @jax.jit
+    def run(variables, kernels):
+        y = module.apply(variables, X, kernels, SIZES, **options)
+        return jnp.sum(y * y), y
+
+    (_, y), gradients = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(variables, EXPERTS)
+    return y, *gradients
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed", "nvfp4"))
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4", "delayed"])
+def test_grouped_class_for_experts(name):
+    """Features J13: a class per recipe, called as lax.ragged_dot; state per expert, noise from the stream."""
+    recipe = RECIPES[name]()
+    cls = ml.ragged_dot_cls(recipe)
+    assert cls is ml.ragged_dot_cls(name if name != "delayed" else recipe)
+    assert cls.__name__ == f"{type(recipe).__name__}RaggedDot"
+    module, rngs = cls(), {"sr_rng": jax.random.key(1)} if recipe.is_stochastic else None
+    variables = module.init(jax.random.key(0), X, EXPERTS, SIZES)
+    y, state, gradient = grouped_apply(module, variables, rngs=rngs)
+    assert gradient.shape == EXPERTS.shape
+    assert not gradient[1].any()
+    if not recipe.is_delayed:
+        assert not variables
+        np.testing.assert_allclose(y, mj.ragged_dot(recipe)(X, EXPERTS, SIZES), rtol=1e-5, atol=1e-5)
+        return
+    leaves = state[OWG]
+    assert leaves["input_scale"].shape == (3, 1)
+    expected = [np.abs(X[:2]).max(), 0, np.abs(X[2:]).max()]
+    np.testing.assert_array_equal(leaves["input_amax_history"][:, 0], np.float32(expected))
+    after = fp8_ops.next_state(variables[OWG], leaves)
+    np.testing.assert_array_equal(after["kernel_amax_history"][:, 0], np.abs(EXPERTS).max((1, 2)) * [1, 1, 1])
+
+
+def test_layers_without_a_recipe_join_the_autocast():
+    """Features J14: Dense and an op class take the recipe of the caller, also when a jitted apply is cached."""
+    model = ml.Dense(16, use_bias=False)
+    variables = model.init(jax.random.key(0), X)
+    assert set(variables) == {"params"}
+    apply = jax.jit(model.apply)
+    plain = apply(variables, X)
+    np.testing.assert_array_equal(plain, nn.Dense(16, use_bias=False).apply(variables, X))
+    for recipe in ("mxfp8", Float8CurrentScaling()):
+        pinned = ml.Dense(16, use_bias=False, recipe=recipe).apply(variables, X)
+        with mj.autocast(recipe):
+            np.testing.assert_array_equal(apply(variables, X), pinned)
+        with mj.autocast(enabled=False):
+            kept = ml.Dense(16, use_bias=False, recipe=recipe).apply(variables, X)
+        np.testing.assert_array_equal(kept, plain)
+        assert not np.array_equal(pinned, plain)
+    with mj.autocast(DelayedScaling(amax_history_len=2)):
+        with pytest.raises(NotSupportedError, match=r"recipe: got an apply under.*initialise under the autocast"):
+            model.apply(variables, X)
+        stateful = model.init(jax.random.key(0), X)
+        gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))(stateful)
+    assert gradient[OWG]["AutocastOp_0"]["input_amax_history"][0] == np.abs(X).max()
+    own = ml.Dense(16, use_bias=False, dot_general=lambda *args, **kwargs: 2 * jax.lax.dot_general(*args, **kwargs))
+    with mj.autocast("mxfp8"):
+        np.testing.assert_allclose(own.apply(variables, X), 2 * plain, rtol=1e-6)

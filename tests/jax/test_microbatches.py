@@ -7,10 +7,12 @@ import optax
 import pytest
 from flax import nnx
 
+import microfloat.jax as mj
 import microfloat.jax.nnx as mnnx
-from microfloat.errors import InvalidTypeError, NotSupportedError
+from microfloat.errors import InvalidTypeError, InvalidValueError
 from microfloat.jax import fp8_ops, linen
 from microfloat.recipes import DelayedScaling
+from tests.jax.compare import relative_error
 
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
 SIZES = (1.0, 5.0, 2.0)
@@ -78,12 +80,17 @@ ORDERS = {
     "in a chain": custom_loop(
         linen.overwrite_with_gradient(optax.chain(optax.clip(1.0), optax.MultiSteps(SGD, 3).gradient_transformation()))
     ),
+    "own, whatever it wraps": custom_loop(
+        linen.MultiSteps(optax.chain(optax.clip(1.0), linen.overwrite_with_gradient(SGD)), 3)
+    ),
+    "TrainState, own": train_state(linen.MultiSteps(SGD, 3)),
+    "TrainState, inside": train_state(optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3)),
     "TrainState": train_state(optax.MultiSteps(SGD, 3)),
     "TrainState, both": train_state(linen.overwrite_with_gradient(optax.MultiSteps(SGD, 3))),
 }
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("outside-*",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("outside-*", "own*"))
 @pytest.mark.parametrize(("order", "kind"), [*((order, "recipe") for order in ORDERS), ("outside", "flax op")])
 def test_a_step_of_three_microbatches(order, kind):
     model = MODELS[kind]
@@ -102,15 +109,23 @@ def test_a_step_of_three_microbatches(order, kind):
     assert scale in (pytest.approx(448 / 5, rel=1e-5), pytest.approx(5 / 448, rel=1e-5))
 
 
-def test_multi_steps_outside_is_refused_by_name():
-    """It hands on a mean of amaxes: nothing inside can know their maximum."""
+def test_multi_steps_is_that_of_optax():
+    """The same constructor and fields; variables without state, `has_updated`, another schedule, sums, bad input."""
     model = MODELS["recipe"]
     variables = model.init(jax.random.key(0), batch(1.0))
-    for inner in (linen.overwrite_with_gradient(SGD), optax.chain(optax.clip(1.0), linen.overwrite_with_gradient(SGD))):
-        for init in (optax.MultiSteps(inner, 3).init, jax.jit(optax.MultiSteps(inner, 3).init)):
-            with pytest.raises(NotSupportedError, match=r"overwrite_with_gradient\(optax\.MultiSteps\(tx, k\)\)"):
-                init(variables)
-    assert optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3).init({"params": variables["params"]}) is not None
+    tx = linen.MultiSteps(SGD, lambda step: 1 + step, use_grad_mean=False)
+    assert isinstance(tx, optax.MultiSteps)
+    state, stepped, gradient = tx.init(variables), [], jax.tree.map(jnp.ones_like, variables)
+    for _ in range(3):
+        updates, state = tx.update(gradient, state, variables)
+        variables = optax.apply_updates(variables, updates)
+        stepped.append(bool(tx.has_updated(state)))
+    assert stepped == [True, False, True], "a step of one microbatch, then one of two"
+    np.testing.assert_allclose(updates["params"]["kernel"], -2e-3, rtol=1e-6)
+    np.testing.assert_array_equal(input_state(variables[OWG])[0], [1, 0, 0, 1])
+    plain = {"params": variables["params"]}
+    state = linen.MultiSteps(SGD, 2).init(plain)
+    assert jax.tree.structure(state) == jax.tree.structure(optax.MultiSteps(SGD, 2).init(plain))
     with pytest.raises(InvalidTypeError, match="tx: got int"):
         linen.overwrite_with_gradient(3)
 
@@ -136,3 +151,43 @@ def test_nnx_optimizer(jitted):
         run(model, optimizer, batch(size))
     if jitted:
         np.testing.assert_array_equal(np.asarray(model.dot_general.input_amax_history[...]), [0.5, 0, 0, 5])
+
+
+def test_gradients_over_microbatches_are_those_of_one_batch():
+    """Features J19: the mean of gradients and values, the maximum of amaxes; plain JAX and Flax, with a key."""
+    recipe = DelayedScaling(amax_history_len=4)
+    op, state = mj.dot_general(recipe), mj.scaling.init(recipe)
+    x = jax.random.normal(jax.random.key(0), (12, 32)) * jnp.arange(1, 13)[:, None]
+    w = jax.random.normal(jax.random.key(1), (32, 8), jnp.bfloat16)
+
+    def loss(params, x):
+        w, state = params
+        return jnp.mean(op(x, w, (((1,), (0,)), ((), ())), state=state) ** 2)
+
+    gradient = jax.value_and_grad(loss)
+    whole = jax.jit(gradient)((w, state), x)
+    parts = jax.jit(mj.scaling.microbatched(gradient, 3))((w, state), x)
+    assert parts[1][0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
+    assert relative_error(parts[1][0], whole[1][0]) < 0.2, "one more rounding of dy, to E5M2"
+    after = [mj.scaling.apply(state, one[1][1]) for one in (parts, whole)]
+    for tensor in ("x", "w"):
+        mine, wanted = (one.slot(tensor) for one in after)
+        jax.tree.map(np.testing.assert_array_equal, mine, wanted)
+    model = MODELS["flax op"]
+    variables = model.init(jax.random.key(0), x)
+
+    def flax_loss(variables, x, key):
+        assert key.shape == ()
+        return jnp.mean(model.apply(linen.max_accumulate(variables), x) ** 2)
+
+    whole, parts = (
+        one(variables, x, jax.random.key(2))
+        for one in (jax.grad(flax_loss), mj.scaling.microbatched(jax.grad(flax_loss), 4))
+    )
+    history = parts[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    np.testing.assert_array_equal(history, whole[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"])
+    assert relative_error(parts["params"]["kernel"], whole["params"]["kernel"]) < 0.2
+    for count, error in ((5, "batch: got an array of shape"), (0, "count: got 0")):
+        with pytest.raises(InvalidValueError, match=error):
+            mj.scaling.microbatched(gradient, count)((w, state), x)

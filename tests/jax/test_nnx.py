@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import microfloat.jax as mj
-from microfloat.errors import InvalidTypeError, MicrofloatError, PlacementError
+from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, NotSupportedError, PlacementError
 from microfloat.jax import nnx as mnnx
 from microfloat.recipes import (
     DelayedScaling,
@@ -324,3 +324,60 @@ def test_convert_layers_that_are_stacked(recipe):
 def test_rngs_of_another_kind():
     with pytest.raises(InvalidTypeError, match=r"rngs: got int, needed an nnx.Rngs"):
         mnnx.convert(Model(nnx.Rngs(0)), NVFP4BlockScaling(), rngs=3)
+
+
+def test_experts():
+    """Features J13: RaggedDot holds a state per expert, which the optimizer advances with the rest."""
+
+    class Experts(nnx.Module):
+        def __init__(self, recipe, rngs):
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (3, 32, 8)))
+            self.dot = mnnx.RaggedDot(recipe, num_groups=3, rngs=rngs)
+
+        def __call__(self, x, sizes):
+            return self.dot(x, self.kernel[...], sizes)
+
+    x, sizes = jnp.asarray(np.random.default_rng(2).standard_normal((10, 32)), jnp.float32), jnp.array([4, 0, 6])
+
+    def loss(model):
+        return jnp.sum(model(x, sizes) ** 2)
+
+    for recipe in (DELAYED, NVFP4BlockScaling()):
+        model = Experts(recipe, nnx.Rngs(0, sr_rng=1))
+        optimizer = mnnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+        kernel = np.asarray(model.kernel[...])
+
+        @nnx.jit
+        def step(model, optimizer):
+            optimizer.update(model, mnnx.grad(loss)(model))
+
+        step(model, optimizer)
+        changed = (np.asarray(model.kernel[...]) != kernel).any((1, 2))
+        np.testing.assert_array_equal(changed, [True, False, True])
+        if recipe is DELAYED:
+            history = model.dot.input_amax_history[...]
+            np.testing.assert_array_equal(history[:, 0], [jnp.abs(x[:4]).max(), 0, jnp.abs(x[4:]).max()])
+    with pytest.raises(InvalidValueError, match="num_groups: got 0"):
+        mnnx.RaggedDot(DELAYED, num_groups=0)
+
+
+def test_layers_without_a_recipe_join_the_autocast():
+    """Features J14; parameters are Flax's, noise needs a stream of its own, delayed scaling a pinned layer."""
+    layer = mnnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0, sr_rng=1))
+    plain = nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer.kernel[...], plain.kernel[...])
+    x = jax.random.normal(jax.random.key(1), (4, 32))
+    call = nnx.jit(lambda layer, x: layer(x))
+    np.testing.assert_array_equal(call(layer, x), plain(x))
+    for recipe in ("mxfp8", "nvfp4"):
+        pinned = mnnx.Linear(32, 16, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0, sr_rng=1))
+        with mj.autocast(recipe):
+            np.testing.assert_array_equal(call(layer, x), pinned(x))
+            assert nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer).kernel[...].any()
+        with mj.autocast(enabled=False):
+            np.testing.assert_array_equal(pinned(x), plain(x))
+    with mj.autocast(DELAYED), pytest.raises(NotSupportedError, match=r"autocast: got DelayedScaling.*convert\(model"):
+        layer(x)
+    assert mnnx.convert(layer, "mxfp8").rows[0].action == "converted"
+    mnnx.revert(layer)
+    np.testing.assert_array_equal(layer(x), plain(x))

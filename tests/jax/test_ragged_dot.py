@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import microfloat.jax as mj
 from microfloat import reference
@@ -246,3 +248,61 @@ def test_explain_says_what_runs():
     assert "ragged_dot casts blocks of rows" in told
     assert "kernels." not in told
     assert "kernels." in str(mj.explain("fp8_current", "h200", (4096, 4096, 4096)))
+
+
+CPUS = jax.devices("cpu")
+MESH = pytest.mark.skipif(len(CPUS) < 2, reason="needs 2 host devices")
+ROWS, HALVES = 64, ((20, 5, 30), (3, 40, 20))  # rows and group sizes of each of two devices
+
+
+def on_two_devices(in_specs, out_specs):
+    mesh = jax.make_mesh((2,), ("data",), devices=CPUS[:2], axis_types=(AxisType.Auto,))
+
+    def local(x, w, sizes, dy):
+        y, back = jax.vjp(lambda x, w: mj.ragged_dot("fp8_current")(x, w, sizes), x, w)
+        return y, *back(dy)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+@MESH
+def test_tokens_sharded_over_devices_share_the_amaxes_of_a_group():
+    x, dy, sizes = X[: 2 * ROWS], DY[: 2 * ROWS], np.concatenate(HALVES)
+    row, whole = P("data"), P()
+    y, dx, dw = on_two_devices((row, whole, row, row), (row, row, whole))(x, W[:3], sizes, dy)
+    # The same rows, sorted by group over both devices.
+    starts = [np.concatenate([[0], np.cumsum(half)[:-1]]) + ROWS * device for device, half in enumerate(HALVES)]
+    order = np.concatenate(
+        [np.arange(start[group], start[group] + half[group]) for group in range(3)
+         for start, half in zip(starts, HALVES, strict=True)]
+    )  # fmt: skip
+    expected = run(mj.ragged_dot("fp8_current"), x[order], W[:3], np.sum(HALVES, 0), dy[order])
+    for found, wanted in zip((np.asarray(y)[order], np.asarray(dx)[order], dw), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+@MESH
+def test_experts_of_other_devices_are_other_matrices():
+    """Expert parallelism: devices vary in sizes and in matrices, so no amax is shared between them."""
+    x, dy, row = X[: 2 * ROWS] * np.repeat([1, 1000], ROWS)[:, None].astype(np.float32), DY[: 2 * ROWS], P("data")
+    w = np.concatenate([W[:3], 50 * W[1:4]])
+    y, dx, dw = on_two_devices((row,) * 4, (row,) * 3)(x, w, np.concatenate(HALVES), dy)
+    for device, sizes in enumerate(HALVES):
+        rows, experts = slice(ROWS * device, ROWS * device + ROWS), slice(3 * device, 3 * device + 3)
+        expected = run(mj.ragged_dot("fp8_current"), x[rows], w[experts], sizes, dy[rows])
+        for found, wanted in zip((y[rows], dx[rows], dw[experts]), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+@MESH
+def test_sharding_by_jit_changes_nothing():
+    """Automatic and explicit meshes."""
+    expected = run(mj.ragged_dot("mxfp8"), X[:128], W, SIZES[:2] + (0, 60), DY[:128])
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("data",), devices=CPUS[:2], axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            x, dy = (jax.device_put(one[:128], NamedSharding(mesh, P("data"))) for one in (X, DY))
+            w = jax.device_put(W, NamedSharding(mesh, P()))
+            found = run(mj.ragged_dot("mxfp8"), x, w, SIZES[:2] + (0, 60), dy)
+        for one, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())

@@ -149,30 +149,22 @@ class DotGeneral(Op):
         NotSupportedError for a derivative of a gradient.
         """
         words = words_of(recipe_here(self.recipe), key, seed)
-        return self.threaded(
-            lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding, precision
-        )[0]
+        options = precision, preferred_element_type, out_sharding
+        return self.threaded(lhs, rhs, dimension_numbers, *options, words=words, state=state)[0]
 
     def threaded(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        preferred_element_type: DTypeLike | None,
-        words: Array | np.ndarray | None,
-        state: DelayedState | None,
-        out_sharding: object = None,
-        precision: object = None,
-    ) -> tuple[Array, DelayedState | None]:
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: Any = None,
+        preferred_element_type: DTypeLike | None = None, out_sharding: Any = None, *,
+        words: Array | np.ndarray | None = None, state: DelayedState | None = None,
+    ) -> tuple[Array, DelayedState | None]:  # fmt: skip
         """(y, the state handed through) for the call seed's words; a later use in this step takes that state.
 
         Without words a stochastic recipe runs forward only, if its fprop is not stochastic.
         """
         recipe = recipe_here(self.recipe)
         if recipe is None:
-            options: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
-            y = lax.dot_general(lhs, rhs, dimension_numbers, **options, out_sharding=out_sharding)  # type: ignore[arg-type]
-            return y, state
+            options = precision, preferred_element_type
+            return lax.dot_general(lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding), state
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         dtype = check_dtype(

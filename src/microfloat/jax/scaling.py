@@ -29,7 +29,21 @@ from microfloat.operands import OPERANDS, TENSORS
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
 
-__all__ = ["DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "update"]
+__all__ = [
+    "DelayedState",
+    "Slot",
+    "apply",
+    "encode_scales",
+    "init",
+    "max_accumulate",
+    "merge",
+    "microbatched",
+    "update",
+]
+
+
+# The collection of Flax whose gradient is its new value.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 class Slot(NamedTuple):
@@ -204,6 +218,47 @@ def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
         if not isinstance(gradient, DelayedState):
             raise invalid_type("gradients", type(gradient), "DelayedStates, gradients with respect to `old`")
     return apply(old, jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), axis=0), *gradients))
+
+
+def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`gradient`, what jax.grad or jax.value_and_grad gave, over `count` parts of its arguments behind the first.
+
+    ``microbatched(jax.value_and_grad(loss), 4)(params, x, y)`` cuts x and y along their first axes and returns the mean
+    over all parts, added up in float32, and of delayed-scaling state (a DelayedState, or Flax's collection of it) the
+    largest gradient: N microbatches are one step. A jax.random key of shape () gives every part a key of its own.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise invalid_value("count", repr(count), "a number of microbatches >= 1")
+
+    def parts(leaf: Array) -> Array:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.ndim:
+            return jax.random.split(leaf, count)
+        if not leaf.ndim or leaf.shape[0] % count:
+            raise invalid_value("batch", f"an array of shape {leaf.shape}", f"first axes that {count} divides")
+        return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+    def each(combine: Callable[..., Array], keep: Callable[..., Array], *trees: Any) -> Any:
+        def leaf(path: tuple, *leaves: Any) -> Any:
+            names = (getattr(key, "key", None) for key in path)
+            is_state = isinstance(leaves[0], DelayedState) or OVERWRITE_WITH_GRADIENT in names
+            return jax.tree.map(keep if is_state else combine, *leaves)
+
+        return jax.tree_util.tree_map_with_path(leaf, *trees, is_leaf=lambda node: isinstance(node, DelayedState))
+
+    def run(params: Any, *batch: Any) -> Any:
+        split = jax.tree.map(parts, batch)
+        shapes = jax.eval_shape(gradient, params, *jax.tree.map(lambda leaf: leaf[0], split))
+        start = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.promote_types(one.dtype, jnp.float32)), shapes)
+
+        def add(total: Any, batch: Any) -> tuple[Any, None]:
+            return each(jnp.add, jnp.maximum, total, gradient(params, *batch)), None
+
+        total, _ = jax.lax.scan(add, start, split)
+        mean = each(lambda leaf: leaf / count, lambda leaf: leaf, total)
+        return jax.tree.map(lambda leaf, one: leaf.astype(one.dtype), mean, shapes)
+
+    return run
 
 
 def max_accumulate(state: DelayedState) -> DelayedState:

@@ -10,13 +10,14 @@ several times in one step leaves the maximum of the amaxes, and each honours `e4
 `preferred_element_type`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
@@ -44,7 +45,7 @@ from microfloat.jax.flax.fp8_casts import (
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
     STATE_NAMES,
-    StateModule,
+    StateVariables,
     max_accumulate,
     merge_state,
     next_state,
@@ -443,7 +444,7 @@ def _scaled_dot(
     out: DTypeLike,
     lhs: Array,
     rhs: Array,
-    states: tuple[State, State, State],
+    states: Sequence[State],
 ) -> tuple[Array, tuple[State, State, State]]:
     """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result.
 
@@ -520,17 +521,18 @@ def _dot_general_with_precision_jvp(
 # Modules
 
 
-class Fp8DotGeneralBase(StateModule):
+class Fp8DotGeneralBase(nn.Module):
     """State and options of the FP8 operators; `axis_names`: mesh axes that shard them, where JAX cannot see those."""
 
+    amax_history_length: int = 1024
     e4m3_dtype: DTypeLike = jnp.float8_e4m3fn
     e5m2_dtype: DTypeLike = jnp.float8_e5m2
     axis_names: tuple[str, ...] = ()
 
     def setup(self) -> None:
         """The six variables, also under the names that subclasses of Flax's class read."""
-        super().setup()
-        for name, (scale, history) in self.variables_of.items():
+        self.state_variables = StateVariables(self, self.amax_history_length)
+        for name, (scale, history) in self.state_variables.pairs.items():
             setattr(self, f"{name}_scale", scale)
             setattr(self, f"{name}_amax_history", history)
 
@@ -540,10 +542,10 @@ class Fp8DotGeneralBase(StateModule):
         """The dot with FP8 operands, in rhs's dtype or `preferred_element_type`."""
         out = rhs.dtype if preferred_element_type is None else preferred_element_type
         forward = Rule(rhs.dtype, self.e4m3_dtype, tuple(self.axis_names))
-        states = (self.current_state("input"), self.current_state("kernel"), self.current_state("output_grad"))
+        states = [self.state_variables.current(name) for name in STATE_NAMES]
         y, states = _scaled_dot(dimension_numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
         for name, pair in zip(STATE_NAMES, states, strict=True):
-            self.hand_on(name, pair)
+            self.state_variables.hand_on(name, pair)
         return y
 
 
@@ -564,37 +566,32 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
         del precision, args, kwargs
         lhs, rhs = _operands(lhs, rhs)
         canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+        return self._dot(lhs, rhs, dimension_numbers, preferred_element_type)
+
+    def _dot(
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
+    ) -> Array:
         axis_names = tuple(self.axis_names)
-        faked = []
-        for name, operand in (("input", lhs), ("kernel", rhs)):
-            rule = Rule(rhs.dtype, self.e4m3_dtype, axis_names)
-            value, *state = _in_qdq_threaded(rule, operand, *self.current_state(name))
-            self.hand_on(name, tuple(state))
-            faked.append(value)
-        y = dot_general_with_precision(*faked, dimension_numbers)
-        rule = Rule(rhs.dtype, self.e5m2_dtype, axis_names)
-        y, *state = _out_qdq_threaded(rule, y, *self.current_state("output_grad"))
-        self.hand_on("output_grad", tuple(state))
+
+        def through(function: Callable, name: str, dtype: DTypeLike, value: Array) -> Array:
+            rule = Rule(rhs.dtype, dtype, axis_names)
+            value, *state = function(rule, value, *self.state_variables.current(name))
+            self.state_variables.hand_on(name, tuple(state))
+            return value
+
+        lhs = through(_in_qdq_threaded, "input", self.e4m3_dtype, lhs)
+        faked = through(_in_qdq_threaded, "kernel", self.e4m3_dtype, rhs)
+        y = dot_general_with_precision(lhs, faked, dimension_numbers)
+        y = through(_out_qdq_threaded, "output_grad", self.e5m2_dtype, y)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
-class Fp8DirectDotGeneralOp(Fp8DotGeneralBase):
+class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
     """dot_general of FP8 codes: they go into the dot themselves, the scales follow."""
 
-    def __call__(
-        self,
-        lhs: ArrayLike,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *args: object,
-        **kwargs: object,
+    def _dot(
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
     ) -> Array:
-        """Computes in rhs's dtype; further arguments are accepted and ignored."""
-        del precision, args, kwargs
-        lhs, rhs = _operands(lhs, rhs)
-        canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         return self.direct_dot(lhs, rhs, dimension_numbers, preferred_element_type)
 
 

@@ -8,117 +8,133 @@ its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import core as flax_core
 from flax.training import train_state
 from jax import Array
 from jax.typing import DTypeLike
 
-from microfloat.errors import invalid_type
+from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax.array import check_array
+from microfloat.jax.autocast import get_autocast_recipe
 from microfloat.jax.dimensions import DimensionNumbers, einsum_by
-from microfloat.jax.dot_general import DotGeneral, dot_general
+from microfloat.jax.dot_general import DotGeneral, dot_general, words_of
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
     SLOT_NAMES,
-    StateModule,
+    Collected,
+    StateVariables,
     check_transformation,
-    chosen,
-    has_stepped,
-    larger,
+    collected,
+    collecting,
     max_accumulate,
     next_state,
-    refuse_multi_steps_outside,
     step_counts,
 )
-from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
 from microfloat.jax.transformations import notice_fixed_state
 from microfloat.operands import TENSORS
 from microfloat.recipes import Recipe
 
 __all__ = [
-    "Dense", "DenseGeneral", "MultiHeadDotProductAttention", "TrainState", "dot_general_cls", "einsum_cls",
-    "max_accumulate", "overwrite_with_gradient",
+    "Dense", "DenseGeneral", "MultiHeadDotProductAttention", "MultiSteps", "TrainState", "dot_general_cls",
+    "einsum_cls", "max_accumulate", "overwrite_with_gradient", "ragged_dot_cls",
 ]  # fmt: skip
 
 SR_STREAM = "sr_rng"
 
 
-def _run(
-    module: nn.Module, op: DotGeneral, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers,
-    dtype: DTypeLike | None,
-) -> Array:  # fmt: skip
-    """``op(lhs, rhs, dimension_numbers)`` with the module's random stream and, if it is delayed, its state variables.
-
-    Without the stream only a recipe that needs none runs.
-    """
-    words = state = None
-    if op.recipe.is_stochastic and module.has_rng(SR_STREAM):
-        words = call_seed(None, module.make_rng(SR_STREAM), repr(op.recipe))
-    if isinstance(module, StateModule):
-        rules = slot_rules(op.recipe)
-        slots = {tensor: Slot(*module.current_state(name)) for tensor, name in SLOT_NAMES.items()}
-        state = state_of({tensor: slots[tensor] for tensor, rule in zip(TENSORS, rules, strict=True) if rule}, rules)
-        rhs = notice_fixed_state(check_array("rhs", rhs), state)
-    y, handed = op.threaded(lhs, rhs, dimension_numbers, dtype, words, state)
-    if isinstance(module, StateModule) and handed is not None:
-        for tensor, slot, _ in slots_of(handed):
-            module.hand_on(SLOT_NAMES[tensor], slot)
-    return y
-
-
-def dot_general_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
+def dot_general_cls(recipe: Recipe | str | None = None, **options: Any) -> type[nn.Module]:
     """A linen module class for every place where Flax takes ``dot_general_cls=``; called like `lax.dot_general`.
 
-    `options` are those of `microfloat.jax.dot_general`. Equal recipes and options give the same class, named after
-    the recipe, for example ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe or its name.
+    None is the recipe of the `microfloat.jax.autocast` that the module is called under. `options` are those of
+    `microfloat.jax.dot_general`. Equal recipes and options give the same class, named after the recipe, for example
+    ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe or its name.
     """
-    return _op_class(dot_general(recipe, **options), "dot_general")
+    return _op_class(dot_general(recipe, **options), "Op")
 
 
-def einsum_cls(recipe: Recipe | str, **options: Any) -> type[nn.Module]:
+def einsum_cls(recipe: Recipe | str | None = None, **options: Any) -> type[nn.Module]:
     """A linen module class for einsums of two operands: ``cls()(equation, input, kernel)``."""
-    return _op_class(dot_general(recipe, **options), "einsum")
+    return _op_class(dot_general(recipe, **options), "Einsum")
+
+
+def ragged_dot_cls(recipe: Recipe | str | None = None, **options: Any) -> type[nn.Module]:
+    """A linen module class for the layers of experts: ``cls()(x_TK, kernels_GKN, group_sizes)``, as `lax.ragged_dot`.
+
+    Delayed scaling keeps a state per expert: scales [G, 1], histories [G, length].
+    """
+    return _op_class(ragged_dot(recipe, **options), "RaggedDot")
 
 
 @functools.cache
-def _op_class(op: DotGeneral, kind: str) -> type[nn.Module]:
-    recipe = op.recipe
-    base: type[nn.Module] = StateModule if recipe.is_delayed else nn.Module
-
-    def dot_general_call(
-        self: Any, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
-        preferred_element_type: DTypeLike | None = None, **_: object,
+def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
+    @nn.compact
+    def call(
+        self: Any, lhs: Array, rhs: Array, third: Any, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *_: object, **__: object,
     ) -> Array:  # fmt: skip
-        """``lax.dot_general`` under the recipe; `precision` and further keywords are accepted and ignored."""
-        del precision
-        return _run(self, op, lhs, rhs, dimension_numbers, preferred_element_type)
+        """lax's function of this name under the recipe; `precision` is for high precision, others are ignored."""
+        return _run(self, op, third, precision, preferred_element_type, lhs, rhs)
 
+    @nn.compact
     def einsum_call(
         self: Any, equation: str, lhs: Array, rhs: Array, precision: object = None,
         preferred_element_type: DTypeLike | None = None, **_: object,
     ) -> Array:  # fmt: skip
         """The einsum under the recipe; the first operand is the input, the second the kernel."""
-        del precision
-        dot = functools.partial(_run, self, op, dtype=preferred_element_type)
+
+        def dot(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
+            return _run(self, op, dimension_numbers, precision, preferred_element_type, lhs, rhs)
+
         return einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs))
 
-    call = dot_general_call if kind == "dot_general" else einsum_call
-    name = f"{type(recipe).__name__}{'Op' if kind == 'dot_general' else 'Einsum'}"
-    members: dict[str, Any] = {"__call__": call, "__module__": __name__, "__doc__": f"{kind} under {recipe!r}."}
-    length = {slot.delayed.amax_history_len for slot in slot_rules(recipe) if slot is not None}
-    if length:
-        members |= {"amax_history_length": max(length), "__annotations__": {"amax_history_length": int}}
-    return cast(type[nn.Module], type(name, (base,), members))
+    name = f"{'Autocast' if op.recipe is None else type(op.recipe).__name__}{kind}"
+    members = {
+        "__call__": einsum_call if kind == "Einsum" else call, "__module__": __name__,
+        "__doc__": f"{kind} under {op.recipe!r}.",
+    }  # fmt: skip
+    return type(name, (nn.Module,), members)
+
+
+def _run(
+    module: nn.Module, op: DotGeneral | RaggedDot, third: Any, precision: Any, dtype: DTypeLike | None, lhs: Array,
+    rhs: Array,
+) -> Array:  # fmt: skip
+    """``op(lhs, rhs, third)`` with the module's random stream and, under delayed scaling, its state variables.
+
+    Without the stream only a recipe that needs none runs.
+    """
+    recipe, key = get_autocast_recipe() if op.recipe is None else op.recipe, None
+    if recipe is not None and recipe.is_stochastic and module.has_rng(SR_STREAM):
+        key = module.make_rng(SR_STREAM)
+    words, state, variables = words_of(recipe, key), None, None
+    if recipe is not None and recipe.is_delayed:
+        rules = slot_rules(recipe)
+        if not (module.is_initializing() or module.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale")):
+            raise NotSupportedError(
+                f"recipe: got an apply under {recipe!r} of variables without its state, needed variables that "
+                "model.init made under the same recipe. Pin the recipe to the layer, or initialise under the autocast."
+            )
+        length = max(rule.delayed.amax_history_len for rule in rules if rule is not None)
+        variables = StateVariables(module, length, np.shape(rhs)[:1] if isinstance(op, RaggedDot) else ())
+        slots = {tensor: Slot(*variables.current(name)) for tensor, name in SLOT_NAMES.items()}
+        state = state_of({tensor: slots[tensor] for tensor, rule in zip(TENSORS, rules, strict=True) if rule}, rules)
+        rhs = notice_fixed_state(check_array("rhs", rhs), state)
+    y, handed = op.threaded(lhs, rhs, third, precision, dtype, words=words, state=state)
+    for tensor, slot, _ in [] if handed is None else slots_of(handed):
+        cast(StateVariables, variables).hand_on(SLOT_NAMES[tensor], slot)
+    return y
 
 
 class Dense(nn.Dense):
-    """`flax.linen.Dense` under `recipe` (None: as Flax runs it); same parameters, same names."""
+    """`flax.linen.Dense` under `recipe` (None: that of the autocast); same parameters, same names."""
 
     recipe: Recipe | str | None = None
 
@@ -148,12 +164,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 
 def _inject(module: nn.Module, *attributes: str) -> None:
-    recipe = module.recipe  # type: ignore[attr-defined]
-    if recipe is None:
-        return
+    """The recipe's op (without one the autocast's) where neither a class nor a function is set."""
     for attribute in attributes:
-        if getattr(module, attribute) is None:
-            object.__setattr__(module, attribute, dot_general_cls(recipe))
+        if getattr(module, attribute) is None and getattr(module, attribute.removesuffix("_cls")) is None:
+            object.__setattr__(module, attribute, dot_general_cls(module.recipe))  # type: ignore[attr-defined]
 
 
 class TrainState(train_state.TrainState):
@@ -187,31 +201,16 @@ class TrainState(train_state.TrainState):
         state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
         if not _has_state(params):
             return state
-        return state.replace(opt_state=_collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
-
-
-class Collected(NamedTuple):
-    """State of an optimizer that steps once per several gradients, and the largest state gradients since it stepped."""
-
-    inner: Any
-    largest: Any
-
-
-def _collecting(opt_state: Any, collection: Any) -> Any:
-    """`opt_state`, with a buffer for state gradients if the optimizer does not step every time."""
-    if not step_counts(opt_state):
-        return opt_state
-    return Collected(opt_state, jax.tree.map(jnp.zeros_like, collection))
+        return state.replace(opt_state=collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
 
 
 def _advanced(collection: Any, gradient: Any, before: Any, inner: Any) -> tuple[Any, Any]:
     """(the state collection, the optimizer's state) after one gradient; `inner` is what the optimizer returned."""
     if not isinstance(before, Collected):
         return next_state(collection, gradient), inner
-    stepped = has_stepped(step_counts(before.inner), step_counts(inner))
-    largest = larger(gradient, before.largest)
-    after = chosen(stepped, next_state(collection, largest), collection)
-    return after, Collected(inner, chosen(stepped, jax.tree.map(jnp.zeros_like, largest), largest))
+    counts = step_counts(before.inner), step_counts(inner)
+    after, largest = collected(next_state, collection, gradient, before.largest, *counts)
+    return after, Collected(inner, largest)
 
 
 def _has_state(variables: Any) -> bool:
@@ -241,8 +240,8 @@ def overwrite_with_gradient(tx: Any) -> Any:
     """An optax transformation for custom loops: state advances by the consumer rule, everything else goes through `tx`.
 
     The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
-    Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches;
-    inside of one it would get an average, which is NotSupportedError.
+    Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
+    Inside of one it could not: optax averages every gradient. `MultiSteps` of this module does not.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
     check_transformation(tx)
@@ -256,8 +255,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
         rest, _ = split(params)
         if OVERWRITE_WITH_GRADIENT not in params:
             return tx.init(rest)
-        refuse_multi_steps_outside()
-        return _collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
+        return collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
@@ -271,3 +269,27 @@ def overwrite_with_gradient(tx: Any) -> Any:
         return _replaced(updates, rest), new_state
 
     return type(tx)(init, update)
+
+
+class MultiSteps(optax.MultiSteps):
+    """`optax.MultiSteps` for variables with delayed-scaling state; same constructor, `init`, `update` and state.
+
+    N microbatches are one step: gradients are averaged, the state advances when the optimizer steps, once, by the
+    largest amax of all of them. `opt` may be any transformation, `overwrite_with_gradient` or a chain of it included.
+    """
+
+    @property
+    def _whole(self) -> Any:
+        return overwrite_with_gradient(optax.GradientTransformationExtraArgs(super().init, cast(Any, super().update)))
+
+    def init(self, params: Any) -> Any:
+        """The state of `optax.MultiSteps` for everything but the state collection, and the largest amaxes beside it."""
+        return self._whole.init(params)
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Updates that are zero until the last microbatch of a step; `params` are the variables."""
+        return self._whole.update(updates, state, params, **extra)
+
+    def has_updated(self, state: Any) -> Any:
+        """True if the optimizer has stepped with the last microbatch."""
+        return super().has_updated(state.inner if isinstance(state, Collected) else state)

@@ -23,22 +23,21 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax.array import check_array
-from microfloat.jax.dimensions import DimensionNumbers, einsum_by
-from microfloat.jax.dot_general import dot_general, place
+from microfloat.jax.autocast import recipe_here
+from microfloat.jax.dimensions import einsum_by
+from microfloat.jax.dot_general import dot_general, place, words_of
 from microfloat.jax.flax.state import (
     SLOT_NAMES,
     Threaded,
     check_transformation,
-    chosen,
-    has_stepped,
-    larger,
+    collected,
     step_counts,
     trace_state,
 )
-from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.ragged_dot import ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
 from microfloat.recipes import Placement, Recipe
@@ -55,7 +54,7 @@ from microfloat.recipes.placement import (
 
 __all__ = [
     "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
-    "LinearGeneral", "Optimizer", "ScaleState", "convert", "grad", "revert", "value_and_grad",
+    "LinearGeneral", "Optimizer", "RaggedDot", "ScaleState", "convert", "grad", "revert", "value_and_grad",
 ]  # fmt: skip
 
 _LOG = logging.getLogger("microfloat")
@@ -73,48 +72,38 @@ _THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class DotGeneral(nnx.Module):
     """A module that is called like `lax.dot_general` and runs `recipe`; for ``dot_general=`` of nnx layers.
 
-    Delayed recipes hold six `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream
-    ``sr_rng`` of `rngs` (or its default stream); a ``key=`` of the call takes precedence. `stacked`: the leading axes
-    of a layer whose variables are stacked for nnx.scan or nnx.vmap. Further arguments are those of
-    `microfloat.jax.dot_general`.
+    None is the recipe of the `microfloat.jax.autocast` that the module is called under. Delayed recipes hold six
+    `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream ``sr_rng`` of `rngs` (or its
+    default stream); a ``key=`` of the call takes precedence. `stacked`: the leading axes of a layer whose variables are
+    stacked for nnx.scan or nnx.vmap. Further arguments are those of `microfloat.jax.dot_general`.
     """
 
+    _make: Callable[..., Any] = staticmethod(dot_general)
+
     def __init__(
-        self, recipe: Recipe | str, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (), **options: Any
-    ) -> None:
-        self.op = dot_general(recipe, **options)
-        recipe = self.op.recipe
+        self, recipe: Recipe | str | None = None, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (),
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.op = self._make(recipe, **options)
         if not isinstance(stacked, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in stacked):
             raise invalid_type("stacked", repr(stacked), "a tuple of sizes: the leading axes of stacked variables")
         stacked = tuple(stacked)
-        self.sr_rng: Any = nnx.data(None)
-        if rngs is not None and not isinstance(rngs, nnx.Rngs):
-            raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
-        if recipe.is_stochastic and rngs is not None:
-            if "sr_rng" not in rngs and "default" not in rngs:
-                streams = ", ".join(name for name, value in vars(rngs).items() if isinstance(value, nnx.RngStream))
-                raise invalid_value(
-                    "rngs", f"an nnx.Rngs with the streams {streams or 'none'}",
-                    f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically",
-                    "For instance nnx.Rngs(0, sr_rng=1).",
-                )  # fmt: skip
-            stream = rngs["sr_rng"]
-            self.sr_rng = stream.split(stacked) if stacked else stream.fork()
-        if recipe.is_delayed:
-            fresh = scaling.init(recipe)
+        self.sr_rng: Any = nnx.data(_stream(self.recipe, rngs, stacked))
+        if self.recipe is not None and self.recipe.is_delayed:
+            fresh = scaling.init(self.recipe)
             for tensor, slot, _ in scaling.slots_of(fresh):
                 for kind, leaf in (("scale", slot.scale_enc.reshape(1)), ("amax_history", slot.amax_history)):
                     each = ScaleState(jnp.broadcast_to(leaf, (*stacked, *leaf.shape)))
                     setattr(self, f"{SLOT_NAMES[tensor]}_{kind}", each)
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of this op."""
+    def recipe(self) -> Recipe | None:
+        """The recipe of this op; None is that of the autocast."""
         return self.op.recipe
 
     def variables(self) -> dict[str, tuple[ScaleState, ScaleState]]:
         """(scale, history) variables per tensor; empty for stateless recipes."""
-        if not self.recipe.is_delayed:
+        if self.recipe is None or not self.recipe.is_delayed:
             return {}
         return {
             tensor: (getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
@@ -124,31 +113,35 @@ class DotGeneral(nnx.Module):
 
     def state(self) -> DelayedState | None:
         """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
-        if not self.recipe.is_delayed:
-            return None
         slots = {tensor: Slot(*(value_of(variable) for variable in pair)) for tensor, pair in self.variables().items()}
-        return scaling.state_of(slots, scaling.slot_rules(self.recipe))
+        return scaling.state_of(slots, scaling.slot_rules(cast(Recipe, self.recipe))) if slots else None
 
     def __call__(
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: DimensionNumbers,
+        dimension_numbers: Any,
         precision: object = None,
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: object = None,
         key: Array | None = None,
     ) -> Array:
-        """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is ignored."""
-        del precision
-        words = None
-        if self.recipe.is_stochastic and (key is not None or self.sr_rng is not None):
-            words = call_seed(None, self.sr_rng() if key is None else key, repr(self.recipe))
-        state = self._current_state()
+        """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is for high precision."""
+        recipe, state = recipe_here(self.recipe), self._current_state()
+        if recipe is not None and recipe.is_delayed and state is None:
+            raise NotSupportedError(
+                f"autocast: got {recipe!r} for an nnx layer without its state, needed a stateless recipe. Pin it to "
+                "the layers: microfloat.jax.nnx.convert(model, recipe)."
+            )
+        if recipe is not None and recipe.is_stochastic and key is None and self.sr_rng is not None:
+            key = self.sr_rng()
         if state is not None:
             rhs = notice_fixed_state(check_array("rhs", rhs), state)
-        y, handed = self.op.threaded(lhs, rhs, dimension_numbers, preferred_element_type, words, state, out_sharding)
+        options = precision, preferred_element_type
+        y, handed = self.op.threaded(
+            lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding, words=words_of(recipe, key), state=state
+        )
         if handed is not None:
             _THREADED[self] = {
                 tensor: Threaded(value_of(self.variables()[tensor][1]), trace_state(), slot)
@@ -165,6 +158,27 @@ class DotGeneral(nnx.Module):
             earlier = threaded.get(tensor)
             slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
         return scaling.state_of(slots, state.rules)
+
+
+def _stream(recipe: Recipe | None, rngs: object, stacked: tuple[int, ...]) -> nnx.RngStream | None:
+    """The random stream of an op; without a recipe the stream ``sr_rng`` alone, so that no parameter changes."""
+    if rngs is None:
+        return None
+    if not isinstance(rngs, nnx.Rngs):
+        raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
+    if "sr_rng" not in rngs and recipe is None:
+        return None
+    if recipe is not None and not recipe.is_stochastic:
+        return None
+    if "sr_rng" not in rngs and "default" not in rngs:
+        streams = ", ".join(name for name, value in vars(rngs).items() if isinstance(value, nnx.RngStream))
+        raise invalid_value(
+            "rngs", f"an nnx.Rngs with the streams {streams or 'none'}",
+            f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically",
+            "For instance nnx.Rngs(0, sr_rng=1).",
+        )  # fmt: skip
+    stream = rngs["sr_rng"]
+    return stream.split(stacked) if stacked else stream.fork()
 
 
 class EinsumOp(DotGeneral):
@@ -186,18 +200,40 @@ class EinsumOp(DotGeneral):
         return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
 
 
+class RaggedDot(DotGeneral):
+    """A module called as ``lax.ragged_dot(x_TK, kernels_GKN, group_sizes)``, for layers of `num_groups` experts.
+
+    Delayed scaling keeps a state per expert. Other arguments are those of `DotGeneral`.
+    """
+
+    _make = staticmethod(ragged_dot)
+
+    def __init__(
+        self, recipe: Recipe | str | None = None, *, num_groups: int, rngs: nnx.Rngs | None = None,
+        stacked: tuple[int, ...] = (), **options: Any,
+    ) -> None:  # fmt: skip
+        if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
+            raise invalid_value("num_groups", repr(num_groups), "the number of experts, as rhs [G, K, N] has them")
+        super().__init__(recipe, rngs=rngs, stacked=stacked, **options)
+        for pair in self.variables().values():
+            for variable in pair:
+                value = value_of(variable)
+                each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
+                variable.set_value(each)
+
+
 def value_of(variable: nnx.Variable) -> Array:
     """The array in a variable."""
     return variable.get_value()
 
 
 class Linear(nnx.Linear):
-    """`flax.nnx.Linear` under `recipe` (None: as Flax runs it); same parameters, same names."""
+    """`flax.nnx.Linear` under `recipe` (None: that of the autocast); same parameters, same names."""
 
     def __init__(
         self, in_features: int, out_features: int, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
-        if recipe is not None:
+        if options.get("dot_general") is None and options.get("dot_general_cls") is None:
             options["dot_general"] = DotGeneral(recipe, rngs=rngs)
         super().__init__(in_features, out_features, rngs=rngs, **options)
 
@@ -208,7 +244,7 @@ class LinearGeneral(nnx.LinearGeneral):
     def __init__(
         self, in_features: Any, out_features: Any, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
-        if recipe is not None:
+        if options.get("dot_general") is None and options.get("dot_general_cls") is None:
             options["dot_general"] = DotGeneral(recipe, rngs=rngs)
         super().__init__(in_features, out_features, rngs=rngs, **options)
 
@@ -226,7 +262,7 @@ class Einsum(nnx.Einsum):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        if recipe is not None:
+        if options.get("einsum_op") is None:
             options["einsum_op"] = EinsumOp(recipe, rngs=rngs)
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
 
@@ -324,13 +360,13 @@ def _refusal(
 def _install(name: str, layer: Any, target: _Target, reason: str | None, op: DotGeneral | None) -> ConversionRow:
     """Put `op` into a layer, or Flax's own product where the placement says None; the row of the report."""
     before = getattr(layer, target.attribute)
-    has_recipe = isinstance(before, DotGeneral)
+    has_recipe = isinstance(before, DotGeneral) and before.recipe is not None
     shape = _features(layer)
     if reason is not None:
         kept = before.recipe if has_recipe else None
         return ConversionRow(name, shape, "kept" if has_recipe else "skipped", kept, reason)
     if op is None:
-        if has_recipe:
+        if isinstance(before, DotGeneral):
             setattr(layer, target.attribute, nnx.static(target.plain))
         return ConversionRow(name, shape, "high precision", None, "the placement says None")
     setattr(layer, target.attribute, nnx.data(op))
@@ -473,10 +509,9 @@ class Optimizer(nnx.Optimizer):
         if not isinstance(grads, Mapping) or not grads:
             got = type(grads) if not isinstance(grads, Mapping) else "no gradient"
             raise invalid_type("grads", got, "what value_and_grad or grad of this module returned")
-        before = [value_of(count) for count in step_counts(self.opt_state)]
+        before = self._step_counts()
         updates = super().update(model, grads, **kwargs)
-        stepped = has_stepped(before, [value_of(count) for count in step_counts(self.opt_state)]) if before else None
-        missing = [name for name, op in _delayed_ops(model) if not self._advance(op, grads, name, stepped)]
+        missing = [name for name, op in _delayed_ops(model) if not self._advance(op, grads, name, before)]
         if missing:
             _LOG.warning(
                 "the gradients hold no delayed-scaling state for %s: scales do not move. "
@@ -485,8 +520,11 @@ class Optimizer(nnx.Optimizer):
             )
         return updates
 
-    def _advance(self, op: DotGeneral, grads: Any, path: tuple, stepped: Array | None) -> bool:
-        """Advance one op's state by its gradient; False if `grads` does not hold it. `stepped` None: always."""
+    def _step_counts(self) -> list[Array]:
+        return [value_of(count) for count in step_counts(self.opt_state)]
+
+    def _advance(self, op: DotGeneral, grads: Any, path: tuple, before: list[Array]) -> bool:
+        """Advance one op's state by its gradient; False if `grads` does not hold it. `before`: counts of steps."""
         node = grads
         for key in path:
             if key not in node:
@@ -497,22 +535,24 @@ class Optimizer(nnx.Optimizer):
             return False
         given = {leaf: node[leaf] for leaf in variables}
         gradients = {leaf: value_of(one) if isinstance(one, nnx.Variable) else one for leaf, one in given.items()}
-        if stepped is not None:
-            collected = {leaf: self.collected[_key(path, leaf)] for leaf in variables}
-            gradients = larger(gradients, {leaf: value_of(variable) for leaf, variable in collected.items()})
-            for leaf, variable in collected.items():
-                variable.set_value(jnp.where(stepped, jnp.zeros_like(gradients[leaf]), gradients[leaf]))
-        slots = {
-            tensor: Slot(*(gradients[f"{SLOT_NAMES[tensor]}_{kind}"] for kind in ("scale", "amax_history")))
-            for tensor in op.variables()
-        }
+
+        def advance(old: DelayedState, gradients: dict[str, Array]) -> DelayedState:
+            kinds = ("scale", "amax_history")
+            slots = {
+                tensor: Slot(*(gradients[f"{SLOT_NAMES[tensor]}_{kind}"] for kind in kinds))
+                for tensor in op.variables()
+            }
+            return scaling.apply(old, scaling.state_of(slots, old.rules))
+
         old = cast(DelayedState, op.state())  # the recipe is delayed
-        new = scaling.state_of(slots, old.rules)
-        step = scaling.apply
-        for _ in range(next(iter(slots.values())).amax_history.ndim - 1):  # stacked layers have leading axes
-            step = jax.vmap(step)
-        after = step(old, new)
-        after = after if stepped is None else chosen(stepped, after, old)
+        if not before:
+            after = advance(old, gradients)
+        else:
+            held = {leaf: self.collected[_key(path, leaf)] for leaf in variables}
+            largest = {leaf: value_of(variable) for leaf, variable in held.items()}
+            after, largest = collected(advance, old, gradients, largest, before, self._step_counts())
+            for leaf, variable in held.items():
+                variable.set_value(largest[leaf])
         for tensor, slot, _ in scaling.slots_of(after):
             for variable, value in zip(op.variables()[tensor], slot, strict=True):
                 variable.set_value(value)
@@ -523,7 +563,7 @@ def _delayed_ops(model: nnx.Module) -> list[tuple[tuple, DotGeneral]]:
     return [
         (path, module)
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, DotGeneral) and module.recipe.is_delayed
+        if isinstance(module, DotGeneral) and module.variables()
     ]
 
 

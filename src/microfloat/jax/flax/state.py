@@ -5,9 +5,7 @@ index 0 of the last axis). What an optimizer does with the gradient of such a pa
 everything in a new state but one amax follows from the old state, so only ``gradient_history[0]`` is taken over.
 """
 
-import sys
-import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,23 +15,23 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax.flax.fp8_casts import compute_scale
-from microfloat.jax.scaling import next_scale
+from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, next_scale
 from microfloat.jax.transformations import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed
 
 __all__ = [
-    "OVERWRITE_WITH_GRADIENT", "SLOT_NAMES", "STATE_NAMES", "StateModule", "Threaded", "check_transformation", "chosen",
-    "has_stepped", "larger", "max_accumulate", "merge_state", "next_state", "refuse_multi_steps_outside",
-    "reset_state", "step_counts", "trace_state",
+    "OVERWRITE_WITH_GRADIENT", "SLOT_NAMES", "STATE_NAMES", "Collected", "StateVariables", "Threaded",
+    "check_transformation", "collected", "collecting", "max_accumulate", "merge_state", "next_state", "reset_state",
+    "step_counts", "trace_state",
 ]  # fmt: skip
 
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 # The names of the slots of x, w and dy in Flax, and of its operators.
 SLOT_NAMES = {"x": "input", "w": "kernel", "dy": "output_grad"}
 STATE_NAMES = tuple(SLOT_NAMES.values())
+_SCALE, _HISTORY = "_scale", "_amax_history"
 
 
 class Threaded(NamedTuple):
@@ -53,55 +51,40 @@ def trace_state() -> object:
     return get_opaque_trace_state(convention="flax")
 
 
-class StateModule(nn.Module):
-    """A module with the six state variables ``{input,kernel,output_grad}_{scale,amax_history}``, float32.
+class StateVariables:
+    """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
 
     A second use of the module within one trace reads the state that the first one handed through instead of the
     variable, so that their contributions meet as a maximum. The memo lives on the root scope of this apply and
     holds the opaque trace state: uses in different traces (bodies of scan, remat) stay apart,
-    `fp8_ops.max_accumulate` joins those.
+    `fp8_ops.max_accumulate` joins those. `lead`: axes before their own, of a state per group.
     """
 
-    amax_history_length: int = 1024
+    def __init__(self, module: nn.Module, length: int, lead: tuple[int, ...] = ()) -> None:
+        def variable(name: str, value: float, size: int) -> nn.Variable:
+            return module.variable(OVERWRITE_WITH_GRADIENT, name, lambda: jnp.full((*lead, size), value, jnp.float32))
 
-    def setup(self) -> None:
-        """The six variables."""
-        length = self.amax_history_length
+        self.pairs = {
+            name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length)) for name in STATE_NAMES
+        }
+        scope = cast(Any, module.scope)  # None only outside of init and apply
+        if not hasattr(scope.root, "_microfloat_threaded"):
+            scope.root._microfloat_threaded = {}
+        self._memo, self._path = scope.root._microfloat_threaded, scope.path
 
-        def pair(name: str) -> tuple[nn.Variable, nn.Variable]:
-            return (
-                self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", lambda: jnp.ones((1,), jnp.float32)),
-                self.variable(
-                    OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", lambda: jnp.zeros((length,), jnp.float32)
-                ),
-            )
-
-        self.variables_of = {name: pair(name) for name in STATE_NAMES}
-
-    def _memo(self) -> tuple[dict, tuple]:
-        """The memo of this apply, and the path of this module."""
-        scope = cast(Any, self.scope)  # None only outside of init and apply
-        root = scope.root
-        if not hasattr(root, "_microfloat_threaded"):
-            root._microfloat_threaded = {}
-        return root._microfloat_threaded, scope.path
-
-    def current_state(self, name: str) -> tuple[Array, Array]:
+    def current(self, name: str) -> tuple[Array, Array]:
         """(scale, history) for this use: handed through by an earlier one, or the variables."""
-        scale, history = (variable.value for variable in self.variables_of[name])
-        memo, path = self._memo()
-        threaded = memo.get((path, name))
+        scale, history = (variable.value for variable in self.pairs[name])
+        threaded = self._memo.get((self._path, name))
         return threaded.pair if threaded is not None and threaded.is_of(history) else (scale, history)
 
     def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
         """Remember the state that this use handed through, for a later use in the same trace."""
-        memo, path = self._memo()
-        memo[path, name] = Threaded(self.variables_of[name][1].value, trace_state(), pair)
+        self._memo[self._path, name] = Threaded(self.pairs[name][1].value, trace_state(), pair)
 
 
 # Collections
 
-_SCALE, _HISTORY = "_scale", "_amax_history"
 # The largest finite values a scale may have been made for: e4m3fn, e5m2 (both kinds), e4m3fnuz.
 _LARGEST = (448.0, 57344.0, 240.0)
 
@@ -219,7 +202,14 @@ def _single_use(scale: Array, history: Array, gradient: Array) -> Array:
 
 
 # Optimizers that step once per several gradients (optax.MultiSteps). A step's new state follows from the largest amax
-# of all its microbatches, and rolls the history once. optax is not imported: a MultiSteps is known by its fields.
+# of all its microbatches, and rolls the history once.
+
+
+class Collected(NamedTuple):
+    """State of an optimizer that steps once per several gradients, and the largest state gradients since it stepped."""
+
+    inner: Any
+    largest: Any
 
 
 def check_transformation(tx: object) -> None:
@@ -229,6 +219,7 @@ def check_transformation(tx: object) -> None:
 
 
 def _is_multi_steps(node: Any) -> bool:
+    # Also of an nnx optimizer, which holds the fields in variables.
     return hasattr(node, "mini_step") and hasattr(node, "gradient_step")
 
 
@@ -238,26 +229,24 @@ def step_counts(opt_state: Any) -> list[Any]:
     return [node.gradient_step for node in nodes if _is_multi_steps(node)]
 
 
-def has_stepped(before: list[Any], after: list[Any]) -> Array:
-    """True where any of the counters has moved."""
-    return jnp.any(jnp.stack([old != new for old, new in zip(before, after, strict=True)]))
+def collecting(opt_state: Any, collection: Any) -> Any:
+    """`opt_state`, with a buffer for state gradients if the optimizer does not step every time."""
+    if not step_counts(opt_state):
+        return opt_state
+    return Collected(opt_state, jax.tree.map(jnp.zeros_like, collection))
 
 
-def larger(gradient: Any, collected: Any) -> Any:
-    """Elementwise maximum of two gradients with respect to the same state, float32."""
-    return jax.tree.map(lambda leaf, so_far: jnp.maximum(from_max_grad(leaf), so_far), gradient, collected)
+def collected(
+    advance: Callable[[Any, Any], Any], old: Any, gradient: Any, largest: Any, before: list[Any], after: list[Any]
+) -> tuple[Any, Any]:
+    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`.
 
+    ``advance(old, gradient)`` is the consumer rule, applied to the largest of the gradients where the optimizer steps.
+    """
+    stepped = jnp.any(jnp.stack([count != now for count, now in zip(before, after, strict=True)]))
+    largest = jax.tree.map(lambda leaf, so_far: jnp.maximum(from_max_grad(leaf), so_far), gradient, largest)
 
-def chosen(stepped: Array, after: Any, before: Any) -> Any:
-    """`after` where the optimizer has stepped, else `before`."""
-    return jax.tree.map(lambda new, old: jnp.where(stepped, new, old), after, before)
+    def chosen(new: Any, kept: Any) -> Any:
+        return jax.tree.map(lambda one, other: jnp.where(stepped, one, other), new, kept)
 
-
-def refuse_multi_steps_outside() -> None:
-    """NotSupportedError if an optax.MultiSteps calls this: it would hand on an average of amaxes."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if type(frame.f_locals.get("self")).__name__ == "MultiSteps" and frame.f_code.co_name == "init":
-            raise NotSupportedError(
-                "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed it outside, "
-                "where it takes their maximum. Write overwrite_with_gradient(optax.MultiSteps(tx, k))."
-            )
+    return chosen(advance(old, largest), old), chosen(jax.tree.map(jnp.zeros_like, largest), largest)
