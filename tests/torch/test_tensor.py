@@ -767,13 +767,6 @@ def test_from_parts_of_other_programs(changes, message):
 # ---- messages that say what to do
 
 
-def test_fused_optimizers_name_their_option():
-    parameter = nn.Parameter(mf.quantize(randn(32, 64), "mxfp8"))
-    parameter.grad = torch.ones(32, 64)
-    with pytest.raises(InvalidTypeError, match="fused=False"):
-        torch.optim.AdamW([parameter], fused=True).step()
-
-
 # features Q5
 @every_format
 def test_foreach_optimizers_do_what_others_do(fmt):

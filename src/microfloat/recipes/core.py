@@ -158,7 +158,7 @@ class Cast(HashOnce):
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
                 "Such scales are for activations as they are; use NVFP4.",
             )  # fmt: skip
-        if self._chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+        if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
                 "scale_rule",
                 f"{self.scale_rule!r} with Hadamard or stochastic rounding",
@@ -218,11 +218,12 @@ class Cast(HashOnce):
 
         Rules that choose by an error do not promise it: rows are summed first, so a near tie may fall the other way.
         """
-        deterministic = self.hadamard is None and not self.is_stochastic and not self._chooses_by_error
+        deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
 
     @property
-    def _chooses_by_error(self) -> bool:
+    def chooses_by_error(self) -> bool:
+        """True where a block's scale depends on the errors of its elements, and not on its amax alone."""
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
 
 

@@ -24,7 +24,7 @@ from microfloat.torch.explain import (
     is_nvfp4_available,
 )
 from microfloat.torch.grouped import grouped_matmul
-from microfloat.torch.model_init import fp8_model_init, quantized_model_init
+from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -43,5 +43,5 @@ __all__ = [
     "dequantize", "explain", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "get_autocast_recipe",
     "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available",
     "is_mxfp8_available", "is_nvfp4_available", "linear", "plain_state_dict", "quantize", "quantized_model_init",
-    "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "update_scaling",
+    "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "update_quantized", "update_scaling",
 ]  # fmt: skip

@@ -28,6 +28,9 @@ _TABLE: dict[Operator, Callable[[Operator, Arguments, Options], object]] = {}
 
 
 _FOREACH = re.compile(r"aten::_foreach_\w+_")  # in place
+_FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)_")
+_AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
+             aten._foreach_lerp_.List)  # fmt: skip
 
 
 def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
@@ -35,6 +38,8 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     implementation = _TABLE.get(func)
     if implementation is None and _FOREACH.fullmatch(func._schema.name):
         implementation = _in_place_lists
+    elif implementation is None and _FUSED.fullmatch(func._schema.name):
+        implementation = _fused_step
     if implementation is None:
         raise _refusal(func, args, kwargs)
     return implementation(func, args, kwargs)
@@ -45,16 +50,14 @@ def _refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
     flat = tree_leaves((args, kwargs))
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
     if name.startswith(("_foreach_", "_fused_")):
-        remedy = (
-            "Build the optimizer with fused=False: its step then dequantizes, applies and quantizes, also with "
-            "foreach=True. Clip gradients, which are plain, as usual."
-        )
+        remedy = "Compute on q.dequantize(). Clip gradients, which are plain, as usual."
     elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
         remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
     elif "c10d" in name or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor)):
         remedy += (
-            " Where fully_shard, DistributedDataParallel or distribute_tensor asked for it: build the layers without "
-            "quantized_model_init and let a recipe quantize them, or shard q.parts()."
+            " Where load_state_dict asked for it: load microfloat.torch.plain_state_dict(model), or take the quantized "
+            "weights over with assign=True. Where fully_shard, DistributedDataParallel or distribute_tensor did: build "
+            "the layers without quantized_model_init and let a recipe quantize them, or shard q.parts()."
         )
     elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):
         remedy = "Compute on q.dequantize(), then write the result with q.copy_(values), which quantizes it."
@@ -158,8 +161,14 @@ def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
     aten.new_ones.default, aten.new_full.default,
 )  # fmt: skip
 def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
-    """A plain tensor of the presented shape, dtype and device: nothing of the values is read."""
+    """A plain tensor of the presented shape, dtype and device: nothing of the values is read.
+
+    Memory for a parameter without any, which ``module.to_empty`` asks for, is memory for its codes and scales.
+    """
     q = args[0]
+    device = kwargs.get("device")
+    if func is aten.empty_like.default and q.codes.is_meta and device is not None and device.type != "meta":
+        return q.map_parts(lambda part: torch.empty_like(part, device=device))
     stand_in = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape)
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "like" in str(func) else kwargs
     return func(stand_in, *args[1:], **kwargs)
@@ -357,9 +366,16 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
     aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
 def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs."""
+    """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs.
+
+    Averages, which `lerp_` makes of weights of one kind, take quantized sources too.
+    """
     q = args[0]
     others = args[1:]
+    if func in _AVERAGES:
+        others = [one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one for one in others]
+        if not isinstance(q, QuantizedTensor):
+            return func(q, *(one.to(q.dtype) if _is_floating(one) else one for one in others), **kwargs)
     if not isinstance(q, QuantizedTensor) or any(isinstance(other, QuantizedTensor) for other in others):
         raise _refusal(func, args, kwargs)
     widened = [other.to(torch.float32) if _is_floating(other) else other for other in others]
@@ -369,6 +385,9 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> Qu
 def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
     """`_in_place_arithmetic` of every tensor of a list: the ``torch._foreach_*_`` functions."""
     targets, *others = args
+    if func in _AVERAGES:
+        plain = [one.dequantize(one.dtype) if isinstance(one, QuantizedTensor) else one for one in others[0]]
+        others = [plain, *others[1:]]
     if any(isinstance(value, QuantizedTensor) for value in tree_leaves((others, kwargs))):
         raise _refusal(func, args, kwargs)
     quantized = [isinstance(target, QuantizedTensor) for target in targets]
@@ -384,6 +403,68 @@ def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
     for q, values in zip(targets, wide, strict=True):
         if isinstance(q, QuantizedTensor):
             _store(q, values)
+
+
+def _fused_step(func: Operator, args: Arguments, kwargs: Options) -> None:
+    """The step of a fused optimizer, on values in the presented dtype, which the kernel asks all tensors to share.
+
+    Where `found_inf` says so the step changes nothing, no byte of the codes either.
+    """
+    targets, *others = args
+    if any(isinstance(value, QuantizedTensor) for value in tree_leaves(others)):
+        raise _refusal(func, args, kwargs)
+    plain = [q.dequantize() if isinstance(q, QuantizedTensor) else q for q in targets]
+    func(plain, *others, **kwargs)
+    for q, values in zip(targets, plain, strict=True):
+        if isinstance(q, QuantizedTensor):
+            store_unless(kwargs.get("found_inf"), q, values)
+
+
+def store_unless(flag: torch.Tensor | None, q: QuantizedTensor, values: torch.Tensor) -> None:
+    """Quantize plain `values` into q, unless `flag`, one number that the device alone reads, says otherwise."""
+    if flag is None:
+        _store(q, values)
+        return
+    fresh = q.map_parts(torch.clone)
+    _store(fresh, values)
+    _take_unless(flag, q, fresh)
+
+
+def _take_unless(flag: torch.Tensor | None, q: QuantizedTensor, fresh: QuantizedTensor) -> None:
+    for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
+        kept = _raw(part)
+        kept.copy_(_raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, _raw(new)))
+
+
+def store_shard(
+    q: QuantizedTensor, shard: torch.Tensor, offset: int, group: torch.distributed.ProcessGroup,
+    flag: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Quantize this rank's part of the flattened values, under scales that all ranks agree on, and share the codes.
+
+    Where other ranks have the elements of a block, its amax stands in their place: the scales, and the codes of the
+    shard, are then those of the whole.
+    """
+    rows, columns = math.prod(q.shape[:-1]), q.shape[-1]
+    height, width = q.format.block[0] or rows, q.format.block[1] or columns
+    values = torch.zeros(rows * columns, dtype=torch.float32, device=q.device)
+    inside = torch.zeros(rows * columns, dtype=torch.uint8, device=q.device)
+    values[offset : offset + shard.numel()] = shard.reshape(-1).to(values)
+    inside[offset : offset + shard.numel()] = 0xFF
+    values, inside = values.view(rows, columns), inside.view(rows, columns)
+    padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+    amaxes = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
+    spread = amaxes.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    fresh = _quantized_like(q, torch.where(inside != 0, values, spread).view(q.shape), None)
+    codes = fresh.codes.view(torch.uint8)
+    if q.format.element.codes_per_byte == 2:
+        inside = torch.nn.functional.pad(inside, (0, -columns % 2))
+        inside = (inside[:, 0::2] & 0x0F) | (inside[:, 1::2] & 0xF0)
+    own = codes & inside.view(codes.shape)
+    torch.distributed.all_reduce(own, torch.distributed.ReduceOp.SUM, group)
+    codes.copy_(own)
+    _take_unless(flag, q, fresh)
 
 
 @_register(aten._foreach_copy_.default)

@@ -6,13 +6,20 @@ import warnings
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
-from microfloat.errors import NotSupportedError, invalid_type
+from microfloat.arguments import check_int
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
+from microfloat.torch._tensor_ops import store_shard, store_unless
+from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["ModelInit", "active_model_init", "fp8_model_init", "quantize_parameter", "quantized_model_init"]
+__all__ = [
+    "ModelInit", "active_model_init", "fp8_model_init", "quantize_parameter", "quantized_model_init",
+    "update_quantized",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,8 @@ class quantized_model_init(contextlib.ContextDecorator):
     `recipe` None: the default recipe. `preserve_high_precision_init_val`: keep a CPU copy of each initial weight, read
     by ``layer.weight.get_high_precision_init_val()`` (to seed an optimizer's master weights) until
     ``clear_high_precision_init_val()``. The other orientation is made on demand, never stored. Optimizer steps
-    dequantize, apply and requantize. Raises InvalidTypeError for a wrong recipe.
+    dequantize, apply and requantize. On the meta device codes and scales have no memory; ``to_empty`` gives them some.
+    Raises InvalidTypeError for a wrong recipe.
     """
 
     def __init__(
@@ -76,17 +84,56 @@ def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
     cast = weight_cast(request.recipe)
     if cast is None:
         return
-    if layer.weight.is_meta:
-        raise NotSupportedError(
-            "quantized_model_init: got a weight on the meta device, needed real storage to quantize. "
-            "Build the layer on its final device, or load a checkpoint into plain weights first."
-        )
     original = layer.weight.detach()
-    seed = draw_seed(original.device, folds=False) if cast.is_stochastic else None  # replicas must round alike
+    is_drawn = cast.is_stochastic and not original.is_meta
+    seed = draw_seed(original.device, folds=False) if is_drawn else None  # replicas must round alike
     parameter = nn.Parameter(quantize(original, cast, seed=seed), requires_grad=layer.weight.requires_grad)
-    if request.preserve_high_precision_init_val:
+    if request.preserve_high_precision_init_val and not original.is_meta:
         parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
     layer.weight = parameter
+
+
+@torch.no_grad()
+def update_quantized(
+    param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None,
+    group: Any = None,
+) -> None:  # fmt: skip
+    """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
+
+    `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, such as the shard
+    of float32 master weights that an optimizer owns on this rank; elements outside keep their values, and are quantized
+    anew where they share a scale with those inside. `group`: the ranks that together hold all elements, each once. All
+    of them must call; their scales are those of the whole tensor, and `param` is complete and equal on each afterwards.
+    `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
+    a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit,
+    NotSupportedError for a group where the Cast chooses scales by the error of all elements.
+    """
+    if not isinstance(param, QuantizedTensor):
+        raise invalid_type("param", type(param), "a QuantizedTensor", "Plain parameters take copy_().")
+    if not isinstance(src, torch.Tensor) or isinstance(src, QuantizedTensor) or not src.is_floating_point():
+        got = src.dtype if isinstance(src, torch.Tensor) else type(src)
+        raise invalid_type("src", got, "a plain floating-point tensor, such as float32 master weights")
+    check_int("offset", offset, 0, param.numel())
+    if offset + src.numel() > param.numel():
+        raise invalid_value(
+            "src", f"{src.numel()} elements from offset {offset} on", f"at most {param.numel() - offset} of them",
+            f"The parameter has shape {tuple(param.shape)}.",
+        )  # fmt: skip
+    q = param.detach()
+    if group is not None:
+        if q.cast.chooses_by_error or q.hadamard is not None or q.axis != q.dim() - 1:
+            raise NotSupportedError(
+                f"update_quantized: got a group and {q.cast.format} under {q.cast.scale_rule!r}, needed blocks along "
+                "the last axis whose scales follow from amaxes alone. Gather the master weights first."
+            )
+        store_shard(q, src, offset, group, noop_flag)
+        return
+    values = src.to(device=q.device, dtype=torch.float32)
+    if src.numel() != q.numel():
+        whole = q.dequantize(torch.float32).reshape(-1)
+        whole[offset : offset + src.numel()] = values.reshape(-1)
+        values = whole
+    store_unless(noop_flag, q, values.view(q.shape))
 
 
 def fp8_model_init(

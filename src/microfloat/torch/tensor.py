@@ -4,6 +4,7 @@ Legend: R = rows of the operand form, C = its contraction length (docs/numerics.
 Which operations it knows, and how, stands in `_tensor_ops`; every other one raises and names `.dequantize()`.
 """
 
+import contextlib
 import copy
 import dataclasses
 import typing
@@ -30,6 +31,7 @@ _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model)."
 )
+_NOTHING = contextlib.nullcontext()
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
@@ -65,9 +67,12 @@ class QuantizedTensor(torch.Tensor):
         cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
         axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> "QuantizedTensor":  # fmt: skip
-        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, tuple(shape), strides=_strides(codes, axis, shape, cast.format), dtype=dtype, device=codes.device
-        )
+        strides = _strides(codes, axis, shape, cast.format)
+        # A view that inference mode makes of an ordinary tensor is ordinary too, as its codes are.
+        with torch.inference_mode(codes.is_inference()) if torch.is_inference_mode_enabled() else _NOTHING:
+            wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, tuple(shape), strides=strides, dtype=dtype, device=codes.device
+            )
         torch._C._set_throw_on_mutable_data_ptr(wrapper)  # what reads memory past our methods raises, at address zero
         return wrapper
 

@@ -1,0 +1,241 @@
+"""features P13, S8, Q14: quantized parameters under compilers, optimizers, averages, copies, files and shards."""
+
+import copy
+import io
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.optim import swa_utils  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
+every_recipe = pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+
+
+def make(recipe="mxfp8", device=None, pinned=True) -> nn.Sequential:
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "device": device, "recipe": recipe if pinned else None}
+    with mf.quantized_model_init(recipe=recipe):
+        return nn.Sequential(mf.Linear(64, 96, **options), nn.GELU(), mf.Linear(96, 32, **options))
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 96, dtype=torch.bfloat16), nn.GELU(), nn.Linear(96, 32, dtype=torch.bfloat16))
+
+
+def batch(rows=16) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def gradients(model, call=None):
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = (call or model)(batch().requires_grad_())
+    (y.float() - 1).square().mean().backward()
+    return [y.detach(), *[parameter.grad.clone() for parameter in model.parameters()]]
+
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **options)
+
+
+@every_recipe
+def test_compiled_code_gives_the_bits_of_eager(recipe) -> None:
+    model = make(recipe)
+    expected = gradients(model)
+    actual = gradients(model, compiled(model))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_compiled_code_in_high_precision_under_an_autocast_and_on_an_island() -> None:
+    model = make(pinned=False)
+    call = compiled(model)
+    for context in (None, mf.autocast(recipe="mxfp8"), mf.autocast(recipe="nvfp4"), mf.autocast(enabled=False)):
+        if context is None:
+            assert torch.equal(call(batch()), model(batch()))
+        else:
+            with context:
+                assert torch.equal(call(batch()), model(batch()))
+
+
+def test_compiled_code_takes_any_batch_and_keeps_weights_as_codes() -> None:
+    model = make()
+    call = compiled(model, dynamic=True)
+    for rows in (3, 8, 16):
+        assert torch.equal(call(batch(rows)), model(batch(rows)))
+    step, saved = compiled(model), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        step(batch().requires_grad_())
+    assert not any(tensor.shape in ((96, 64), (32, 96)) and tensor.dtype == torch.bfloat16 for tensor in saved)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "fused adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True, amsgrad=True),
+    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_form_of_an_optimizer_trains_them(name) -> None:
+    """features S7."""
+    model = make()
+    optimizer, losses = OPTIMIZERS[name](model.parameters()), []
+    for _ in range(6):
+        losses.append(float((gradients(model)[0].float() - 1).square().mean()))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert isinstance(model[0].weight, mf.QuantizedTensor)
+    again = OPTIMIZERS[name](model.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_a_fused_step_that_found_infinities_changes_no_byte() -> None:
+    """features S11: GradScaler hands fused optimizers `found_inf` on the device."""
+    model = make("fp8_current")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    gradients(model)
+    optimizer.step()
+    before = [part.clone() for part in model[0].weight.part_list()]
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model[0].weight.part_list(), strict=True))
+
+
+def test_averages_of_weights() -> None:
+    """AveragedModel: of quantized copies, and in plain ones, where small changes are not rounded away."""
+    model = make()
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    wide = mf.revert(copy.deepcopy(model))
+    average.update_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    gradients(model)
+    optimizer.step()
+    average.update_parameters(model)
+    first, now = wide[0].weight.detach().float(), model[0].weight.dequantize().float()
+    mean = mf.quantize((first + now) / 2, "mxfp8")
+    assert torch.equal(average.module[0].weight.dequantize(), mean.dequantize(torch.bfloat16))
+    pairs = [[p.detach() for p in one.parameters()] for one in (wide, model)]
+    swa_utils.get_ema_multi_avg_fn(0.5)(*pairs, 1)
+    assert torch.equal(wide[0].weight, (first + (now - first) / 2).bfloat16())
+
+
+def test_tied_weights_stay_tied() -> None:
+    first = make()[0]
+    second = mf.Linear(64, 96, dtype=torch.bfloat16, recipe="mxfp8")
+    second.weight = first.weight
+    both = nn.ModuleList([first, second])
+    (first(batch()) + second(batch())).sum().backward()
+    alone = first.weight.grad.clone()
+    copied = copy.deepcopy(both)
+    assert copied[0].weight is copied[1].weight
+    assert torch.equal(copied[0].weight, first.weight)
+    mf.revert(both)
+    assert first.weight is second.weight
+    assert not isinstance(first.weight, mf.QuantizedTensor)
+    assert torch.equal(first.weight.grad, alone)
+
+
+def test_files_copies_and_distributed_checkpoints(tmp_path) -> None:
+    model, other = make(), make()
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    assert torch.equal(other(batch()), model(batch()))
+    with torch.no_grad():
+        other[0].weight.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of a process that is alone
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(copy.deepcopy(model)(batch()), model(batch()))
+
+
+def test_a_quantized_state_dict_in_a_plain_model_says_what_to_do() -> None:
+    quantized, target = make(), plain()
+    remedy = r"Where load_state_dict asked for it: load microfloat.torch.plain_state_dict\(model\), or .* assign=True"
+    with pytest.raises(RuntimeError, match=remedy):
+        target.load_state_dict(quantized.state_dict())
+    target.load_state_dict(mf.plain_state_dict(quantized))
+    assert torch.equal(target[0].weight, quantized[0].weight.dequantize())
+    mf.convert(target, "mxfp8")
+    target.load_state_dict(quantized.state_dict(), assign=True)
+    assert torch.equal(target(batch()), quantized(batch()))
+
+
+def test_the_meta_device() -> None:
+    """features M12: codes without memory, which `to_empty` gives them, and `reset_parameters` values."""
+    model = make(device="meta")
+    assert model(batch().to("meta")).shape == (16, 32)
+    model.to_empty(device="cpu")
+    assert all(isinstance(model[index].weight, mf.QuantizedTensor) for index in (0, 2))
+    assert all(isinstance(model[index].weight, nn.Parameter) for index in (0, 2))
+    for index in (0, 2):
+        model[index].reset_parameters()
+    assert 0.05 < float(model[0].weight.dequantize().abs().max()) <= 0.125
+    gradients(model)
+
+
+def test_inference_mode_reads_them() -> None:
+    model = make().requires_grad_(False).eval()
+    expected = model(batch())
+    with torch.inference_mode():
+        assert torch.equal(model(batch()), expected)
+        assert not model[0].weight.detach().is_inference()
+        assert torch.equal(model[0].weight.t().dequantize(), model[0].weight.dequantize().t())
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d"])
+def test_values_are_quantized_into_a_parameter(name) -> None:
+    """features Q14, S8: a whole tensor, a shard of it, and a flag by which the device skips."""
+    values = torch.randn(40, 48)
+    q = nn.Parameter(mf.quantize(torch.ones(40, 48), name))
+    version, codes = q._version, q.codes
+    mf.update_quantized(q, values)
+    assert torch.equal(q, mf.quantize(values, name))
+    assert q.codes is codes
+    assert q._version >= version
+    mf.update_quantized(q, torch.zeros(40, 48), noop_flag=torch.ones(()))
+    assert torch.equal(q, mf.quantize(values, name))
+    mf.update_quantized(q, torch.zeros(40, 48), noop_flag=torch.zeros(1))
+    assert not q.dequantize().any()
+    mf.update_quantized(q, values)
+    rest = q.dequantize()
+    rest.view(-1)[101:707] = 0.25
+    mf.update_quantized(q, torch.full((606,), 0.25), offset=101)
+    assert torch.equal(q, mf.quantize(rest, name))
+
+
+def test_what_cannot_be_written_into_a_parameter_is_named() -> None:
+    q = mf.quantize(torch.ones(4, 32), "mxfp8")
+    for arguments, options, error, message in (
+        ((torch.ones(4, 32), torch.ones(4, 32)), {}, InvalidTypeError, "param: got .*Tensor.*needed a QuantizedTensor"),
+        ((q, q), {}, InvalidTypeError, "src: got"),
+        ((q, torch.ones(4, 32, dtype=torch.int32)), {}, InvalidTypeError, "src: got torch.int32"),
+        ((q, torch.ones(64)), {"offset": 65}, InvalidValueError, "src: got 64 elements from offset 65 on"),
+        ((q, torch.ones(4)), {"offset": -1}, InvalidValueError, "offset"),
+    ):
+        with pytest.raises(error, match=message):
+            mf.update_quantized(*arguments, **options)
