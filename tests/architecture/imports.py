@@ -30,7 +30,7 @@ THIRD_PARTY = {
     "kernels": frozenset({"triton"}),
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
-    "jax": NUMERIC | {"jax", "jaxlib", "flax", "triton"},
+    "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors"},
 }
 
