@@ -17,6 +17,8 @@ __all__ = [
     "check_int",
     "check_keys",
     "check_name",
+    "check_packable",
+    "check_packed",
     "check_number",
     "check_sizes",
     "for_each",
@@ -146,3 +148,22 @@ def for_each(argument: str, value: Any, count: int) -> tuple[Any, ...]:
     if len(value) != 2:
         raise invalid_value(argument, f"{len(value)} values", "one value for both axes, or a pair")
     return tuple(value)
+
+
+def check_packable(smallest: int, largest: int, bits: int) -> None:
+    """Refuse codes that do not fit into `bits` bits."""
+    if smallest < 0 or largest >> bits:
+        raise invalid_value(
+            "codes", f"values from {smallest} to {largest}", f"{bits}-bit codes, one per byte",
+            "Bytes that are packed already must not be packed again.",
+        )  # fmt: skip
+
+
+def check_packed(length: object, shape: tuple[int, ...], codes: int, data: int) -> None:
+    """Refuse a length that does not fit packed bytes of this shape: `codes` codes in `data` bytes."""
+    if isinstance(length, bool) or not hasattr(length, "__index__"):
+        raise invalid_type("length", type(length), "an int, the number of codes along the last axis")
+    number: Any = length
+    needed = data * -(-number // codes)
+    if number < 0 or not shape or shape[-1] != needed:
+        raise invalid_value("length", f"{length} for data of shape {shape}", f"a last axis of {max(needed, 0)} bytes")

@@ -13,9 +13,12 @@ compiled code. Sizes may be symbolic: nothing here compares them.
 Legend: R = rows of the operand, C = its contraction length.
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import (
     E5M2,
     ElementFormat,
@@ -28,7 +31,8 @@ from microfloat.formats import (
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
-    "FORMS", "Layout", "Part", "Storage", "array_layout", "codes_dtype", "folded_format", "layout_of", "leading_axes",
+    "FORMS", "Layout", "Part", "Storage", "array_layout", "blocked_sizes", "blocked_windows",
+    "check_scale_bytes", "codes_dtype", "folded_format", "layout_of", "leading_axes",
     "scale_grid", "scale_shape", "stored_length",
 ]  # fmt: skip
 
@@ -184,3 +188,61 @@ def _row_major(shape: tuple[Size, ...], dtype: str) -> Part:
         strides.insert(0, step)
         step = step * size
     return Part(shape, tuple(strides), dtype)
+
+
+# ---- the tiles in which Blackwell reads block scales (docs/numerics.md 7.2) --------------------------------------
+
+Windows = list[tuple[slice, slice]]
+
+
+def blocked_windows(shape: Sequence[Size], group_sizes: Any, dim: int) -> Windows:
+    """The parts of a matrix of scales (`shape`: its rows and columns) that are put into tiles alone.
+
+    All of it, or groups of these sizes along axis `dim`.
+    Raises InvalidTypeError and InvalidValueError for sizes that do not fit.
+    """
+    shape = _count("rows", shape[0]), _count("cols", shape[1])
+    if isinstance(dim, bool) or dim not in (0, 1):
+        raise invalid_value("dim", repr(dim), "0 (groups of rows) or 1 (groups of columns)")
+    if group_sizes is None:
+        return [(slice(0, shape[0]), slice(0, shape[1]))]
+    sizes, needed = group_sizes, f"ints >= 0 that add up to {shape[dim]}, the {('rows', 'columns')[dim]} of the scales"
+    try:
+        sizes = [operator.index(size) for size in (sizes.tolist() if hasattr(sizes, "tolist") else sizes)]
+    except TypeError:
+        raise invalid_type("group_sizes", type(group_sizes), needed) from None
+    if any(size < 0 for size in sizes) or sum(sizes) != shape[dim]:
+        remedy = "Sizes count scales: those of K groups are numbers of blocks." if dim else ""
+        raise invalid_value("group_sizes", f"{sizes}, which add up to {sum(sizes)}", needed, remedy)
+    windows, start = [], 0
+    for size in sizes:
+        part, whole = slice(start, start + size), slice(0, shape[1 - dim])
+        windows.append((whole, part) if dim else (part, whole))
+        start += size
+    return windows
+
+
+def _count(argument: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise invalid_type(argument, type(value), "an int")
+    if value < 0:
+        raise invalid_value(argument, value, "an int >= 0")
+    return value  # as it is: it may be a symbol of a compiler
+
+
+def blocked_sizes(windows: Windows, shape: Sequence[int] | None = None) -> list[int]:
+    """Bytes of each window in tiles of 128 x 4; `shape`: that of the 1-D bytes, which must hold them all."""
+    sizes = [512 * -(-(rows.stop - rows.start) // 128) * -(-(cols.stop - cols.start) // 4) for rows, cols in windows]
+    if shape is not None and tuple(shape) != (sum(sizes),):
+        rows, cols = windows[-1] if windows else (slice(0, 0), slice(0, 0))
+        of = f"{rows.stop} x {cols.stop} scales" + (f" in {len(windows)} groups" if len(windows) != 1 else "")
+        raise invalid_value("flat", f"shape {tuple(shape)}", f"({sum(sizes)},) bytes for {of}")
+    return sizes
+
+
+def check_scale_bytes(dtype: object, argument: str = "scale") -> None:
+    """Refuse scales that are no bytes: E8M0 or E4M3, as uint8 or in their own dtype."""
+    if str(dtype).removeprefix("torch.") not in ("uint8", "float8_e8m0fnu", "float8_e4m3fn"):
+        raise invalid_type(
+            argument, dtype, "uint8 scale bytes (or their float8 dtype)", "FP32 scales have no swizzled layout."
+        )

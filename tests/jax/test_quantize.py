@@ -177,3 +177,53 @@ def test_dequantize_undoes_hadamard():
         expected = reference.dequantize(reference.quantize(x, Cast("fp8_row", hadamard=Hadamard()), axis=axis))
         np.testing.assert_allclose(np.asarray(q.dequantize()), expected, rtol=0, atol=1e-5)
     assert mj.dequantize(q, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+# features Q3
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_a_pair_of_axes_gives_what_two_calls_give(name):
+    x = np.random.default_rng(8).standard_normal((70, 45)).astype(np.float32)
+    casts = (Cast(name, rounding="stochastic"), Cast(name))
+    for pair, arguments in ((casts, {"seed": SEED, "stream": (2, 3)}), (name, {})):
+        expected = reference.quantize(x, pair, axis=(-2, -1), **arguments)
+        made = mj.quantize(x, pair, axis=(-2, -1), **arguments)
+        assert isinstance(made, tuple)
+        for q, want in zip(made, expected, strict=True):
+            assert_same_bytes(q, want)
+    jitted = jax.jit(lambda x: mj.quantize(x, name, axis=(-1, -2)))(x)
+    for q, want in zip(jitted, reference.quantize(x, name, axis=(-1, -2)), strict=True):
+        assert_same_bytes(q, want)
+
+
+def test_the_inputs_of_a_pair():
+    x = np.random.default_rng(8).standard_normal((34, 45)).astype(np.float32)
+    delayed = Cast("fp8_tensor", scaling=Delayed())
+    amaxes = np.full((34, 1), 3, np.float32), np.full((45, 1), 4, np.float32)
+    for casts, arguments in (
+        (("nvfp4", "nvfp4_2d"), {"amax": 9.0}), (("nvfp4", "mxfp8"), {"amax": 9.0}), ("nvfp4_row", {"amax": amaxes}),
+        ((delayed, "mxfp8"), {"scale_enc": 2.0}), (delayed, {"scale_enc": (2.0, 4.0)}),
+    ):  # fmt: skip
+        expected = reference.quantize(x, casts, axis=(-1, -2), **arguments)
+        for q, want in zip(mj.quantize(x, casts, axis=(-1, -2), **arguments), expected, strict=True):
+            assert_same_bytes(q, want)
+    with pytest.raises(ValueError, match=r"axis: got the pair \(-1, -2\) for an array of 3 axes"):
+        mj.quantize(x[None], "mxfp8", axis=(-1, -2))
+    with pytest.raises(TypeError, match=r"cast: got tuple.*a pair of axes"):
+        mj.quantize(x, ("mxfp8", "mxfp8"))
+
+
+# features S12
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_the_gradient_of_fake_quantize_goes_straight_through(name):
+    x = np.random.default_rng(9).standard_normal((6, 40)).astype(np.float32)
+    x[0, 0] = np.inf
+    dy = np.random.default_rng(10).standard_normal((2, 6, 40)).astype(np.float32)
+
+    @jax.jit
+    def loss(x):
+        row, column = mj.fake_quantize(x, name, (-1, -2))
+        return (row * dy[0]).sum() + (column * dy[1]).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(x), dy[0] + dy[1])
+    for y, axis in zip(mj.fake_quantize(x, name, (-1, -2)), (-1, -2), strict=True):
+        np.testing.assert_array_equal(y, mj.quantize(x, name, axis=axis).dequantize())

@@ -1,5 +1,6 @@
 """FP4 and FP6 bytes, and the 128x4 tile layout of scales."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from microfloat.errors import InvalidTypeError, InvalidValueError
-from microfloat.reference import pack_fp4, pack_fp6, swizzle_scales, unpack_fp4, unpack_fp6, unswizzle_scales
+from microfloat.reference import (
+    from_blocked,
+    pack_fp4,
+    pack_fp6,
+    swizzle_scales,
+    to_blocked,
+    unpack_fp4,
+    unpack_fp6,
+    unswizzle_scales,
+)
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=9)
 
@@ -103,3 +113,46 @@ def test_what_cannot_be_swizzled():
         unswizzle_scales(np.zeros(512, np.uint8), "1", 1)
     with pytest.raises(InvalidValueError, match="cols: got -1"):
         unswizzle_scales(np.zeros(512, np.uint8), 1, -1)
+
+
+# features Q8
+@given(sizes=st.lists(st.integers(0, 150), max_size=4), other=st.integers(0, 9), dim=st.sampled_from([0, 1]))
+def test_groups_are_put_into_tiles_alone_and_joined(sizes, other, dim):
+    """M groups are padded to 128 rows each, K groups to 4 columns each (docs/numerics.md 7.2)."""
+    shape = (sum(sizes), other) if dim == 0 else (other, sum(sizes))
+    scale = np.random.default_rng(len(sizes)).integers(1, 256, shape, dtype=np.uint8)
+    flat = to_blocked(scale, sizes, dim=dim)
+    parts = [swizzle_scales(part) for part in np.split(scale, np.cumsum(sizes)[:-1], axis=dim)] if sizes else []
+    assert np.array_equal(flat, np.concatenate([np.empty(0, np.uint8), *parts]))
+    assert np.array_equal(from_blocked(flat, *shape, np.array(sizes, np.int64), dim=dim), scale)
+
+
+def test_one_group_is_the_swizzle():
+    scale = np.arange(130 * 5, dtype=np.int64).astype(np.uint8).reshape(130, 5)
+    assert np.array_equal(to_blocked(scale), swizzle_scales(scale))
+    assert np.array_equal(from_blocked(to_blocked(scale), 130, 5), scale)
+    named = to_blocked(scale.view(ml_dtypes.float8_e8m0fnu))
+    assert named.dtype == ml_dtypes.float8_e8m0fnu
+    assert np.array_equal(named.view(np.uint8), to_blocked(scale))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "error", "message"),
+    [
+        ([3, 4], 0, InvalidValueError, r"group_sizes: got \[3, 4\], which add up to 7, .* add up to 8, the rows"),
+        ([9, -1], 0, InvalidValueError, r"group_sizes: got \[9, -1\]"),
+        ([2, 2], 1, InvalidValueError, r"add up to 5, the columns of the scales. Sizes count scales: .* blocks"),
+        (3, 0, InvalidTypeError, "group_sizes: got int"), ([4.0, 4.0], 0, InvalidTypeError, "group_sizes: got list"),
+        ([8], 2, InvalidValueError, "dim: got 2, needed 0"), ([8], True, InvalidValueError, "dim: got True"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_fit(sizes, dim, error, message):
+    with pytest.raises(error, match=message):
+        to_blocked(np.zeros((8, 5), np.uint8), sizes, dim=dim)
+    with pytest.raises(error, match=message):
+        from_blocked(np.zeros(1024, np.uint8), 8, 5, sizes, dim=dim)
+
+
+def test_bytes_of_groups_that_do_not_fit():
+    with pytest.raises(InvalidValueError, match=r"flat: got shape \(512,\), needed \(1024,\) .* 8 x 4 .* 2 groups"):
+        from_blocked(np.zeros(512, np.uint8), 8, 4, [3, 5])

@@ -438,3 +438,15 @@ def test_a_tensor_scale_where_the_format_has_none():
         InvalidValueError, match="tensor_scale: got an array, needed None, as mxfp8 has no tensor scale"
     ):
         dataclasses.replace(quantize(X, "mxfp8"), tensor_scale=np.float32(1).reshape(()))
+
+
+# features Q3
+@every_format
+def test_a_pair_of_axes_gives_what_two_calls_give(fmt):
+    row, column = quantize(X, fmt, axis=(-1, -2))
+    assert same(row, quantize(X, fmt))
+    assert same(column, quantize(X, fmt, axis=-2))
+    noisy = Cast(fmt, rounding="stochastic")
+    second, first = quantize(X, (noisy, fmt), axis=(-2, -1), seed=4, stream=(5, 0))
+    assert same(first, row)
+    assert same(second, quantize(X, noisy, axis=-2, seed=4, stream=5))

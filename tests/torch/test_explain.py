@@ -306,3 +306,15 @@ def test_what_is_printed_fits_a_terminal(name, device):
     mixed = CustomRecipe(Gemm("nvfp4_row", "nvfp4_2d"), Gemm("fp8_1x128_e5m2", "fp8_128x128"), Gemm(None, "mxfp8"))
     text = str(mf.explain(mixed if name == "custom" else name, device, shape=(8192, 4096, 4096)))
     assert max(map(len, text.splitlines())) <= 110
+
+
+def test_alignment_is_said_and_never_needed():  # features P17
+    sizes = {name: mf.get_align_size_for_quantization(name) for name in RECIPES}
+    assert set(sizes.values()) == {16, 32, 128}
+    assert (sizes["fp8_current"], sizes["fp8_block"], sizes["mxfp8"], sizes["nvfp4"]) == (16, 16, 32, 128)
+    mixed = CustomRecipe(Gemm("mxfp8", "mxfp8"), Gemm("fp8_row", "fp8_row"), Gemm(None, None))
+    assert mf.get_align_size_for_quantization(mixed) == 32
+    assert mf.get_align_size_for_quantization(CustomRecipe(*[Gemm(None, None)] * 3)) == 1
+    with pytest.raises(InvalidTypeError, match="recipe: got NoneType"):
+        mf.get_align_size_for_quantization(None)
+    assert mf.Linear(33, 7, recipe=MXFP8BlockScaling())(torch.ones(5, 33)).shape == (5, 7)

@@ -5,6 +5,7 @@ import torch
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.formats import FORMATS
 from microfloat.recipes import Cast
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -13,7 +14,7 @@ NOISY = Cast("mxfp8", rounding="stochastic")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cast", ["mxfp8", "mxfp4", "nvfp4", "fp8_tensor", NOISY])
+@pytest.mark.parametrize("cast", [*FORMATS, NOISY])  # features S12
 def test_values_and_gradient(cast, dtype):
     x = X.to(dtype, copy=True)
     x[0, 0] = float("inf")
@@ -35,6 +36,22 @@ def test_orders_of_differentiation_and_compiled_code():
     compiled = torch.compile(lambda x: mf.fake_quantize(x, "mxfp4").square().sum(), fullgraph=True, backend="aot_eager")
     (of_compiled,) = torch.autograd.grad(compiled(x), x)
     assert torch.equal(of_compiled, dx)
+
+
+@pytest.mark.parametrize("cast", FORMATS)
+def test_a_pair_of_axes_eager_and_compiled(cast):
+    def loss(x):
+        row, column = mf.fake_quantize(x, (cast, "mxfp4"), (-1, -2))
+        return (row * DY).sum() + (column * 3).sum(), row, column
+
+    torch._dynamo.reset()
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        x = X.clone().requires_grad_()
+        total, row, column = run(x)
+        assert torch.equal(row, mf.quantize(X, cast).dequantize())
+        assert torch.equal(column, mf.quantize(X, "mxfp4", axis=-2).dequantize())
+        (dx,) = torch.autograd.grad(total, x)
+        assert torch.equal(dx, DY + 3)
 
 
 def test_bad_arguments():

@@ -312,7 +312,7 @@ def test_signatures_are_the_contract():
     parameters = inspect.signature(mf.quantize).parameters
     assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend"]
     parameters = inspect.signature(mf.scaled_matmul).parameters
-    assert list(parameters) == ["a", "b", "bias", "out_dtype", "accumulate", "backend"]
+    assert list(parameters) == ["a", "b", "bias", "out_dtype", "accumulate", "backend", "out", "beta"]
     assert parameters["accumulate"].default == "split"
 
 
@@ -527,3 +527,168 @@ def test_flushing_of_subnormals_is_off_and_switching_it_on_spares_normal_numbers
         assert same(mf.quantize(x, fmt), normal)
     finally:
         torch.set_flush_denormal(False)
+
+
+# ---- both usages of a matrix (features Q3)
+
+
+DELAYED = Cast("fp8_tensor", scaling=Delayed())
+PAIR_CASTS = [
+    *(Cast(fmt, rounding=rounding) for fmt in FORMATS.values() for rounding in ("nearest", "stochastic")),
+    Cast("nvfp4", hadamard=Hadamard()), Cast("nvfp4", "four_over_six_mae_256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("cast", PAIR_CASTS, ids=lambda cast: f"{cast.format.name}-{cast.rounding}-{cast.scale_rule}")
+def test_a_pair_of_axes_gives_what_two_calls_give(cast, device):
+    """One seed and one stream serve both, or one stream each; their memory is apart."""
+    x = torch.randn(70, 90, generator=torch.Generator().manual_seed(1)).to(device)
+    for axes in ((-1, -2), (-2, -1), [0, 1]):
+        for stream in (3, (0, 5)):
+            made = mf.quantize(x, cast, axis=axes, seed=9, stream=stream)
+            assert type(made) is tuple
+            streams = stream if isinstance(stream, tuple) else (stream, stream)
+            for q, axis, its_stream in zip(made, axes, streams, strict=True):
+                assert same(q, mf.quantize(x, cast, axis=axis, seed=9, stream=its_stream))
+    row, column = made
+    addresses = {part.untyped_storage().data_ptr() for part in row.parts().values()}
+    assert not any(part.untyped_storage().data_ptr() in addresses for part in column.parts().values())
+    column.zero_()
+    assert same(row, mf.quantize(x, cast, axis=0, seed=9, stream=0))
+
+
+def test_a_pair_of_casts_and_of_their_inputs():
+    pair = mf.quantize(X, ("nvfp4", "mxfp8"), axis=(-1, -2), amax=9.0)
+    assert same(pair[0], mf.quantize(X, "nvfp4", amax=9.0))
+    assert same(pair[1], mf.quantize(X, "mxfp8", axis=-2))
+    amaxes = torch.full((6, 1), 7.0), torch.full((40, 1), 8.0)
+    pair = mf.quantize(X, "nvfp4_row", axis=(-1, -2), amax=amaxes)
+    assert same(pair[0], mf.quantize(X, "nvfp4_row", amax=amaxes[0]))
+    assert same(pair[1], mf.quantize(X, "nvfp4_row", axis=-2, amax=amaxes[1]))
+    pair = mf.quantize(X, ("fp8_tensor", DELAYED), axis=(-2, -1), amax=3.0, scale_enc=2.0)
+    assert same(pair[0], mf.quantize(X, "fp8_tensor", axis=-2, amax=3.0))
+    assert same(pair[1], mf.quantize(X, DELAYED, scale_enc=2.0))
+    pair = mf.quantize(X, DELAYED, axis=(-1, -2), scale_enc=(2.0, 4.0))
+    assert [q.scale.item() for q in pair] == [0.5, 0.25]
+    torch.manual_seed(0)
+    pair = mf.quantize(X, STOCHASTIC, axis=(-1, -2))
+    torch.manual_seed(0)
+    assert same(pair[0], mf.quantize(X, STOCHASTIC))
+    torch.manual_seed(0)
+    assert same(pair[1], mf.quantize(X, STOCHASTIC, axis=-2))
+
+
+def test_a_pair_is_one_pass_of_the_backend(monkeypatch):
+    calls = []
+    for name in ("quantize", "quantize_both"):
+        original = getattr(plain, name)
+        monkeypatch.setattr(
+            plain, name, lambda *a, name=name, original=original, **k: calls.append(name) or original(*a, **k)
+        )
+    mf.quantize(X, ("nvfp4", "nvfp4_2d"), axis=(-1, -2), amax=2.0)
+    assert calls == ["quantize_both"]
+    mf.quantize(X, DELAYED, axis=(-1, -2), scale_enc=(1.0, 2.0))  # a pass reads one encode scale
+    assert calls == ["quantize_both", "quantize", "quantize"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"axis": (-1, -1)}, InvalidValueError, r"axis: got \(-1, -1\), needed two different axes"),
+        ({"axis": (-1, 1)}, InvalidValueError, "two different axes"),
+        ({"axis": (-1, 2)}, InvalidValueError, "axis: got 2 for an array of 2 axes"),
+        ({"axis": (-1,)}, InvalidTypeError, "axis: got a tuple of 1, needed an int, or a pair"),
+        ({"axis": (-1, None)}, InvalidTypeError, "axis: got NoneType"),
+        ({"cast": ("mxfp8", "mxfp4")}, InvalidTypeError, r"cast: got tuple.*a pair of axes: axis=\(-1, -2\)"),
+        ({"axis": (-1, -2), "cast": ("mxfp8",) * 3}, InvalidValueError, "cast: got 3 values"),
+        ({"axis": (-1, -2), "stream": (1, -1)}, InvalidValueError, "stream: got -1"),
+        ({"axis": (-1, -2), "amax": 1.0}, InvalidValueError, "amax: got a value with mxfp8"),
+        ({"axis": (-1, -2), "scale_enc": 1.0}, InvalidValueError, "scale_enc: got a value"),
+        ({"axis": (-1, -2), "cast": ("mxfp8", DELAYED)}, InvalidValueError, "scale_enc: got None"),
+        ({"axis": (-1, -2), "cast": ("nvfp4", "mxfp8"), "amax": (None, 1.0)}, InvalidValueError, "amax: got a value"),
+        ({"axis": (-1, -2), "x": X[None]}, InvalidValueError, r"axis: got the pair \(-1, -2\) for an array of 3 axes"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pairs_that_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mf.quantize(**{"x": X, "cast": "mxfp8"} | arguments)
+    numpy = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    if "stream" not in arguments:  # which the oracle takes modulo 2^32
+        with pytest.raises(error, match=message):
+            reference.quantize(**{"x": X.numpy(), "cast": "mxfp8"} | numpy)
+
+
+@every_format
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_pairs(fmt, backend):
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: mf.quantize(x * 1, fmt, axis=(-1, -2)), fullgraph=True, backend=backend)
+    for q, expected in zip(function(X), mf.quantize(X, fmt, axis=(-1, -2)), strict=True):
+        assert same(q, expected)
+
+
+# ---- scaled_matmul(out=, beta=)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_1x128"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_that_accumulate(name, dtype, device):
+    """``out = round(f32(beta * out) + acc)``: one rounding, of the sum (docs/numerics.md 6)."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = (mf.quantize(torch.randn(n, 160, generator=generator).to(device), name) for n in (48, 32))
+    bias = torch.randn(32, generator=generator).to(device)
+    for given in (None, bias):
+        total = mf.scaled_matmul(a, b, bias=given, out_dtype=torch.float32)
+        for beta in (0, 1, 0.5, -1.25):
+            before = torch.randn(48, 32, generator=generator).to(device, dtype)
+            expected = (before.float() * beta + total).to(dtype)
+            for out in (before.clone(), before.t().contiguous().t(), torch.zeros(50, 40).to(before)[1:49, 3:35]):
+                out.copy_(before)
+                assert mf.scaled_matmul(a, b, bias=given, out=out, beta=beta) is out
+                assert torch.equal(out, expected)
+    out = torch.full((48, 32), torch.nan, dtype=dtype, device=device)
+    assert torch.equal(mf.scaled_matmul(a, b, out=out, bias=bias), total.to(dtype)), "beta 0 reads nothing"
+
+
+def test_compiled_products_that_accumulate():
+    a, b = mf.quantize(torch.randn(8, 64), "mxfp8"), mf.quantize(torch.randn(16, 64), "mxfp8")
+
+    def function(a, b, out):
+        before = out * 1
+        first = mf.scaled_matmul(a, b, out=out, beta=1)
+        return before, first + 0, mf.scaled_matmul(a, b, out=out, beta=0.5) * 1
+
+    start = torch.randn(8, 16).bfloat16()
+    eager, compiled = start.clone(), start.clone()
+    torch._dynamo.reset()
+    expected, got = function(a, b, eager), torch.compile(function, fullgraph=True, backend="aot_eager")(a, b, compiled)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert torch.equal(compiled, eager)
+    assert not torch.equal(compiled, start)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"beta": 1.0}, InvalidValueError, "beta: got 1.0, needed 0 without out"),
+        ({"out": torch.zeros(6, 5)}, InvalidValueError, r"out: got shape \(6, 5\), needed shape \(6, 6\)"),
+        ({"out": torch.zeros(6, 6, dtype=torch.int32)}, InvalidTypeError, r"out: got torch\.int32"),
+        ({"out": torch.zeros(6, 6, dtype=torch.float64)}, InvalidTypeError, r"out: got torch\.float64"),
+        ({"out": mf.quantize(torch.zeros(6, 6), "mxfp8")}, InvalidTypeError, "out: got QuantizedTensor"),
+        ({"out": [[0.0]]}, InvalidTypeError, "out: got list"),
+        ({"out": torch.zeros(6, 6, device="meta")}, InvalidValueError, "out: got a tensor on meta"),
+        ({"out": torch.zeros(6, 1).expand(6, 6)}, InvalidValueError, "out: got an expanded tensor"),
+        ({"out": torch.zeros(6, 6, requires_grad=True)}, InvalidValueError, r"out: got a tensor that requires grad"),
+        ({"out": torch.zeros(6, 6), "out_dtype": torch.bfloat16}, InvalidValueError, "out_dtype: got torch.bfloat16"),
+        ({"out": torch.zeros(6, 6), "beta": float("nan")}, InvalidValueError, "beta: got nan"),
+        ({"out": torch.zeros(6, 6), "beta": "1"}, InvalidTypeError, "beta: got str"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_outs_that_are_refused(arguments, error, message):
+    q = mf.quantize(X, "mxfp8")
+    with pytest.raises(error, match=message):
+        mf.scaled_matmul(q, q, **arguments)

@@ -15,6 +15,7 @@ from microfloat.arguments import as_float, normalize_axis
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, widened
+from microfloat.jax.packing import pack_fp6, unpack_fp6
 from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
 from microfloat.recipes.core import as_scaled_format
@@ -58,16 +59,19 @@ class QuantizedArray:
     def from_parts(
         cls, codes: ArrayLike, scale: ArrayLike, tensor_scale: ArrayLike | None, format: ScaledFormat | str, *,
         axis: int = -1, shape: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32,
-        hadamard: Hadamard | None = None,
+        hadamard: Hadamard | None = None, packed: bool = False,
     ) -> "QuantizedArray":  # fmt: skip
         """Wrap codes and scales that exist already, for instance those of a checkpoint or of torch.
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; FP8 codes may come as uint8, their bytes.
         `format`: a ScaledFormat or its name. `shape` None is that of the codes (unpacked), which have their contraction
-        axis last. Raises InvalidValueError for shapes that do not fit each other, InvalidTypeError for dtypes.
+        axis last. `packed`: the codes are bytes as `packed_codes` gives them. Raises InvalidValueError for shapes that
+        do not fit each other, InvalidTypeError for dtypes.
         """
         fmt = as_scaled_format(format)
         wide = check_dtype("dtype", dtype)
+        if packed and fmt.element.bits == 6:
+            codes = _unpacked_fp6(codes, shape, axis, hadamard)
         stored = _stored_codes(codes, fmt)
         if hadamard is not None and not isinstance(hadamard, Hadamard):
             raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
@@ -121,6 +125,12 @@ class QuantizedArray:
         """The codes of the operand form, one uint8 per element: [..., length]."""
         return code_bytes(self.codes, self.format.element, self.length)
 
+    def packed_codes(self) -> Array:
+        """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""
+        if self.format.element.bits == 6:
+            return pack_fp6(self.codes)
+        return jax.lax.bitcast_convert_type(self.codes, jnp.uint8)
+
     def dequantize(self, dtype: DTypeLike | None = None) -> Array:
         """The array that this stands for; see `microfloat.jax.dequantize`."""
         from microfloat.jax.ops import dequantize
@@ -164,6 +174,14 @@ def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
     if array.ndim < 2:
         raise invalid_value("codes", f"shape {array.shape}", "at least two axes, the contraction axis last")
     return array
+
+
+def _unpacked_fp6(codes: ArrayLike, shape: tuple[int, ...] | None, axis: int, hadamard: Hadamard | None) -> Array:
+    data = _part("codes", codes, jnp.uint8)
+    if not data.ndim:
+        raise invalid_value("codes", "a 0-d array", "packed bytes, the contraction axis last")
+    length = data.shape[-1] // 3 * 4 if not shape else stored_length(shape[axis], hadamard)
+    return unpack_fp6(data, length)
 
 
 def _part(argument: str, value: ArrayLike, dtype: DTypeLike) -> Array:

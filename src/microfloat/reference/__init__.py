@@ -5,12 +5,22 @@ One idea per private module: `_operand` (arrays as the matrix a GEMM sees), `_sc
 """
 
 from microfloat.reference._delayed import record_amax, update_delayed
-from microfloat.reference._packing import pack_fp4, pack_fp6, swizzle_scales, unpack_fp4, unpack_fp6, unswizzle_scales
+from microfloat.reference._packing import (
+    from_blocked,
+    pack_fp4,
+    pack_fp6,
+    swizzle_scales,
+    to_blocked,
+    unpack_fp4,
+    unpack_fp6,
+    unswizzle_scales,
+)
 from microfloat.reference._philox import derive, philox, random_bytes
 from microfloat.reference._quantize import Quantized, quantize
 from microfloat.reference._values import dequantize, fold, scaled_matmul
 
 __all__ = [
-    "Quantized", "dequantize", "derive", "fold", "pack_fp4", "pack_fp6", "philox", "quantize", "random_bytes",
-    "record_amax", "scaled_matmul", "swizzle_scales", "unpack_fp4", "unpack_fp6", "unswizzle_scales", "update_delayed",
+    "Quantized", "dequantize", "derive", "fold", "from_blocked", "pack_fp4", "pack_fp6", "philox", "quantize",
+    "random_bytes", "record_amax", "scaled_matmul", "swizzle_scales", "to_blocked", "unpack_fp4", "unpack_fp6",
+    "unswizzle_scales", "update_delayed",
 ]  # fmt: skip

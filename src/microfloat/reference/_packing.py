@@ -3,9 +3,13 @@
 Source: docs/numerics.md 1.4 and 7.2.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from microfloat.arguments import check_packable, check_packed
 from microfloat.errors import invalid_type, invalid_value
+from microfloat.layout import blocked_sizes, blocked_windows, check_scale_bytes
 
 
 def pack_fp4(codes: np.ndarray) -> np.ndarray:
@@ -20,7 +24,7 @@ def pack_fp4(codes: np.ndarray) -> np.ndarray:
 
 def unpack_fp4(data: np.ndarray, length: int) -> np.ndarray:
     """The first `length` codes of FP4 bytes: uint8 [..., ceil(length / 2)] -> uint8 [..., length], one per byte."""
-    data = _checked_bytes(data, length, -(-length // 2))
+    data = _checked_bytes(data, length, 2, 1)
     codes = np.stack([data & 15, data >> 4], axis=-1)
     return codes.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :length]
 
@@ -40,7 +44,7 @@ def pack_fp6(codes: np.ndarray) -> np.ndarray:
 
 def unpack_fp6(data: np.ndarray, length: int) -> np.ndarray:
     """The first `length` codes of FP6 bytes: uint8 [..., 3 * ceil(length / 4)] -> uint8 [..., length]."""
-    data = _checked_bytes(data, length, 3 * -(-length // 4))
+    data = _checked_bytes(data, length, 4, 3)
     triples = data.reshape(*data.shape[:-1], data.shape[-1] // 3, 3).astype(np.uint32)
     words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     codes = np.stack([words >> shift & 63 for shift in (0, 6, 12, 18)], axis=-1).astype(np.uint8)
@@ -53,24 +57,16 @@ def _checked_codes(codes: np.ndarray, bits: int) -> np.ndarray:
         raise invalid_type("codes", codes.dtype, "uint8 codes, one per byte")
     if codes.ndim == 0:
         raise invalid_value("codes", "a 0-d array", "at least one axis")
-    if codes.size and (int(codes.min()) < 0 or int(codes.max()) >> bits):
-        raise invalid_value(
-            "codes", f"values from {int(codes.min())} to {int(codes.max())}", f"{bits}-bit codes, one per byte",
-            "Bytes that are packed already must not be packed again.",
-        )  # fmt: skip
+    if codes.size:
+        check_packable(int(codes.min()), int(codes.max()), bits)
     return codes.astype(np.uint8)
 
 
-def _checked_bytes(data: np.ndarray, length: int, needed: int) -> np.ndarray:
+def _checked_bytes(data: np.ndarray, length: int, codes_in: int, bytes_in: int) -> np.ndarray:
     data = np.asarray(data)
     if data.dtype != np.uint8:
         raise invalid_type("data", data.dtype, "uint8 bytes")
-    if isinstance(length, bool) or not isinstance(length, int | np.integer):
-        raise invalid_type("length", type(length), "an int, the number of codes along the last axis")
-    if length < 0 or data.ndim == 0 or data.shape[-1] != needed:
-        raise invalid_value(
-            "length", f"{length} for data of shape {data.shape}", f"a last axis of {max(needed, 0)} bytes for it"
-        )
+    check_packed(length, data.shape, codes_in, bytes_in)
     return data
 
 
@@ -82,37 +78,53 @@ def _padded(codes: np.ndarray, multiple: int) -> np.ndarray:
 # ---- scales ------------------------------------------------------------------------------------------------------
 
 
-def swizzle_scales(scale: np.ndarray) -> np.ndarray:
+def to_blocked(scale: np.ndarray, group_sizes: Sequence[int] | None = None, *, dim: int = 0) -> np.ndarray:
     """Scale bytes [R, C] -> 1-D tile layout of 512 * ceil(R / 128) * ceil(C / 4) bytes, padding 0.
 
     ``out[((r // 128) * nc + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4] = scale[r, c]`` with
     ``nc = ceil(C / 4)``. E8M0 and E4M3 alike; 16x16 tile scales are repeated over their rows by the caller first.
+    `group_sizes`: numbers of rows (`dim` 0: groups along M) or of columns (`dim` 1: groups along K) that are padded and
+    put into tiles alone, one group after the other. Source: docs/numerics.md 7.2.
     """
     scale = np.asarray(scale)
-    if scale.dtype != np.uint8:
-        raise invalid_type("scale", scale.dtype, "uint8 scale bytes", "FP32 scales have no swizzled layout.")
+    check_scale_bytes(scale.dtype)
     if scale.ndim != 2:
         raise invalid_value("scale", f"shape {scale.shape}", "[R, C], one byte per block of a row")
+    windows = blocked_windows(scale.shape, group_sizes, dim)
+    data = scale.view(np.uint8)  # whose 0 is the padding: E8M0 has no zero
+    return np.concatenate([np.empty(0, np.uint8), *(_tiles(data[window]) for window in windows)]).view(scale.dtype)
+
+
+def from_blocked(
+    flat: np.ndarray, rows: int, cols: int, group_sizes: Sequence[int] | None = None, *, dim: int = 0
+) -> np.ndarray:
+    """The inverse of `to_blocked`: 1-D bytes -> [rows, cols], padding cropped; the sizes of groups as there."""
+    flat = np.asarray(flat)
+    check_scale_bytes(flat.dtype, "flat")
+    windows = blocked_windows((rows, cols), group_sizes, dim)
+    scale, start = np.empty((rows, cols), flat.dtype), 0
+    for window, size in zip(windows, blocked_sizes(windows, flat.shape), strict=True):
+        part = scale[window]
+        row_tiles, col_tiles = -(-part.shape[0] // 128), -(-part.shape[1] // 4)
+        tiles = flat[start : start + size].reshape(row_tiles, col_tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        part[...] = tiles.reshape(128 * row_tiles, 4 * col_tiles)[: part.shape[0], : part.shape[1]]
+        start += size
+    return scale
+
+
+def _tiles(scale: np.ndarray) -> np.ndarray:
+    """One group of scales in tiles."""
     rows, cols = scale.shape
     padded = np.pad(scale, ((0, -rows % 128), (0, -cols % 4)))
     tiles = padded.reshape(-(-rows // 128), 4, 32, -(-cols // 4), 4)
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(-1)
 
 
+def swizzle_scales(scale: np.ndarray) -> np.ndarray:
+    """`to_blocked` of a matrix that is one group: uint8 [R, C] -> uint8 [512 * ceil(R / 128) * ceil(C / 4)]."""
+    return to_blocked(scale)
+
+
 def unswizzle_scales(flat: np.ndarray, rows: int, cols: int) -> np.ndarray:
     """The inverse of `swizzle_scales`: 1-D bytes -> [rows, cols], padding cropped."""
-    flat = np.asarray(flat)
-    if flat.dtype != np.uint8:
-        raise invalid_type("flat", flat.dtype, "uint8 scale bytes")
-    for argument, value in (("rows", rows), ("cols", cols)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise invalid_type(argument, type(value), "an int")
-        if value < 0:
-            raise invalid_value(argument, value, "an int >= 0")
-    row_tiles, col_tiles = -(-rows // 128), -(-cols // 4)
-    if flat.shape != (512 * row_tiles * col_tiles,):
-        raise invalid_value(
-            "flat", f"shape {flat.shape}", f"({512 * row_tiles * col_tiles},) bytes for {rows} x {cols} scales"
-        )
-    tiles = flat.reshape(row_tiles, col_tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4)
-    return np.ascontiguousarray(tiles.reshape(128 * row_tiles, 4 * col_tiles)[:rows, :cols])
+    return from_blocked(flat, rows, cols)

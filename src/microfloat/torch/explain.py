@@ -40,6 +40,7 @@ __all__ = [
     "cast_rows",
     "explain",
     "gemm_row",
+    "get_align_size_for_quantization",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -409,3 +410,18 @@ def is_fp8_block_scaling_available(device: torch.device | str | None = None) -> 
 def is_nvfp4_available(device: torch.device | str | None = None) -> Support:
     """The same for NVFP4."""
     return _availability(NVFP4BlockScaling(False, False, False), device)
+
+
+# Of the rows that one operand's kernels of GPUs like best, by its scales; any size runs.
+_ALIGN_SIZES = {"FP32": 16, "E8M0": 32, "E4M3": 128}
+
+
+def get_align_size_for_quantization(recipe: Recipe | str) -> int:
+    """The multiple of sizes that suits the GEMMs of `recipe` best: 16 for FP8, 32 for MX formats, 128 for NVFP4.
+
+    For code that pads the groups of its tokens, as TransformerEngine's needs it. It informs about speed and is never a
+    requirement: here any size runs, and padding never shows in values. Raises InvalidTypeError and InvalidValueError
+    for what is no recipe.
+    """
+    casts = as_recipe(recipe).casts.values()
+    return max((_ALIGN_SIZES[cast.format.scale.name] for cast in casts if cast is not None), default=1)

@@ -34,10 +34,10 @@ from microfloat.recipes import Gemm
 from microfloat.routes import OWN_GEMMS, Encoding, Route, encoding_of, own_gemm_is_faster, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.packing import to_blocked
 
 __all__ = [
     "Product", "block_scaled_arguments", "high_precision_product", "own_gemm_serves", "product", "scaled_matmul",
-    "swizzle_scales",
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
@@ -588,7 +588,7 @@ def _block_scaled_side(
     more = (0, width // per_byte - codes.shape[1], 0, rows - operand.rows)
     codes = F.pad(codes.view(torch.uint8), more).view(torch.float4_e2m1fn_x2 if packed else codes.dtype)
     scale = scale[:, : width // columns]
-    scale = swizzle_scales(F.pad(scale, (0, width // columns - scale.shape[1], 0, rows - operand.rows)))
+    scale = to_blocked(F.pad(scale, (0, width // columns - scale.shape[1], 0, rows - operand.rows)))
     if fmt.scale.name != "E4M3":
         return codes, [scale.view(torch.float8_e8m0fnu)], [kinds.BlockWise1x32], [swizzles.SWIZZLE_32_4_4]
     scales, recipes, orders = [scale.view(torch.float8_e4m3fn)], [kinds.BlockWise1x16], [swizzles.SWIZZLE_32_4_4]
@@ -597,18 +597,6 @@ def _block_scaled_side(
         scales.append(one if operand.tensor_scale is None else operand.tensor_scale)
         recipes, orders = [*recipes, kinds.TensorWise], [*orders, swizzles.NO_SWIZZLE]
     return codes, scales, recipes, orders
-
-
-def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scale bytes [R, blocks] as 128x4 tiles in the order that Blackwell reads, padded with 0: 1-D uint8.
-
-    ``out[((r // 128) * nc + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = scale[r, c]``
-    (docs/numerics.md 7.2).
-    """
-    rows, columns = scale.shape
-    padded = F.pad(scale, (0, -columns % 4, 0, -rows % 128))
-    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def _as_e4m3(operand: Operand) -> torch.Tensor:

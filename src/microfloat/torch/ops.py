@@ -3,14 +3,16 @@
 Legend: R = rows of an operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
 
-from microfloat.arguments import for_each
+from microfloat.arguments import check_number, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.layout import leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.core import CastLike, Usage, check_takes_amax, usages_of
 from microfloat.torch import _operators, backends
@@ -23,6 +25,7 @@ __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 Seed: TypeAlias = int | Sequence[int] | torch.Tensor | None
 Real: TypeAlias = float | torch.Tensor | None
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
+_LARGEST = torch.finfo(torch.float32).max
 _ACCUMULATE = ("fast", "split", "exact")
 
 
@@ -140,7 +143,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Te
 
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    accumulate: str = "split", backend: str = "auto",
+    accumulate: str = "split", backend: str = "auto", out: torch.Tensor | None = None, beta: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """``y = round(a @ b.T + bias)``, contracting the `axis` of each operand: [R_a, R_b] in `out_dtype`.
 
@@ -148,12 +151,32 @@ def scaled_matmul(
     `hadamard`. `bias`: [R_b] or None, added in float32 before the only rounding. `out_dtype` None is a's dtype.
     `accumulate`: "split", "fast" or "exact" (float64; reference backend). A NaN scale gives NaN.
 
-    Raises InvalidTypeError for operands that are not quantized, InvalidValueError for a pair that cannot be multiplied,
-    NotSupportedError where `backend` cannot run. Source: docs/numerics.md 7.3 and 8.2.
+    `out`: a tensor [R_a, R_b] of float32, bfloat16 or float16 that takes the result and is returned:
+    ``out = round(f32(beta * out) + f32(a @ b.T + bias))``. With `beta` 0 what `out` held is not read; 1 accumulates, as
+    a gradient over microbatches does.
+
+    Raises InvalidTypeError for operands that are not quantized, InvalidValueError for a pair that cannot be multiplied
+    and for an `out` that does not fit, NotSupportedError where `backend` cannot run. Source: docs/numerics.md 6, 7.3
+    and 8.2.
     """
     for name, operand in (("a", a), ("b", b)):
         _check_quantized(name, operand, "Quantize it, or multiply a.dequantize() and b.dequantize().")
-    dtype = a.dtype if out_dtype is None else out_dtype
+    if out is None:
+        if beta != 0:
+            raise invalid_value("beta", beta, "0 without out", "Give out=, the tensor that beta multiplies.")
+        return _multiply(a, b, bias, a.dtype if out_dtype is None else out_dtype, accumulate, backend)
+    _check_out(out, a, b, out_dtype)
+    beta = check_number("beta", beta, "a finite number", -_LARGEST, _LARGEST)
+    with torch.no_grad():
+        total = _multiply(a, b, bias, torch.float32, accumulate, backend)
+        if beta:
+            total.add_(out if beta == 1 else out.float() * beta)
+        return out.copy_(total)
+
+
+def _multiply(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str
+) -> torch.Tensor:
     if not _operators.is_tracing(a):
         return multiply_values(a, b, bias, dtype, accumulate, backend)
     return torch.ops.microfloat.scaled_matmul(
@@ -275,6 +298,25 @@ def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
             f"{left.stored_length}, as a has (shape {tuple(a.shape)}, axis {a.axis})",
             "Both operands contract their quantization axis: y = a @ b.T.",
         )
+
+
+def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> None:
+    """Refuse what cannot take the product of a and b in place."""
+    if not isinstance(out, torch.Tensor) or isinstance(out, QuantizedTensor) or out.dtype not in INPUT_DTYPES:
+        got = out.dtype if isinstance(out, torch.Tensor) and not isinstance(out, QuantizedTensor) else type(out)
+        raise invalid_type("out", got, "a plain tensor of float32, bfloat16 or float16")
+    if out_dtype not in (None, out.dtype):
+        raise invalid_value("out_dtype", out_dtype, f"None or {out.dtype}, the dtype of out", "Leave it out.")
+    shape = tuple(math.prod(leading_axes(tuple(q.shape), q.axis)) for q in (a, b))
+    if tuple(out.shape) != shape:
+        raise invalid_value("out", f"shape {tuple(out.shape)}", f"shape {shape}: the rows of a and of b")
+    if out.device != a.device:
+        raise invalid_value("out", f"a tensor on {out.device}", f"one on {a.device}, where a is")
+    if any(size > 1 and not stride for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise invalid_value("out", f"an expanded tensor of strides {out.stride()}", "memory of its own for every entry")
+    if out.requires_grad and torch.is_grad_enabled():
+        remedy = "A product of codes has no derivative: give out.detach(), or call it under torch.no_grad()."
+        raise invalid_value("out", "a tensor that requires grad", "one that does not", remedy)
 
 
 def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -> None:

@@ -16,11 +16,12 @@ import torch
 from microfloat.arguments import check_sizes, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.layout import array_layout, leading_axes, scale_shape
+from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
 from microfloat.torch.backends.base import Operand
+from microfloat.torch.packing import pack_fp6, unpack_fp6
 from microfloat.torch.reference._elements import codes_dtype
 
 __all__ = ["UNKNOWN", "QuantizedTensor"]
@@ -91,13 +92,14 @@ class QuantizedTensor(torch.Tensor):
     def from_parts(
         cls, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, format: ScaledFormat | str,
         *, axis: int = -1, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32,
-        hadamard: Hadamard | None = None,
+        hadamard: Hadamard | None = None, packed: bool = False,
     ) -> "QuantizedTensor":  # fmt: skip
         """Wrap codes and scales that exist already, for instance those of a checkpoint. Nothing is copied.
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; `format`: a ScaledFormat or its name. `shape`
-        None is that of the codes (unpacked), which have their contraction axis last. Raises InvalidValueError for
-        shapes that do not fit each other, InvalidTypeError for dtypes.
+        None is that of the codes (unpacked), which have their contraction axis last. `packed`: the codes are bytes as
+        `packed_codes` gives them; those of FP6 are then unpacked into a copy. Raises InvalidValueError for shapes that
+        do not fit each other, InvalidTypeError for dtypes.
         """
         if not isinstance(format, str | ScaledFormat):
             raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
@@ -107,6 +109,8 @@ class QuantizedTensor(torch.Tensor):
         storage = _operators.storage_of(token)
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
+        if packed:
+            codes = _unpacked(codes, storage, shape, axis)
         if shape is None:
             last = codes.shape[-1] * storage.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
@@ -175,6 +179,11 @@ class QuantizedTensor(torch.Tensor):
         if self.dim() < 2:
             return values.reshape(self.shape)
         return values.view(*leading_axes(tuple(self.shape), self.axis), values.shape[1]).movedim(-1, self.axis)
+
+    def packed_codes(self) -> torch.Tensor:
+        """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""
+        codes = self.codes.view(torch.uint8)
+        return pack_fp6(codes) if _width(self.format) == 6 else codes
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The plain tensors inside, by attribute name."""
@@ -414,6 +423,22 @@ def _check_parts(
     _check_width(codes, fmt)
 
 
+def _width(fmt: ScaledFormat) -> int:
+    return 1 + fmt.element.exponent_bits + fmt.element.mantissa_bits  # fields, which Dynamo reads
+
+
+def _unpacked(codes: torch.Tensor, storage: Storage, shape: Sequence[int] | None, axis: int) -> torch.Tensor:
+    """Packed bytes as the codes that a tensor of this shape stores; its contraction length may be left open."""
+    if codes.dtype != torch.uint8 or not codes.dim():
+        raise invalid_type("codes", f"{codes.dtype} of {codes.dim()} axes", "uint8 bytes, the contraction axis last")
+    if _width(storage.format) != 6:
+        return codes.view(getattr(torch, storage.codes_dtype))
+    length = codes.shape[-1] // 3 * 4
+    if shape is not None and len(shape):
+        length = -(-shape[axis] // storage.group) * storage.group
+    return unpack_fp6(codes, length)
+
+
 def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
     """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
     is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -423,7 +448,7 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
     if largest >> fmt.element.bits:
         raise invalid_value(
             "codes", f"a byte of {largest:#x}", f"unpacked {fmt.element.bits}-bit codes for {fmt.name}, one per byte",
-            "Unpack packed codes first.",
+            "Unpack packed codes first: packed=True, or microfloat.torch.unpack_fp6.",
         )  # fmt: skip
 
 
@@ -438,7 +463,7 @@ def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFo
         for size in reversed(codes.shape[1:-1]):
             leading.insert(0, leading[0] * max(size, 1))
     else:
-        per_byte = 2 if fmt.element.exponent_bits + fmt.element.mantissa_bits == 3 else 1  # fields, which Dynamo reads
+        per_byte = 2 if _width(fmt) == 4 else 1
         leading = [stride * per_byte for stride in leading]
     if len(shape) < 2:
         return (last,) * len(shape)
