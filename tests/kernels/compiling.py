@@ -294,7 +294,7 @@ def _together(delayed):
         specs = (OperandSpec(_casts()["delayed"] if delayed else Cast("fp8_tensor")),) * 2
         program = pair_program(x, specs, x, specs, records=delayed)
         one = torch.ones(16)
-        inputs = (one, None, one, None, None, None) if delayed else (None,) * 6
+        inputs = (one, None, one, None, None, None, None) if delayed else (None,) * 7
         program.run(0, (None, x, scratch(-1), *inputs, x, inputs[0], None, inputs[2]))
 
     return workload
@@ -315,7 +315,7 @@ def _values_together(transposed):
         first, second = ((rows, columns), (tiles, tiles)) if transposed else ((rows, None), (rows, None))
         program = pair_program(x, first, x, second, draws_seed=True)
         words = torch.zeros(8, dtype=torch.int64)
-        program.run(0, (None, x, scratch(-1), None, words, None, None, None, None, x, None, words, None))
+        program.run(0, (None, x, scratch(-1), None, words, *(None,) * 5, x, None, words, None))
 
     return workload
 

@@ -16,7 +16,7 @@ from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, Ele
 from microfloat.recipes import Cast
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = ["WRITES_VALUES", "CastInputs", "OperandSpec", "family_of", "is_stock"]
+__all__ = ["WRITES_VALUES", "CastInputs", "OperandSpec", "family_of", "is_stock", "why_not_in_groups"]
 
 # The kinds of scale rules that kernels compute, by the scale format.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
@@ -82,6 +82,21 @@ def family_of(cast: Cast) -> tuple[str, str]:
     ):
         return "blocks", ""
     return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+@functools.lru_cache(512)
+def why_not_in_groups(cast: Cast) -> str:
+    """Why one launch cannot cast many groups of rows, "" where it can: tiles of 128 rows tell all of their codes."""
+    family, refusal = family_of(cast)
+    if refusal:
+        return f"no kernel for {refusal}"
+    if cast.is_stochastic:
+        return "stochastic rounding counts the rows of each group"
+    if cast.hadamard is not None or family == "nvfp4":
+        return f"{cast.format.name} has a scale of the whole group"
+    if None in cast.format.block and not cast.is_delayed:
+        return f"{cast.format.name} measures the amax of whole groups, or of rows as long as one"
+    return ""
 
 
 def _two_levels(level: TwoLevel) -> tuple[TwoLevel, ...]:

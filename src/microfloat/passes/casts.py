@@ -10,13 +10,24 @@ from dataclasses import dataclass, replace
 
 from microfloat.errors import NotSupportedError
 from microfloat.kernels.casts import amax as amax_kernels
-from microfloat.kernels.casts import blocks, fold, fp6, nvfp4, pair, scaled
+from microfloat.kernels.casts import blocks, fold, fp6, groups, nvfp4, pair, scaled
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of
 from microfloat.passes import WRITES_VALUES, OperandSpec, tables
-from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Device, Matrix, Pass, Passes
+from microfloat.passes.matrix import (
+    GROUP_ROWS,
+    INT32_MAX,
+    SCALAR,
+    At,
+    Buffer,
+    Device,
+    Matrix,
+    Pass,
+    Passes,
+    specialization,
+)
 from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
 from microfloat.recipes import Cast
 
@@ -70,9 +81,24 @@ def cast_passes(
     """
     _refuse(matrix, row, column)
     passes = Passes(6)
+    tails = _copy_tails(passes, matrix) if matrix.groups else At.NOTHING
     for number, specs in enumerate(launches_of(matrix.device, row, column)):
-        _Casting(passes, matrix, batch, given_amax).cast(At.SOURCE, specs, records and number == 0)
+        _Casting(passes, matrix, batch, given_amax, tails).cast(At.SOURCE, specs, records and number == 0)
     return passes
+
+
+def _copy_tails(passes: Passes, matrix: Matrix) -> int:
+    """Where the rows of groups that fill no tile are copied to; see `kernels.casts.groups`."""
+    rows, columns, warps = tables.TILES["tails"]
+    shape = ((matrix.groups + 1) * GROUP_ROWS, matrix.columns)
+    tails = passes.add(Buffer(shape, (matrix.stride_r, 1), matrix.dtype))
+    programs = shape[0] // rows * ceil_div(matrix.columns, columns)
+    scalars = (matrix.rows // GROUP_ROWS, matrix.groups, matrix.columns, matrix.stride_r)
+    passes.launch(Pass(
+        groups.copy_tails, (matrix.key, *map(specialization, scalars[:2]), warps), programs,
+        (At.SOURCE, At.GROUPS, tails), scalars, (rows, columns), warps,
+    ))  # fmt: skip
+    return tails
 
 
 def pair_passes(
@@ -286,6 +312,12 @@ class _Casting:
     matrix: Matrix
     batch: int
     given_amax: bool
+    tails: int = At.NOTHING
+
+    @property
+    def plan(self) -> tuple[int, int]:
+        """Of rows in groups: their plan and their tails."""
+        return (At.GROUPS, self.tails) if self.matrix.groups else (At.NOTHING, At.NOTHING)
 
     def cast(self, source: int, specs: _Specs, records: bool) -> None:
         """Add the launches of these operands."""
@@ -359,8 +391,8 @@ class _Casting:
         epsilon = (both[0] or both[1]).numbers.epsilon  # type: ignore[union-attr]
         self.passes.launch(Pass(
             scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),
-            (source, *codes, *scales, *sources, record, words, seed_of(*both)), (*streams, epsilon, *matrix.sizes),
-            constants, warps,
+            (source, *codes, *scales, *sources, record, words, seed_of(*both), *self.plan),
+            (*streams, epsilon, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _tensor(self, source: int, both: Both, records: bool) -> None:
@@ -402,7 +434,8 @@ class _Casting:
         epsilons = (0.0 if one is None else one.numbers.epsilon for one in both)
         self.passes.launch(Pass(
             blocks.quantize_blocks, (matrix.key, constants, warps, *streams, self.batch), matrix.tiles(rows, columns),
-            (source, *outputs, seed_of(*both)), (*streams, self.batch, *epsilons, *matrix.sizes), constants, warps,
+            (source, *outputs, seed_of(*both), *self.plan), (*streams, self.batch, *epsilons, *matrix.sizes), constants,
+            warps,
         ))  # fmt: skip
 
     def _folded(self, source: int, both: Both) -> None:
@@ -416,8 +449,8 @@ class _Casting:
         outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
         self.passes.launch(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, At.TILES if is_tile else At.FOLDED, At.WORDS, seed_of(*both)), (*streams, *matrix.sizes),
-            constants, warps,
+            (source, *outputs, At.TILES if is_tile else At.FOLDED, At.WORDS, seed_of(*both), *self.plan),
+            (*streams, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _nvfp4(self, source: int, both: Both) -> None:

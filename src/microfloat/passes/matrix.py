@@ -9,9 +9,11 @@ from microfloat.layout import Part
 from microfloat.passes.tables import Warps
 
 __all__ = [
-    "ALIGNMENT", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice", "specialization",
+    "ALIGNMENT", "GROUP_ROWS", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice",
+    "specialization",
 ]  # fmt: skip
 
+GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
 ALIGNMENT = 16  # bytes: what kernels are told that addresses are multiples of, and what allocated buffers begin at
 INT32_MAX = 2**31 - 1
 
@@ -54,7 +56,10 @@ def specialization(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address."""
+    """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address.
+
+    `groups`: its rows are the padded ones of so many groups (`kernels.casts.groups`), in tiles of 128 rows at most.
+    """
 
     rows: int
     columns: int
@@ -63,6 +68,7 @@ class Matrix:
     dtype: str
     alignment: int
     device: Device
+    groups: int = 0
 
     @property
     def transposed(self) -> "Matrix":
@@ -101,7 +107,7 @@ class Matrix:
     def key(self) -> tuple:
         """All that Triton specializes on."""
         return (
-            self.dtype, self.device.number, self.kind, self.index64, self.columns & 1, self.rows & 3,
+            self.dtype, self.device.number, self.kind, self.index64, self.columns & 1, self.rows & 3, self.groups > 0,
             *map(specialization, self.sizes),
         )  # fmt: skip
 
@@ -116,6 +122,8 @@ class Matrix:
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """True where whole tiles cover the matrix, so that no load or store needs a mask."""
+        if self.groups and tile_rows > GROUP_ROWS:
+            return False
         return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
 
     def tiles(self, tile_rows: int, tile_columns: int) -> int:

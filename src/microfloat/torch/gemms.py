@@ -37,7 +37,8 @@ from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.packing import to_blocked
 
 __all__ = [
-    "Product", "block_scaled_arguments", "high_precision_product", "own_gemm_serves", "product", "scaled_matmul",
+    "GroupedWork", "Product", "block_scaled_arguments", "high_precision_product", "own_block_matmul",
+    "own_gemm_is_there", "own_gemm_serves", "product", "scaled_matmul",
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
@@ -331,34 +332,53 @@ def _assembler() -> str | None:
     return None
 
 
+class GroupedWork(NamedTuple):
+    """What a launch of many products does (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
+    which part of their plan; the shape of C.
+    """
+
+    kind: int
+    number: int
+    plan: torch.Tensor
+    shape: tuple[int, int]
+
+
 def own_block_matmul(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool
-) -> torch.Tensor:
-    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size. K and N multiples of 16, M of 4."""
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
+    work: GroupedWork | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size; with `work` one product for each group of rows.
+
+    K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from microfloat.kernels.gemm import block_gemm as kernels
 
-    (m, k), n = a.shape, b.shape[1]
-    cut = OWN_GEMMS[tiles]
-    c = torch.empty((m, n), dtype=dtype, device=a.device)
+    (m, k), b = a.shape, b.t()
+    cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
+    c = torch.empty(shape, dtype=dtype, device=a.device)
     codes, flat = kernels.codes_layout, kernels.scale_layout
     a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
     # With tiles the descriptor of B's scales is not read.
     b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
     size = c.element_size()
     arguments = (
-        TensorDescriptor(a, [m, k], [k, 1], [kernels.PART, _SIDE], codes),
-        TensorDescriptor(b, [n, k], [k, 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        TensorDescriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
+        TensorDescriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
         b_scale.stride(1) if tiles else 0,
-        TensorDescriptor(c, [m, n], [n, 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)), m, n, k,
-        cut.warpgroups, cut.parts, kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers,
+        TensorDescriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
+        None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
+        kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
     )  # fmt: skip
     device = a.get_device()
     rows, columns = cut.tile
-    programs = min(-(-m // rows) * -(-n // columns), _processors(device))
+    programs = -(-shape[0] // rows) * -(-shape[1] // columns)
+    if work is not None:  # and a row of tiles more for every group but one
+        programs += work.number * -(-shape[1] // columns)
     with torch.cuda.device(device):
-        _start(kernels.block_gemm, programs, arguments, (tiles, a.dtype, b.dtype, dtype, device))
+        kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
+        _start(kernels.block_gemm, min(programs, _processors(device)), arguments, kind)
     return c
 
 

@@ -8,33 +8,36 @@ where ``x_TK[g]`` are the rows of group g. Every matrix is quantized alone: bloc
 tensor amax is that of one group or one expert, and the `batch` word of the random counters is g (docs/numerics.md,
 section 5.3). So codes, y, dx and dw are those of a loop of Linears.
 
-A `GroupedSchedule` casts and multiplies each group by the casts and products of a `Schedule`, kept by the number of its
-rows: the host reads the group sizes. Rows behind the last group give zeros in y and in dx.
+A `GroupedSchedule` casts all groups in one launch and multiplies them in another where kernels can: a plan on the
+device says where groups stand in operands whose groups begin at tiles of 128 rows (`kernels.casts.groups`), and the
+host never reads their sizes. Elsewhere every group runs a `Schedule` of its own, kept by the number of its rows, and
+`reason` says why. Rows behind the last group give zeros in y and in dx.
 
 Legend: T = rows of x, G = groups, K = in features, N = out features.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
-from microfloat.passes import CastInputs
+from microfloat.operands import GEMMS
+from microfloat.passes import CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.routes import Routes
-from microfloat.torch import backends, reference
+from microfloat.routes import OWN_GEMMS, Routes
+from microfloat.torch import backends, gemms, reference
 from microfloat.torch._checks import check_grouped, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient, ambient, canonical
-from microfloat.torch.gemms import Product, product
 from microfloat.torch.linear import MainGrad, apply, begin, end
 from microfloat.torch.schedule import (
     SCHEDULES,
     CastStep,
+    Entries,
     Inputs,
     Parts,
     Schedule,
@@ -45,18 +48,30 @@ from microfloat.torch.schedule import (
 )
 from microfloat.torch.seeds import draw_seed
 
+if TYPE_CHECKING:
+    from microfloat.torch.program import GroupPlan
+
 __all__ = ["GroupedSchedule", "Groups", "find_grouped", "grouped_matmul", "grouped_plain", "groups_of", "run_grouped"]
 
-_MOST_STEPS = 4096
+_MOST_SCHEDULES = 512
+_SIDE = 128
 
 
 class Groups:
     """Sizes of consecutive groups of rows: `ends`, int32 [G] on the device of x; and the sizes as ints, read once."""
 
-    __slots__ = ("_sizes", "ends", "rows")
+    __slots__ = ("_plans", "_sizes", "ends", "rows")
 
     def __init__(self, ends: torch.Tensor, rows: int, sizes: tuple[int, ...] | None = None) -> None:
         self.ends, self.rows, self._sizes = ends, rows, sizes
+        self._plans: dict[int, GroupPlan] = {}
+
+    def plan(self, tile_rows: int, programs: Any) -> "GroupPlan":
+        """The plan for products whose tiles have so many rows, made once; `programs` starts its kernel."""
+        plan = self._plans.get(tile_rows)
+        if plan is None:
+            plan = self._plans[tile_rows] = programs.plan_groups(self.ends, self.rows, tile_rows)
+        return plan
 
     @property
     def slices(self) -> list[slice]:
@@ -200,22 +215,43 @@ def find_grouped(
     if schedule is None:
         backend = backends.choose(name, x.device)
         routes = backend.routes(recipe, x.device, None)
-        made = GroupedSchedule(recipe, backend, routes, x, weight, compute, wants_dx, wants_dw)
+        made = GroupedSchedule(recipe, backend, routes, x, weight, bias, compute, wants_dx, wants_dw)
         schedule = remember(key, made)
     return schedule
+
+
+class _Sum:
+    """Takes the gradient of one group's weight in float32, as a `MainGrad` does, and hands it on."""
+
+    @staticmethod
+    def add(dw: torch.Tensor) -> torch.Tensor:
+        """dw itself."""
+        return dw
+
+
+_SUM: Any = _Sum()
+
+
+class _Words(NamedTuple):
+    """A cast or a product in words, as ``print`` reads it of a step that exists."""
+
+    names: str
+    reason: str
+    entries: Entries
 
 
 class GroupedSchedule(Schedule):
     """fprop, dgrad and wgrad of G Linears over the groups of one x. ``print(schedule)`` shows every cast and product.
 
-    Casts and products of one group are those of a `Schedule`. Sizes of groups come with the inputs of the casts.
+    `reason`: why each group runs a `Schedule` of its own, "" where launches serve all groups. The groups of a call come
+    with the inputs of its casts.
     """
 
-    folds = False  # nothing is counted: a fold of a group cannot tell what the next group needs
+    folds = False  # nothing is counted: what folding one group has changed says nothing of the next
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
-        compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+        bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
     ) -> None:  # fmt: skip
         self.recipe, self.backend, self.routes = recipe, backend, routes
         self.wants_dx, self.wants_dw = wants_dx, wants_dw
@@ -236,9 +272,50 @@ class GroupedSchedule(Schedule):
             for name in ("x", "w")
         ]
         self.delayed = delayed[0], delayed[1]
-        self.x_saved, self.w_saved = saved_parts(recipe, wants_dx, wants_dw)
         self._steps: dict[tuple, CastStep] = {}
-        self._products: dict[tuple, Product] = {}
+        self._schedules: dict[tuple, Schedule] = {}
+        self.reason = self._why_one_by_one(x, bias)
+        self._counts = None if self.reason else torch.zeros(2, dtype=torch.int64, device=x.device)
+        self._describe()
+
+    def _describe(self) -> None:
+        """Set what ``print`` reads of a schedule besides its recipe and its routes."""
+        if not self.reason:
+            own = "microfloat's FP8 GEMM of all groups"
+            routes = (route._replace(kernel=route.kernel.replace("vendor FP8 GEMM", own)) for route in self.routes)
+            self.routes = Routes(*routes)
+        made = {tensor: CastStep.described(self.backend, entries) for tensor, entries in self._entries.items()}
+        self.x_cast, self.w_cast = (_Words(*made[name], self._entries[name]) for name in ("x", "w"))  # type: ignore
+        wanted = {"fprop": True, "dgrad": self.wants_dx, "wgrad": self.wants_dw}
+        why = f"one group after the other, whose sizes the host reads: {self.reason}" if self.reason else ""
+        self.products = {name: _Words("", why, (None, None)) for name in GEMMS if wanted[name]}  # type: ignore
+        self.x_saved, self.w_saved = saved_parts(self.recipe, self.wants_dx, self.wants_dw)
+        self._pair = None, None
+
+    def _why_one_by_one(self, x: torch.Tensor, bias: torch.Tensor | None) -> str:
+        """Why each group runs a schedule of its own."""
+        kinds = [route.kind for route in self.routes if route.kind != "blocks"]
+        if self._programs is None or kinds:
+            kind = kinds[0] if kinds else "blocks"
+            return f"no kernel multiplies all groups by the route {kind!r} of the {self.backend.name} backend"
+        gemms_of = [getattr(self.recipe, name) for name in GEMMS]
+        casts = [cast for gemm in gemms_of for cast in gemm.casts if cast is not None]
+        if len(casts) < 6 or any(gemm.from_fprop for gemm in gemms_of):
+            return "the kernel that multiplies all groups reads quantized operands alone"
+        if any(cast.format.element.name == "E5M2" for cast in casts):
+            return "the kernel that multiplies all groups takes E4M3 alone"
+        lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
+        if lacks:
+            return lacks
+        if self.in_features % _SIDE or self.out_features % _SIDE:
+            return f"in_features and out_features are no multiples of {_SIDE}"
+        if bias is not None:
+            return "the kernel that multiplies all groups adds no bias"
+        if not self.rows or self.dtype != torch.bfloat16 or self.x_dtype != self.dtype:
+            return "the kernel that multiplies all groups gives bfloat16"
+        if backends.chip_of(x.device).capability != (9, 0) or not gemms.own_gemm_is_there():
+            return "the kernel that multiplies all groups needs a Hopper and Triton 3.6"
+        return ""
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed; `apart` changes nothing, since no launch draws it."""
@@ -246,91 +323,143 @@ class GroupedSchedule(Schedule):
         x, w, dy = (one._replace(seed=words) for one in inputs)
         return x, w, dy
 
-    # --------------------------------------------------------------------------------------------------- one group
-
-    def _cast(self, tensor: str, matrix: torch.Tensor, group: int, inputs: CastInputs, *which: bool) -> Parts:
-        """Both operands of one group's matrix. `which` of dy is wanted: the row operand, the column operand."""
-        key = (
-            tensor, group if self.is_stochastic else 0, matrix.shape, matrix.stride(), matrix.data_ptr() & 15, *which
-        )  # fmt: skip
-        step = self._steps.get(key)
-        if step is None:
-            if len(self._steps) >= _MOST_STEPS:  # sizes made anew for every call must not pile up
-                self._steps.clear()
-            entries = self._entries[tensor] if not which else entries_of(self.recipe, self.routes, tensor, *which)
-            step = self._steps[key] = CastStep(self.backend, matrix, entries, key[1])
-        return step(matrix, *self.resources(), inputs._replace(groups=None))[:6]
-
-    def _multiply(self, name: str, rows: int, parts: Sequence, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
-        """The GEMM `name` of one group of so many rows, of the parts of both operands."""
-        key = (name, rows, dtype, None if bias is None else (bias.dtype, bias.data_ptr() & 15))
-        multiply = self._products.get(key)
-        if multiply is None:
-            if len(self._products) >= _MOST_STEPS:
-                self._products.clear()
-            k, n = self.in_features, self.out_features
-            shape = {"fprop": (rows, k, n), "dgrad": (rows, n, k), "wgrad": (n, rows, k)}[name]
-            device = torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
-            gemm, route = getattr(self.recipe, name), getattr(self.routes, name)
-            multiply = self._products[key] = product(gemm, route, shape, bias, dtype, device)
-        return multiply(*parts, bias)  # type: ignore[call-arg]
-
     # --------------------------------------------------------------------------------------------------- running
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-        """y, and what backward needs: the operands x.T and w.T of one group after the other."""
-        x, weight = self._matrix(x), self._weights(weight)
-        slices, saved = x_inputs.groups.slices, []
-        y = torch.empty((self.rows, self.out_features), dtype=self.dtype, device=x.device)
-        for g, rows in enumerate(slices):
-            if rows.start == rows.stop or not weight[g].numel():
-                self._measure_unused(weight[g], w_inputs)
-                y[rows] = 0 if bias is None else bias[g]
+        """y, and the operands of x and w that backward reads: of all groups, or of one after the other."""
+        x, groups = self._matrix(x), x_inputs.groups
+        if not self.reason:
+            x_made, w_made = self._cast("x", x, x_inputs), self._cast("w", self._experts(weight), w_inputs)
+            y = self._multiply("fprop", x_made[:3], w_made[:3], groups, self.dtype)
+            return y, (*x_made[3:], *w_made[3:])
+        y, saved = torch.empty((self.rows, self.out_features), dtype=self.dtype, device=x.device), []
+        x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
+        for g, rows in enumerate(groups.slices):
+            own, own_bias = weight[g].detach(), None if bias is None else bias[g]
+            if rows.start == rows.stop or not own.numel():
+                if w_inputs.record is not None and own.numel():  # the scale of delayed scaling is one for all experts
+                    record_amax_(w_inputs.record, reference.amax(own))
+                y[rows] = 0 if own_bias is None else own_bias
                 saved += [None] * 6
                 continue
-            x_made, w_made = self._cast("x", x[rows], g, x_inputs), self._cast("w", weight[g], g, w_inputs)
-            own = None if bias is None else bias[g]
-            y[rows] = self._multiply("fprop", len(x[rows]), (*x_made[:3], *w_made[:3]), own, self.dtype)
-            saved += [*x_made[self.x_saved], *w_made[self.w_saved]]
-        y[slices[-1].stop :] = 0
+            schedule = self._of_group(x[rows], own, own_bias, g)
+            # A launch that casts x and w together would draw a seed.
+            w_made = schedule.quantize_weight(own, w_inputs) if self.is_stochastic else None
+            y[rows], made = schedule.forward(x[rows], own, own_bias, x_inputs, w_inputs, w_made)
+            saved += made
+        y[groups.slices[-1].stop :] = 0
         return y, tuple(saved)
 
+    def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
+        """The operands that `forward` would save, cast again."""
+        x, groups = self._matrix(x), x_inputs.groups
+        if not self.reason:
+            x_made, w_made = self._cast("x", x, x_inputs), self._cast("w", self._experts(weight), w_inputs)
+            return [*x_made[3:], *w_made[3:]]
+        saved: Parts = []
+        x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
+        for g, rows in enumerate(groups.slices):
+            own = weight[g].detach()
+            if rows.start == rows.stop or not own.numel():
+                saved += [None] * 6
+                continue
+            schedule = self._of_group(x[rows], own, None, g)
+            saved += schedule.saved_again("x", x[rows], x_inputs) if self.wants_dw else [None] * 3
+            saved += schedule.saved_again("w", own, w_inputs) if self.wants_dx else [None] * 3
+        return saved
+
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
-        """dy and the inputs of its casts: `gradients` casts one group after the other."""
-        return [self._matrix(dy), inputs]
+        """The groups, and both operands of a gradient: of all groups, or of one after the other."""
+        dy, groups = self._matrix(dy), inputs.groups
+        if not self.reason:
+            return [groups, *self._cast("dy", dy, inputs, wants_dx, wants_dw)]
+        made, inputs = [groups], inputs._replace(groups=None)
+        for g, rows in enumerate(groups.slices):
+            schedule = self._schedules.get((g if self.is_stochastic else 0, rows.stop - rows.start))
+            made += [None] * 6 if schedule is None else schedule.cast_dy(dy[rows], inputs, wants_dx, wants_dw)[:6]
+        return made
 
     def gradients(
         self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
         into: MainGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dx and dw, each if it is asked for; `saved` is what `forward` returned."""
-        dy_TN, inputs = dy
-        slices = inputs.groups.slices
-        shape, dx, dw = (self.number, self.out_features, self.in_features), None, None
+        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` takes dw in float32."""
+        groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
+        dw_dtype = self.w_dtype if into is None else torch.float32
+        if not self.reason:
+            if wants_dx:
+                dx = self._multiply("dgrad", dy[1:4], saved[3:6], groups, self.x_dtype)
+            if wants_dw:
+                dw = self._multiply("wgrad", dy[4:7], saved[:3], groups, dw_dtype).view(shape)
+            return dx, dw if into is None or dw is None else into.add(dw)
+        device = groups.ends.device
         if wants_dx:
-            dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=dy_TN.device)
+            dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=device)
         if wants_dw:
-            dw_dtype = self.w_dtype if into is None else torch.float32
-            dw = torch.zeros(shape, dtype=dw_dtype, device=dy_TN.device)
-        for g, rows in enumerate(slices):
-            if rows.start == rows.stop or not self.out_features * self.in_features:
+            dw = torch.zeros(shape, dtype=dw_dtype, device=device)
+        for g, rows in enumerate(groups.slices):
+            schedule = self._schedules.get((g if self.is_stochastic else 0, rows.stop - rows.start))
+            if schedule is None:
                 continue
-            size, x_made, w_made = rows.stop - rows.start, saved[6 * g : 6 * g + 3], saved[6 * g + 3 : 6 * g + 6]
-            made = self._cast("dy", dy_TN[rows], g, inputs, wants_dx, wants_dw)
-            if dx is not None:
-                dx[rows] = self._multiply("dgrad", size, (*made[:3], *w_made), None, self.x_dtype)
-            if dw is not None:
-                dw[g] = self._multiply("wgrad", size, (*made[3:], *x_made), None, dw.dtype)
+            parts = dy[6 * g + 1 : 6 * g + 7], saved[6 * g : 6 * g + 6]
+            own_dx, own_dw = schedule.gradients(*parts, wants_dx, wants_dw, None if into is None else _SUM)
+            if dx is not None and own_dx is not None:
+                dx[rows] = own_dx
+            if dw is not None and own_dw is not None:
+                dw[g] = own_dw
         return dx, dw if into is None or dw is None else into.add(dw)
 
-    def _weights(self, weight: torch.Tensor) -> torch.Tensor:
-        weight = weight.detach().resolve_neg()
-        return weight if weight.dtype == self.dtype else weight.to(self.dtype)
+    def _of_group(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: int) -> Schedule:
+        """The schedule of one group; that of its backward is found by the group and its number of rows alone."""
+        batch = group if self.is_stochastic else 0
+        aligned = *(t if t is None else t.data_ptr() & 15 for t in (x, weight, bias)), x.stride(), weight.stride()
+        schedule = self._schedules.get((batch, len(x), *aligned))
+        if schedule is None:
+            if len(self._schedules) >= _MOST_SCHEDULES:  # sizes made anew for every call must not pile up
+                self._schedules.clear()
+            options = self.dtype, self.wants_dx, self.wants_dw, batch
+            # x is in the compute dtype, dx is in that of x as it came.
+            schedule = Schedule(self.recipe, self.backend, self.routes, x.to(self.x_dtype), weight, bias, *options)
+            self._schedules[(batch, len(x), *aligned)] = schedule
+        self._schedules[batch, len(x)] = schedule
+        return schedule
 
-    def _measure_unused(self, weight: torch.Tensor, inputs: CastInputs) -> None:
-        """Record the amax of an expert without rows: the scale of delayed scaling is one for all experts."""
-        if inputs.record is not None and weight.numel():
-            record_amax_(inputs.record, reference.amax(weight))
+    # -------------------------------------------------------------------------------------------- all groups at once
+
+    def _experts(self, weight: torch.Tensor) -> torch.Tensor:
+        """[G * N, K]: the weights of all experts, one below the other."""
+        weight = weight.detach().resolve_neg()
+        weight = weight if weight.dtype == self.dtype else weight.to(self.dtype)
+        return weight.reshape(-1, self.in_features)
+
+    def _cast(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, *which: bool) -> Parts:
+        """Both operands of a tensor; of dy those that are wanted (`which`: row, column)."""
+        if not matrix.is_contiguous() or matrix.data_ptr() & 15:
+            matrix = matrix.clone(memory_format=torch.contiguous_format)
+        plan = None if tensor == "w" else inputs.groups.plan(self._rows_of_tile("fprop"), self._programs).whole
+        step = self._steps.get((tensor, *which))
+        if step is None:
+            entries = self._entries.get(tensor) or entries_of(self.recipe, self.routes, tensor, *which)
+            number = 0 if tensor == "w" else self.number
+            step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, number)
+        inputs = inputs._replace(groups=plan, folded=self._counts, tiles=self._counts)
+        return step(matrix, *self.resources(), inputs)[:6]
+
+    def _has_tiles(self, name: str) -> bool:
+        route, cast = getattr(self.routes, name), getattr(self.recipe, name).rhs
+        return route.rhs == "tiles" or (route.rhs == "codes" and cast.format.block == (_SIDE, _SIDE))
+
+    def _rows_of_tile(self, name: str) -> int:
+        return OWN_GEMMS[self._has_tiles(name)].tile[0]
+
+    def _multiply(self, name: str, a: Sequence, b: Sequence, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+        """The GEMM `name` of all groups in one launch."""
+        t, n, k = self.rows, self.out_features, self.in_features
+        shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (self.number * n, k)}[name]
+        plan = groups.plan(self._rows_of_tile("fprop" if name == "wgrad" else name), self._programs)
+        part = plan.padded_begins if name == "wgrad" else plan.table
+        work = gemms.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
+        return gemms.own_block_matmul(a[0], a[1], b[0], b[1], dtype, self._has_tiles(name), work)

@@ -12,28 +12,32 @@ so every form is checked before it is used, and the ordinary path remains where 
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from microfloat.kernels.casts import groups
 from microfloat.kernels.device import convert, random
 from microfloat.layout import Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, launches_of, pair_passes
-from microfloat.passes.matrix import ALIGNMENT, At, Device, Matrix, Pass, Passes
+from microfloat.passes.matrix import ALIGNMENT, GROUP_ROWS, At, Device, Matrix, Pass, Passes, specialization
 from microfloat.passes.tables import Warps
 
 __all__ = [
     "INTERPRETED", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program", "cast_program",
     "compiled_conversions", "device_of", "fast_empty", "forget_programs", "is_one_pass", "kernel_of",
-    "largest_cluster", "matrix_of", "pair_program", "refuse_clusters", "run_passes", "scratch", "split_words",
+    "largest_cluster", "matrix_of", "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch",
+    "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)
 _FOUR_WARPS = Warps(4)
+_PLANNED_TOGETHER = 64  # entries of a plan of groups that one program makes
 
 
 class Start(NamedTuple):
@@ -459,18 +463,46 @@ def _prepared(launch: Pass, aligned: tuple[bool, ...]) -> Prepared:
 
 def cast_program(
     x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, *, records: bool = False,
-    given_amax: bool = False, batch: int = 0, misaligned: frozenset[int] = frozenset(),
+    given_amax: bool = False, batch: int = 0, in_groups: int = 0, misaligned: frozenset[int] = frozenset(),
 ) -> Program:  # fmt: skip
     """The program that casts matrices like `x`: same sizes, strides, dtype, device and alignment.
 
     `row`, `column`: the operand as it lies and that of its transpose, each None where it is not asked for. `records`:
     the history that is given takes the amax. `given_amax`: the amax is given, not measured. `batch`: a word of the
-    random counters. `misaligned`: positions of given tensors that begin at no multiple of 16 bytes. Raises
-    NotSupportedError where a cast has no kernel, or none for its form.
+    random counters. `in_groups`: the rows are those of so many groups, padded. `misaligned`: positions of given tensors
+    that begin at no multiple of 16 bytes. Raises NotSupportedError where a cast has no kernel, or none for its form.
     """
     matrix = matrix_of(x)
+    if in_groups:
+        matrix = replace(matrix, rows=padded_rows(matrix.rows, in_groups), groups=in_groups)
     passes = cast_passes(matrix, row, column, records=records, given_amax=given_amax, batch=batch)
     return Program(passes, x.device, misaligned | _misaligned(At.SOURCE, matrix))
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """The most padded rows that so many groups of so many rows can have (`kernels.casts.groups`)."""
+    return (rows + groups * (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
+
+
+class GroupPlan(NamedTuple):
+    """A plan of groups of rows (`kernels.casts.groups`), and the parts of it that products read."""
+
+    whole: torch.Tensor
+    padded_begins: torch.Tensor
+    table: torch.Tensor
+
+
+def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
+    """The plan of groups that end at `ends` in so many rows, for products in tiles of `tile_rows`."""
+    number, device = ends.shape[0], ends.get_device()
+    tiles, parts = padded_rows(rows, number) // GROUP_ROWS, -(-rows // tile_rows) + number + 1
+    begins = tiles + number + 1
+    plan = torch.empty(begins + number + 2 + 4 * parts, dtype=torch.int32, device=ends.device)
+    scalars, constants = (rows, number, tiles, parts), (tile_rows, 1 << number.bit_length(), _PLANNED_TOGETHER)
+    key, programs = (*map(specialization, scalars), constants, device), -(-max(tiles, parts) // _PLANNED_TOGETHER)
+    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    kernel_of(groups.plan_groups).prepared(key, programs, scalars, constants)(stream, ends, plan)
+    return GroupPlan(plan, plan[begins:], plan[begins + number + 1 :])
 
 
 def is_one_pass(row: OperandSpec | None, column: OperandSpec | None) -> bool:

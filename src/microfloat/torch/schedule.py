@@ -143,8 +143,8 @@ class CastStep:
 
     __slots__ = ("_batch", "_column_as_is", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason")
 
-    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0) -> None:
-        """`x`: an example; `batch`: a word of the random counters."""
+    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0) -> None:
+        """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups."""
         self.entries, self._batch = entries, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
@@ -158,9 +158,10 @@ class CastStep:
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
-        self.program = backend.programs.cast_program(x, row, column, batch=batch)
+        self.program = backend.programs.cast_program(x, row, column, batch=batch, in_groups=in_groups)
         if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
-            self._recording = backend.programs.cast_program(x, row, column, records=True, batch=batch)
+            options = {"records": True, "batch": batch, "in_groups": in_groups}
+            self._recording = backend.programs.cast_program(x, row, column, **options)
 
     @property
     def names(self) -> str:
@@ -278,11 +279,14 @@ def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
 class Schedule:
     """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
 
+    number = 0  # of the groups of a grouped one
+
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
-        bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+        bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool, batch: int = 0,
     ) -> None:  # fmt: skip
-        self.recipe, self.backend, self.routes = recipe, backend, routes
+        """`batch`: a word of the random counters."""
+        self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw = wants_dx, wants_dw
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
@@ -319,11 +323,11 @@ class Schedule:
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
         )
-        self.x_cast = CastStep(backend, self._matrix(x), x_entries)
+        self.x_cast = CastStep(backend, self._matrix(x), x_entries, batch)
         stored = isinstance(weight, QuantizedTensor)
         self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute) if stored else None
         if self.w_cast is None:
-            self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries)
+            self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries, batch)
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
@@ -458,7 +462,8 @@ class Schedule:
             key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (_ALIGNMENT - 1))
             step = self._dy_steps.get(key)
             if step is None:
-                step = CastStep(self.backend, dy, entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw))
+                entries = entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw)
+                step = CastStep(self.backend, dy, entries, self._batch)
                 self._dy_steps[key] = step
                 if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
                     self._dy = step
@@ -497,7 +502,8 @@ class Schedule:
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
         x, saved = self._matrix(x.detach()), self.x_saved if tensor == "x" else self.w_saved
-        step = CastStep(self.backend, x, entries_of(self.recipe, self.routes, tensor, not saved.start, True))
+        entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
+        step = CastStep(self.backend, x, entries, self._batch)
         return step(x, *self.resources(), inputs)[saved]
 
     def saved_layouts(self) -> tuple[Layout | None, Layout | None]:
@@ -535,14 +541,16 @@ class Schedule:
         notes = Notes()
         m, k, n = self.rows, self.in_features, self.out_features
         where = "cpu" if self.device < 0 else f"cuda:{self.device}"
-        title = f"{type(self.recipe).__name__}: x [{m}, {k}], w [{n}, {k}], y [{m}, {n}] in {str(self.dtype)[6:]}"
+        of = f"{self.number}, " if self.number else ""
+        title = f"{type(self.recipe).__name__}: x [{m}, {k}], w [{of}{n}, {k}], y [{m}, {n}] in {str(self.dtype)[6:]}"
         cells: list[tuple[str, ...]] = [("step", "operand", "cast", "form", "launches", "saved", "why")]
         together = f"{self._pair[0].names}, with w" if self._pair[0] is not None else ""
-        dy = CastStep.described(self.backend, entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw))
+        dy_entries = entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)
+        dy = CastStep.described(self.backend, dy_entries)
         for tensor, (launches, reason), entries in (
             ("x", (together or self.x_cast.names, self.x_cast.reason), self.x_cast.entries),
             ("w", ("with x" if together else self.w_cast.names, self.w_cast.reason), self.w_cast.entries),
-            ("dy", dy, entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)),
+            ("dy", dy, dy_entries),
         ):
             for entry in entries:
                 if entry is not None:

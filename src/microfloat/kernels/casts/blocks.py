@@ -286,17 +286,18 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
 
 @triton.jit
 def quantize_blocks(
-    x_ptr, row_out, row_scale, column_out, column_scale, seed_ptr, row_stream, column_stream, batch,
-    row_epsilon, column_epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr,
+    x_ptr, row_out, row_scale, column_out, column_scale, seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream,
+    batch, row_epsilon, column_epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
-    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, rows, cols, LOAD, 0, HOW)
-        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         outputs = (row_out, row_scale, column_out, column_scale)
         cast_squares(squares, outputs, bounds, ROW, COLUMN, HOW)
     else:
@@ -306,7 +307,7 @@ def quantize_blocks(
         if COLUMN is not None:
             column_words = load_columns(source, rows, cols, COLUMN.BLOCK, LOAD, 0, HOW)
         if COLUMN is not None and COLUMN.OUTPUT == CODES:
-            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
+            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)

@@ -526,19 +526,20 @@ def lossy_of_four(values, BIAS: tl.constexpr):
 
 @triton.jit
 def fold_blocks(
-    x_ptr, row_out, row_scale, column_out, column_scale, lossy_ptr, scratch_ptr, seed_ptr, row_stream, column_stream,
-    R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
+    x_ptr, row_out, row_scale, column_out, column_scale, lossy_ptr, scratch_ptr, seed_ptr, plan_ptr, tails_ptr,
+    row_stream, column_stream, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of tiles (TILE > 0) row by row,
     in rows of a multiple of TILE; lossy counts go to int64[2].
     """
     HW: tl.constexpr = HOW.HW
-    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, TILE, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HOW)
-        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         outputs = (row_out, row_scale, column_out, column_scale)
         lossy_rows, lossy_columns = fold_squares(squares, outputs, bounds, ROW, COLUMN, HOW.HW)
     else:

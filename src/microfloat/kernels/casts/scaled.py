@@ -334,14 +334,14 @@ def record_maximum(
 @triton.jit
 def cast_scaled(
     x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
-    seed_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
+    seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr,
+    COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. ROW and COLUMN are `constants.ScaledCast` or None; those of gradients with a GIVEN
     scale record.
     """
     HW: tl.constexpr = HOW.HW
-    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
+    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     if RECORDS:
         known = peek(scratch_ptr, HW)
@@ -351,9 +351,9 @@ def cast_scaled(
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     if SOURCE == AMAX:
         if row0.to(tl.int64) * C >= STILL_CACHED:
-            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
+            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
     else:
-        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW)
+        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
     generators = (seed_ptr, row_stream, column_stream)

@@ -65,11 +65,19 @@ def program(R, C, stride_r, stride_c, INDEX64: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr):
-    """Number of this program, number of tiles side by side, `Source` and `Bounds` of its tile: one to a program."""
+def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr, plan_ptr=None, tails_ptr=None):
+    """Number of this program, number of tiles side by side, `Source` and `Bounds` of its tile: one to a program.
+
+    With a plan (`casts.groups`) the bounds are those of padded rows, and the tile lies in x or in the tails.
+    """
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     across, _tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     row0, col0, x_tile = tile_at(x_ptr, pid, across, stride_r, stride_c, HOW.BM, HOW.BN)
+    if plan_ptr is not None:
+        first = tl.load(plan_ptr + row0 // 128)
+        base = tl.where(first < 0, tails_ptr, x_ptr)
+        first = tl.where(first < 0, ~first * 128, first) + row0 % 128
+        x_tile = base + first.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     return pid, across, Source(x_tile, x_tile, x_tile, stride_r, stride_c), Bounds(R, C, row0, col0)
 
 
@@ -89,13 +97,17 @@ def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.co
 
 
 @triton.jit
-def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr):
+def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr, plan_ptr=None):
     """Ask the L2 cache for a tile that a program which starts later will read, PREFETCH_AHEAD behind `tile`, and to
     keep it until then (`evict_last`): what all programs write would drive it out again. Nothing where there is none.
     """
     LATER: tl.constexpr = PREFETCH_AHEAD * (128 * 128) // (HOW.BM * HOW.BN)
     if HOW.HW and HOW.EVEN and HOW.LOADS != ELEMENTWISE:
-        row0, _col0, x_tile = tile_at(x_ptr, tile + LATER, across, stride_r, 1, HOW.BM, HOW.BN)
+        row0, col0, x_tile = tile_at(x_ptr, tile + LATER, across, stride_r, 1, HOW.BM, HOW.BN)
+        if plan_ptr is not None:  # of rows in groups, full tiles alone
+            first = tl.load(plan_ptr + row0 // 128, mask=row0 < R, other=-1)
+            x_tile = x_ptr + (first + row0 % 128).to(tl.int64) * stride_r + col0.to(tl.int64)
+            row0 = tl.where(first < 0, R, row0)
         if row0 < R:
             at = x_tile + (tl.arange(0, HOW.BM)[:, None] * stride_r + tl.arange(0, HOW.BN // 64)[None, :] * 64)
             PTX: tl.constexpr = "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;"

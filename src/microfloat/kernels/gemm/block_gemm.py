@@ -10,6 +10,10 @@ columns at a time: while one promotes its partial sums, the others' are on the t
 B and their scales copied into a ring of shared-memory buffers. Written in Gluon, since warp specialization and
 asynchronous products must be spelled out; Gluon is part of Triton 3.6 and still changes, so its names stay here.
 
+Many products in one launch (GROUPED): of consecutive groups of rows, each with a B of its own (FPROP, DGRAD), or with
+a C of its own for every group of columns of A and B (WGRAD); a plan on the device says where groups stand
+(`casts.groups`). A tile of C never holds rows of two groups, and a part of fewer than 64 rows is stored row by row.
+
 Legend: M, N, K as above; a step is 128 of K; ROWS = rows of a tile of C, 64 for every part of a warpgroup.
 """
 
@@ -23,7 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["COLUMNS", "PART", "SCALE_BOX", "block_gemm", "codes_layout", "output_layout", "scale_layout"]
+__all__ = [
+    "ALONE", "COLUMNS", "DGRAD", "FPROP", "PART", "SCALE_BOX", "WGRAD", "block_gemm", "codes_layout", "output_layout",
+    "scale_layout",
+]  # fmt: skip
+
+# What a launch multiplies: one product, or one for each group.
+ALONE = gl.constexpr(0)
+FPROP = gl.constexpr(1)  # A [rows, K] by the rows of a group, B [G * N, K]
+DGRAD = gl.constexpr(2)  # the same with B [N, G * K]
+WGRAD = gl.constexpr(3)  # A [M, padded rows], B [N, padded rows], C [G * M, N]
 
 PART = 64  # rows that one asynchronous product of a warpgroup covers
 COLUMNS = 128
@@ -49,16 +62,54 @@ def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _row_tiles(M, plan_ptr, ROWS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr):
+    """How many rows of tiles there are. The plan of FPROP and DGRAD begins with their number."""
+    if GROUPED == 0:
+        return gl.cdiv(M, ROWS)
+    elif GROUPED == WGRAD:
+        return gl.cdiv(M, ROWS) * GROUPS
+    else:
+        return gl.load(plan_ptr)
+
+
+@gluon.jit
+def _extent(row, plan_ptr, M, N, K, ROWS: gl.constexpr, GROUPED: gl.constexpr):
+    """Of a row of tiles: first rows of A, B and C, how many rows, first steps of A and B, how many steps."""
+    if GROUPED == 0:
+        return row * ROWS, 0, row * ROWS, ROWS, 0, 0, gl.cdiv(K, STEP)
+    elif GROUPED == WGRAD:
+        tiles = gl.cdiv(M, ROWS)
+        group = row // tiles
+        a_row = row % tiles * ROWS
+        first = gl.load(plan_ptr + group) // STEP
+        steps = gl.load(plan_ptr + group + 1) // STEP - first
+        return a_row, 0, group * M + a_row, gl.minimum(M - a_row, ROWS), first, first, steps
+    else:
+        entry = plan_ptr + 4 * row + 1
+        group = gl.load(entry + 3)
+        steps = gl.cdiv(K, STEP)
+        here = gl.maximum(group, 0)
+        a_row, rows, c_row = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+        if GROUPED == FPROP:
+            return a_row, here * N, c_row, rows, 0, 0, gl.where(group < 0, 0, steps)
+        else:
+            return a_row, 0, c_row, rows, 0, here * steps, gl.where(group < 0, 0, steps)
+
+
+@gluon.jit
 def _copy_tiles(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M, N, K,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr,
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, plan_ptr, M, N,
+    K, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr,
+    GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = ROWS // 64
     SCALES: gl.constexpr = a_scale_ring.shape[1] + (0 if B_TILES else COLUMNS)
-    row_tiles, column_tiles, steps = gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, STEP)
+    B_ROWS: gl.constexpr = GROUPS if GROUPED == FPROP else 1
+    row_tiles, column_tiles = _row_tiles(M, plan_ptr, ROWS, GROUPED, GROUPS), gl.cdiv(N, COLUMNS)
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        a_row, b_row, _c_row, _rows, a_step, b_step, steps = _extent(row, plan_ptr, M, N, K, ROWS, GROUPED)
         for step in range(steps):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -66,13 +117,20 @@ def _copy_tiles(
             mbarrier.expect(arrived, (ROWS + COLUMNS) * STEP + 4 * SCALES)
             for part in gl.static_range(PARTS):
                 tma.async_copy_global_to_shared(
-                    a_desc, [row * ROWS + part * 64, step * STEP], arrived, a_ring.index(stage * PARTS + part)
+                    a_desc, [a_row + part * 64, (a_step + step) * STEP], arrived, a_ring.index(stage * PARTS + part)
                 )
-            tma.async_copy_global_to_shared(b_desc, [column * COLUMNS, step * STEP], arrived, b_ring.index(stage))
-            tma.async_copy_global_to_shared(a_scale_desc, [step * M + row * ROWS], arrived, a_scale_ring.index(stage))
+            tma.async_copy_global_to_shared(
+                b_desc, [b_row + column * COLUMNS, (b_step + step) * STEP], arrived, b_ring.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                a_scale_desc, [(a_step + step) * M + a_row], arrived, a_scale_ring.index(stage)
+            )
             if not B_TILES:
                 tma.async_copy_global_to_shared(
-                    b_scale_desc, [step * N + column * COLUMNS], arrived, b_scale_ring.index(stage)
+                    b_scale_desc,
+                    [(b_step + step) * N * B_ROWS + b_row + column * COLUMNS],
+                    arrived,
+                    b_scale_ring.index(stage),
                 )
             turn += 1
 
@@ -115,10 +173,24 @@ def _store(c_desc, staging, x, row, column):
 
 
 @gluon.jit
+def _store_part(c_desc, c_ptr, staging, x, row, column, rows, N, GROUPED: gl.constexpr):
+    """A part of C, of which there are so many rows: others are those of another group."""
+    if GROUPED == 0:
+        _store(c_desc, staging, x, row, column)
+    else:
+        if rows >= 64:
+            _store(c_desc, staging, x, row, column)
+        elif rows > 0:
+            r = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))[:, None]
+            c = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+            gl.store(c_ptr + (row + r).to(gl.int64) * N + c, x.to(c_desc.dtype), mask=(r < rows) & (c < N))
+
+
+@gluon.jit
 def _multiply(
-    c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging, full, empty, M, N, K,
-    WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, B_TILES: gl.constexpr,
+    c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging, full, empty,
+    plan_ptr, M, N, K, WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """What one warpgroup does: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -126,15 +198,16 @@ def _multiply(
     )
     FIRST: gl.constexpr = WARPGROUP * PARTS
     LAST: gl.constexpr = FIRST + PARTS - 1
-    row_tiles, column_tiles, steps = gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, STEP)
+    row_tiles, column_tiles = _row_tiles(M, plan_ptr, ROWS, GROUPED, GROUPS), gl.cdiv(N, COLUMNS)
     p = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
     never = M < 0  # start every product from zero, and let it overwrite the registers of p
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        _a_row, b_row, c_row, rows, _a_step, b_step, steps = _extent(row, plan_ptr, M, N, K, ROWS, GROUPED)
         first = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
         second = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
-        tile_scale_ptr = b_scale_ptr + column * b_scale_stride
+        tile_scale_ptr = b_scale_ptr + (b_row // COLUMNS + column) * b_scale_stride + b_step
         for step in range(steps):
             stage = turn % STAGES
             if B_TILES:
@@ -162,22 +235,28 @@ def _multiply(
             else:
                 first, p = _promote(first, p, row_factor, column_factor, B_TILES)
             turn += 1
-        _store(c_desc, staging, first, row * ROWS + FIRST * 64, column * COLUMNS)
+        column = column * COLUMNS
+        _store_part(c_desc, c_ptr, staging, first, c_row + FIRST * 64, column, rows - FIRST * 64, N, GROUPED)
         if PARTS == 2:
-            _store(c_desc, staging, second, row * ROWS + LAST * 64, column * COLUMNS)
+            _store_part(c_desc, c_ptr, staging, second, c_row + LAST * 64, column, rows - LAST * 64, N, GROUPED)
     tma.store_wait(0)
 
 
 # Not specialized: a size that is a multiple of 16 makes no better code here.
-@gluon.jit(do_not_specialize=["b_scale_stride", "M", "N", "K"], do_not_specialize_on_alignment=["b_scale_ptr"])
+@gluon.jit(
+    do_not_specialize=["b_scale_stride", "M", "N", "K"], do_not_specialize_on_alignment=["b_scale_ptr", "plan_ptr"]
+)
 def block_gemm(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, b_scale_ptr, b_scale_stride, c_desc, M, N, K,
+    a_desc, b_desc, a_scale_desc, b_scale_desc, b_scale_ptr, b_scale_stride, c_desc, c_ptr, plan_ptr, M, N, K,
     WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    B_TILES: gl.constexpr, REGISTERS: gl.constexpr,
+    B_TILES: gl.constexpr, REGISTERS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """C [M, N] of A [M, K] and B [N, K], all with unit stride along the last axis. Scales: A's float32 [K/128, M]
     contiguous; B's the same with N, or with B_TILES one per 128 columns at ``b_scale_ptr + (n / 128) * b_scale_stride +
     k / 128``. Descriptors: A by 64 x 128, B by 128 x 128, scales flat by `SCALE_BOX` and 128, C by 64 x 128 bytes.
+
+    GROUPED: of so many GROUPS, with C's address in `c_ptr`; M are the rows of A, N those of B for a group. `plan_ptr`:
+    the table of rows of tiles behind their number (FPROP, DGRAD), or the padded begins (WGRAD).
     """
     ROWS: gl.constexpr = 64 * WARPGROUPS * PARTS
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * (ROWS // 64), 64, STEP], a_desc.layout)
@@ -197,34 +276,39 @@ def block_gemm(
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_multiply, (
-                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
-                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
+                staging.index(0), full, empty, plan_ptr, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                GROUPED, GROUPS,
             )),
             (_multiply, (
-                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
-                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
+                staging.index(1), full, empty, plan_ptr, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                GROUPED, GROUPS,
             )),
             (_copy_tiles, (
-                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,
-                N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty,
+                plan_ptr, M, N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES, GROUPED, GROUPS,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (
-                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(0), full,
-                empty, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
+                staging.index(0), full, empty, plan_ptr, M, N, K, ZERO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                GROUPED, GROUPS,
             )),
             (_multiply, (
-                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(1), full,
-                empty, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
+                staging.index(1), full, empty, plan_ptr, M, N, K, ONE, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                GROUPED, GROUPS,
             )),
             (_multiply, (
-                c_desc, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging.index(2), full,
-                empty, M, N, K, TWO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                c_desc, c_ptr, b_scale_ptr, b_scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
+                staging.index(2), full, empty, plan_ptr, M, N, K, TWO, PARTS, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                GROUPED, GROUPS,
             )),
             (_copy_tiles, (
-                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, M,
-                N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES,
+                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty,
+                plan_ptr, M, N, K, ROWS, COLUMNS, STAGES, GROUP, B_TILES, GROUPED, GROUPS,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
