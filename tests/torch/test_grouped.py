@@ -226,6 +226,18 @@ def test_the_function():
         mf.grouped_matmul(x, weight, SIZES, recipe="mxfp8", backend="nativ")
 
 
+def test_main_grad():
+    """features M4: dw of every expert is added to `main_grad` in float32."""
+    x, weight, _, dy = operands()
+    layer = layer_of(weight, recipe="mxfp8", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.ones(weight.shape)
+    layer(x, SIZES).backward(dy)
+    assert layer.weight.grad is None
+    plain = layer_of(weight, recipe="mxfp8")
+    plain(x, SIZES).backward(dy)
+    torch.testing.assert_close((layer.weight.main_grad - 1).bfloat16(), plain.weight.grad, rtol=2**-7, atol=2**-12)
+
+
 def test_precedence_of_recipes():
     x, weight, _, _ = operands()
     layer = layer_of(weight)

@@ -386,7 +386,7 @@ class GroupedSchedule(Schedule):
         self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
         into: MainGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` takes dw in float32."""
+        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
         groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
         dw_dtype = self.w_dtype if into is None else torch.float32
         if not self.reason:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microfloat.arguments import check_int
+from microfloat.arguments import check_bool, check_int
 from microfloat.errors import MicrofloatError
 from microfloat.recipes import Recipe
 from microfloat.torch import backends, scaling
@@ -36,8 +36,11 @@ class GroupedLinear(RecipeLayer):
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Any = None,
         dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
         self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
         self.out_features = check_int("out_features", out_features, 0, 2**31 - 1)
