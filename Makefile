@@ -2,7 +2,8 @@
 #
 #   make demo       train a small transformer in bf16 and under three recipes: two minutes on two free cores, after set-up
 #   make test       what CI runs: the test suite without the tests marked slow
-#   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example
+#   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
+#                   the training packages around (Accelerate, Lightning, PEFT, transformers)
 #   make lint       ruff and pyright
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
@@ -22,7 +23,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo test test-all test-installed lint format api setup-demo setup-test clean
+.PHONY: help demo test test-all test-installed lint format api setup-demo setup-test setup-test-all clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,6 +34,10 @@ setup-demo:
 setup-test:
 	@$(SETUP) torch,triton,jax,examples,dev
 
+# The packages of tests/integrations, which skip in `make test` where they are not installed.
+setup-test-all:
+	@$(SETUP) torch,triton,jax,examples,dev,integrations
+
 demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)
 
@@ -41,7 +46,7 @@ demo: setup-demo
 test: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" $(TESTS)
 
-test-all: setup-test
+test-all: setup-test-all
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
 # All of it in an environment that is already there, for instance on a GPU machine: no set-up, no network.

@@ -121,9 +121,10 @@ def test_the_core_needs_two_packages(repository):
 
 
 def test_extras_serve_something(repository):
-    """What an extra installs is imported by the library or, for `examples`, by the examples and the pictures."""
+    """What an extra installs is imported by the library, or by the folder that the extra is for."""
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    folders = {name: ["src"] for name in set(extras) - {"dev"}} | {"examples": ["examples", "docs"]}
+    folders = {name: ["src"] for name in set(extras) - {"dev"}}
+    folders |= {"examples": ["examples", "docs"], "integrations": ["tests/integrations"]}
     for extra, names in folders.items():
         text = "\n".join(path.read_text() for name in names for path in (repository / name).rglob("*.py"))
         for requirement in extras[extra]:
@@ -134,7 +135,8 @@ def test_extras_serve_something(repository):
 def test_the_extras_that_make_installs_exist(repository):
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     used = re.findall(r"\$\(SETUP\) ([\w,]+)", (repository / "Makefile").read_text())
-    assert len(used) == 2
+    assert len(used) == 3
+    assert ["integrations" in words for words in used] == [False, False, True]  # `make test` does not pay for them
     assert {name for words in used for name in words.split(",")} <= set(extras)
 
 
