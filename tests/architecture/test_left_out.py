@@ -49,6 +49,7 @@ def test_every_file_keeps_a_test():
     (problem,) = left_out.problems([SLOW])
     assert problem.startswith("tests/torch/test_x.py: make test runs nothing of it")
     assert left_out.problems([SLOW], whole_files=False) == []
+    assert left_out.problems([item("tests/integrations/test_x.py::test_y", "needs a package")]) == []
 
 
 @pytest.mark.parametrize(

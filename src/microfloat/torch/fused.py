@@ -14,7 +14,7 @@ of a norm are torch's own on a GPU where all dtypes agree, else float32 arithmet
 from torch's by rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
-from microfloat.torch.joined import Unit, units_of
+from microfloat.torch.joined import Unit, is_bare, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
@@ -65,7 +65,7 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
 
 def project(x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], *, join: bool) -> tuple[torch.Tensor, ...]:
     """What each layer makes of norm(x); with `join` one tensor for all of them, where they are one product."""
-    units = _units(x, layers, join)
+    units = _units(x, layers, join, norm)
     runs = None if units is None else _begin(x, units, [(x, norm)] * len(units))
     if units is None or runs is None:
         value = norm.module(x)
@@ -122,7 +122,7 @@ def norm_mlp(
 
 def mlp(x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str) -> torch.Tensor:
     """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one."""
-    units = _units(x, (*outer, down), False)
+    units = _units(x, (*outer, down), False, norm)
     runs = None if units is None else _begin(x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)])
     if units is None or runs is None:
         value = norm.module(x)
@@ -143,9 +143,16 @@ def _tensors(units: Sequence[Unit]) -> list[torch.Tensor | None]:
     return [tensor for unit in units for tensor in (unit.weight, unit.bias)]
 
 
-def _units(x: torch.Tensor, layers: Sequence[Linear], join: bool) -> list[Unit] | None:
+def _units(
+    x: torch.Tensor, layers: Sequence[Linear], join: bool, norm: "NormOf | None" = None
+) -> list[Unit] | None:  # fmt: skip
     """What is multiplied at once; None where the modules must run by themselves."""
     if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
+        return None
+    # Somebody may have put another module in a layer's place, as PEFT does, or listens to calls, as tensor parallelism.
+    if any(not isinstance(layer, Linear) or not is_bare(layer) for layer in layers) or not (
+        norm is None or is_bare(norm.module)
+    ):
         return None
     return units_of(layers, ambient(), join)
 
@@ -205,7 +212,7 @@ def _end(runs: Sequence[Run], units: Sequence[Unit]) -> None:
 class NormOf(NamedTuple):
     """A norm as kernels take it: "rms" or "layer", and what its value is multiplied with and shifted by."""
 
-    module: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module
     kind: str
     eps: float
     weight: torch.Tensor | None

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from microfloat.torch.fused import NormOf, activation_linear, mlp, norm_linear, project
-from microfloat.torch.joined import join_
+from microfloat.torch.joined import is_bare, join_
 from microfloat.torch.nn.attention import heads_of
 from microfloat.torch.nn.linear import Linear
 
@@ -35,7 +35,6 @@ _ACTIVATIONS = {
     "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu", "QuickGELUActivation": "qgelu",
     "ReLUSquaredActivation": "srelu",
 }  # fmt: skip
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Fused:
@@ -56,7 +55,7 @@ class Fused:
                 part = part._modules.get(step)
                 if part is None:
                     return False
-            if type(part) is not kind or "forward" in part.__dict__ or any(getattr(part, hook) for hook in _HOOKS):
+            if type(part) is not kind or not is_bare(part):
                 return False
         return True
 

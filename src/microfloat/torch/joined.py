@@ -16,9 +16,14 @@ from microfloat.recipes import Recipe
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
-__all__ = ["Unit", "join_", "units_of"]
+__all__ = ["Unit", "is_bare", "join_", "units_of"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+def is_bare(module: nn.Module) -> bool:
+    """True while a call of `module` runs the forward of its class, without hooks; else it must be called itself."""
+    return "forward" not in module.__dict__ and not (
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
 
 
 class Unit(NamedTuple):
@@ -54,7 +59,7 @@ def _lie_joined(layers: Sequence[Linear]) -> bool:
             or address == 0 or weight.dtype != first.dtype or weight.shape[1] != width or not weight.is_contiguous()
             or weight.requires_grad != first.requires_grad or (layer.bias is None) != (layers[0].bias is None)
             or layer.backend != layers[0].backend or layer.fuse_wgrad_accumulation
-            or any(getattr(layer, name) for name in _HOOKS)
+            or not is_bare(layer)
         ):  # fmt: skip
             return False
         address += weight.numel() * weight.element_size()
