@@ -4,17 +4,25 @@ Layer: x [4, 4096, 4096], 32 heads of 128, 8 of keys and values, causal, MLP of 
 embedding, no bias. `torch`: the layer of plain modules, as transformers writes it; `ours`: `TransformerLayer` in
 bfloat16 and under recipes, on the same parameters. A step clears all gradients and runs forward and backward. Peak
 memory is that of a step after three, less the parameters and their gradients.
+
+Llama: transformers' model of three such layers, vocabulary 32768, 4 x 4096 tokens, loss and a fused AdamW step;
+converted with ``microfloat.torch.convert(model, recipe, fuse=True)``, in eager mode and with every layer compiled;
+torchao's float8 training beside it, compiled.
 """
 
 import argparse
+import copy
 import functools
+import importlib.util
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import microfloat.torch as mf
+from benchmarks import _torchao
 from benchmarks._recipes import RECIPES
 from benchmarks._report import Report, Row
 from benchmarks._timing import in_turn
@@ -165,6 +173,98 @@ def measure(report: Report, bench: Bench, name: str, recipe: str | None) -> None
     bench.clear(layer)
 
 
+LLAMA = ("delayed", "current", "row", "block", "mxfp8.folded")
+
+
+class Llama:
+    """The model of transformers, and steps of copies of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = QUICK if options.quick else SIZES
+        config = LlamaConfig(
+            hidden_size=sizes["width"], intermediate_size=sizes["hidden"], num_hidden_layers=3,
+            num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv"], max_position_embeddings=4096,
+            vocab_size=256 if options.quick else 32768, attn_implementation="sdpa", use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.device = options.device
+        self.base = LlamaForCausalLM(config).to(options.device, torch.bfloat16).train()
+        shape = (sizes["batch"], sizes["tokens"])
+        self.ids = torch.randint(0, config.vocab_size, shape, device=options.device)
+
+    def build(self, recipe: str | None, compiled: bool, fuse: bool) -> nn.Module:
+        """A copy under a recipe; "torchao.NAME": torchao's."""
+        model = copy.deepcopy(self.base)
+        if recipe is not None and recipe.startswith("torchao."):
+            head, model.lm_head = model.lm_head, nn.Identity()  # type: ignore[assignment]
+            model = _torchao.float8_training(model, recipe.removeprefix("torchao."))
+            model.lm_head = head  # type: ignore[assignment]
+        elif recipe is not None:
+            mf.convert(model, RECIPES[recipe], fuse=fuse)
+        if compiled:
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                layer.compile(backend="inductor" if self.device == "cuda" else "aot_eager")
+        return model
+
+    def stepper(self, model: nn.Module) -> Callable[[int], float]:
+        """Forward, backward and AdamW; one autocast, since delayed scaling updates at its exit."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+        def step(index: int) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with mf.autocast():
+                loss = model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step  # type: ignore[return-value]
+
+
+def measure_llama(report: Report, bench: Llama, recipe: str, mode: str, fuse: bool = True) -> None:
+    """Time of a step beside bfloat16 in the same mode."""
+    torch._dynamo.reset()
+    ours = bench.stepper(bench.build(recipe, mode == "compiled", fuse))
+    plain = bench.stepper(bench.build(None, mode == "compiled", False))
+    losses = [float(ours(0)), float(plain(0))]
+    ours(0)
+    bound = 0.05 * abs(losses[1])
+    name = f"d.llama.{mode}.{recipe}" if fuse or recipe.startswith("torchao") else f"d.llama.{mode}.{recipe}.apart"
+    if not abs(losses[0] - losses[1]) < bound:
+        report.skip(name, f"loss {losses[0]:.4f} against {losses[1]:.4f}", recipe=recipe, mode=mode)
+        return
+    times = in_turn({"bf16": plain, "ours": ours}, bench.device, 600, least=8)
+    row = Row(name, recipe=recipe, backend="torchao" if recipe.startswith("torchao") else "native")
+    row.shape, row.mode, row.ratio_of = tuple(bench.ids.shape), mode, "bf16"
+    row.timed(times["ours"], times["bf16"])
+    row.extra = {"first_losses": [round(loss, 5) for loss in losses]}
+    report.add(row)
+
+
+def llama_rows(report: Report, options: argparse.Namespace) -> None:
+    """All rows d.llama.*."""
+    wanted = [
+        (recipe, mode, fuse) for mode in ("eager", "compiled") for recipe in (*LLAMA, "torchao.tensorwise")
+        for fuse in (True, False)
+        if not (recipe.startswith("torchao") and (mode == "eager" or not fuse)) and (fuse or recipe == "delayed")
+        and report.wants(f"d.llama.{mode}.{recipe}" + ("" if fuse else ".apart"))
+    ]  # fmt: skip
+    if not wanted:
+        return
+    if importlib.util.find_spec("transformers") is None:
+        report.skip("d.llama", "transformers is not installed")
+        return
+    bench = Llama(options)
+    for recipe, mode, fuse in wanted:
+        if recipe.startswith("torchao.") and (why := _torchao.missing_training(options.device)):
+            report.skip("d.llama.torchao", why, recipe=recipe, mode=mode, backend="torchao")
+            continue
+        call = functools.partial(measure_llama, report, bench, recipe, mode, fuse)
+        report.attempt(f"d.llama.{mode}.{recipe}", call, recipe=recipe, mode=mode)
+
+
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """The rows that were asked for."""
     report, bench = Report(options, arguments), Bench(options)
@@ -172,4 +272,6 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     for name, recipe in rows:
         if report.wants(name):
             report.attempt(name, functools.partial(measure, report, bench, name, recipe), recipe=recipe or "bf16")
+    del bench
+    llama_rows(report, options)
     return report.finish()
