@@ -20,10 +20,13 @@ from microfloat.torch.nn.fused import ACTIVATIONS, clamped_swiglu  # noqa: E402
 BF16 = {"dtype": torch.bfloat16}
 NAMES = list(RECIPES)
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh_compiler():
     torch._dynamo.reset()
     yield
@@ -97,7 +100,7 @@ def test_queries_of_the_autocast():
             assert not mf.is_autocast_enabled()
 
 
-def test_linear_and_queries_in_compiled_code():
+def test_linear_and_queries_in_compiled_code(fresh_compiler):
     w = torch.randn(8, 16)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -477,7 +480,7 @@ def test_meta_device_and_reset():  # features M12
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
-def test_compiled_fullgraph(name):  # features G1
+def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     torch.manual_seed(0)
     layer = mf.TransformerLayer(32, 48, 4, 2, recipe=name, **BF16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
