@@ -24,6 +24,7 @@ CASES = [
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "fp8_row", "mxfp8")],
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
+    *[("operators", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     *[("fewer_gradients_than_planned", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     *[("overflow", (name,)) for name in NAMES],
     ("counts_change_the_schedule", ()),

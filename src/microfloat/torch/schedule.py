@@ -141,13 +141,16 @@ class CastStep:
     ``step(x, stream, words, inputs)`` returns codes, scale and tensor scale of the row operand, then of the column's.
     """
 
-    __slots__ = ("_batch", "_column_as_is", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason")
+    __slots__ = (
+        "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason"
+    )  # fmt: skip
 
     def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0) -> None:
         """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups."""
         self.entries, self._batch = entries, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
+        self._folds = any(entry is not None and entry.form in ("folded", "tiles") for entry in entries)
         self.program: Program | None = None
         self._recording: Program | None = None
         self._layouts: tuple[Layout | None, Layout | None] = (None, None)
@@ -191,6 +194,9 @@ class CastStep:
         program = self.program if inputs.record is None else self._recording
         made: Parts
         if program is not None:
+            if self._folds and inputs.folded is None:  # kernels count in any case; nobody reads these
+                counts = torch.empty(2, dtype=torch.int64, device=x.device)
+                inputs = inputs._replace(folded=counts, tiles=counts)
             made = program.run(stream, (None, x, words, *inputs, *_NO_SECOND))
         else:
             made = self._by_torch(x, inputs) if self.reason else [None] * 6

@@ -42,6 +42,25 @@ def same_bits_by_addresses(device, name):
     compare(device, recipe_of(name), steps, guard=by_addresses)
 
 
+def operators(device, name):
+    """The operators of compiled code, as launches by address: no launch lacks an address that eager calls give it."""
+    recipe = recipe_of(name)
+    layer, (x, dy) = make(recipe, device), inputs(device, (2, 16, K))
+    with native_on(device), block_gemms(device, []), contextlib.nullcontext() if device == "cuda" else by_addresses():
+        torch._dynamo.reset()
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for _ in range(2):  # the first call starts launches with tensors, the second by addresses
+            made = []
+            for call in (layer, run):
+                x.grad = layer.weight.grad = None
+                torch.manual_seed(0)
+                y = call(x)
+                y.backward(dy.view_as(y))
+                made.append((y.detach(), x.grad.clone(), layer.weight.grad.clone()))
+            assert_same(*made)
+        torch._dynamo.reset()
+
+
 def reads_what_fprop_read(device, name):
     """backward="dequantized": both gradients are products of dy and of fprop's operands, which alone are saved."""
     recipe = recipe_of(f"{name} dequantized")
