@@ -10,9 +10,10 @@ import torch
 from torch.autograd import forward_ad
 
 import microfloat.torch as mf
-from microfloat.errors import InvalidValueError, NotSupportedError
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, MXFP8BlockScaling
+from microfloat.torch import QuantizedTensor
 
 GENERATOR = torch.Generator().manual_seed(11)
 X = torch.randn(3, 20, 70, generator=GENERATOR)
@@ -132,9 +133,21 @@ def test_layers_are_refused_by_name_and_called_functionally():
     assert torch.equal(leaf.grad, expected.weight.grad)
 
 
-def test_a_quantized_tensor_cannot_leave_a_batch():
-    with pytest.raises(NotSupportedError, match=r"got a QuantizedTensor .* leaves vmap.*q\.parts\(\)"):
-        vmap(lambda x: mf.quantize(x, "mxfp8"))(X)
+def test_quantized_tensors_and_batches():
+    """Parts may enter and leave vmap; the tensor itself knows its verbs alone inside."""
+    q = mf.quantize(X, "mxfp8")
+    made = vmap(
+        lambda codes, scale: QuantizedTensor.from_parts(codes, scale, None, "mxfp8", shape=(20, 70)).dequantize()
+    )
+    assert torch.equal(made(q.codes, q.scale), q.dequantize())
+    for function in (
+        lambda x: mf.quantize(x, "mxfp8"), lambda x: mf.quantize(x, "mxfp8")[2:4].dequantize(),
+        lambda x: mf.quantize(x, "mxfp8").fill_(1.0).dequantize(),
+    ):  # fmt: skip
+        with pytest.raises(NotSupportedError, match=r"got a QuantizedTensor inside vmap, or .*q\.parts\(\)"):
+            vmap(function)(X)
+    with pytest.raises(InvalidTypeError, match=r"a: got a tensor of torch\.float32.*map over q\.parts\(\)"):
+        vmap(lambda one: mf.scaled_matmul(one, one))(q)
 
 
 def test_every_operator_has_a_fake_and_a_rule_for_batches():

@@ -42,7 +42,22 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
         implementation = _fused_step
     if implementation is None:
         raise _refusal(func, args, kwargs)
-    return implementation(func, args, kwargs)
+    try:
+        return implementation(func, args, kwargs)
+    except NotImplementedError as error:  # torch's, of parts that vmap has wrapped
+        flat = tree_leaves((args, kwargs))
+        if any(isinstance(q, QuantizedTensor) and _operators.is_followed(q.codes) for q in flat):
+            raise _refusal_in_vmap(func) from error
+        raise
+
+
+def _refusal_in_vmap(func: Operator) -> NotSupportedError:
+    name = str(func).removeprefix("aten.")
+    return NotSupportedError(
+        f"{name}: got a QuantizedTensor inside vmap, or one that leaves it, needed plain tensors, which torch batches. "
+        "Inside, call dequantize or scaled_matmul with it; return q.dequantize(), or the tensors of q.parts() and make "
+        "QuantizedTensor.from_parts of them outside."
+    )
 
 
 def _refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
@@ -658,11 +673,6 @@ def _rows(q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) 
 def _expand(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """Leading axes of one entry, and new ones in front, repeated without copying codes; scales of tiles are copied."""
     shape, axis = tuple(shape), q.axis + len(shape) - q.dim()
-    if _operators.is_followed(q.codes):
-        raise NotSupportedError(
-            f"expand: got a QuantizedTensor ({q.format}) that leaves vmap, needed plain tensors, which torch stacks. "
-            "Return q.dequantize(), or the tensors of q.parts() and make QuantizedTensor.from_parts of them outside."
-        )
     if shape == tuple(q.shape):
         return _detach(q)
     if not q.shape or shape[axis] != q.shape[q.axis]:

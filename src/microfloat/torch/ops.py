@@ -244,6 +244,8 @@ def _rows(x: torch.Tensor) -> int:
 def _check_quantized(argument: str, value: object, remedy: str) -> None:
     if not isinstance(value, QuantizedTensor):
         got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
+        if isinstance(value, torch.Tensor) and _operators.is_followed(value):
+            remedy = "If vmap is over a quantized one, map over q.parts() and call QuantizedTensor.from_parts inside."
         raise invalid_type(argument, got, "a QuantizedTensor", remedy)
 
 
