@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.interpreters.partial_eval import dce_jaxpr
 
 import microfloat.jax as mj
 from microfloat import reference
@@ -126,6 +127,39 @@ def test_what_save_codes_keeps(recipe, capsys):
     assert len(named) >= 2
     wide = [line for line in lines if line.startswith(("f32[", "float32[")) and not _is_small(line)]
     assert not wide, wide
+
+
+def _amaxes(jaxpr, sizes, inside=False):
+    """Maxima over operands of these sizes in a rematerialised region: one per cast that it repeats."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        in_region = inside or eqn.primitive.name in ("remat2", "checkpoint")
+        if in_region and eqn.primitive.name == "reduce_max" and eqn.invars[0].aval.size in sizes:
+            found += 1
+        for value in eqn.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(part, "jaxpr", part)
+                found += _amaxes(inner, sizes, in_region) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8"])
+def test_saved_codes_are_not_cast_again(name):
+    """Features J17: a region that recomputes a product does so from the codes that it saved."""
+    op, policies = mj.dot_general(name), mj.checkpoint_policies
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(op(jnp.cos(x), jnp.cos(w), PLAIN)))
+
+    # Sizes that dy does not have, in whole blocks.
+    counts, x, w = [], jnp.ones((160, 64)), jnp.ones((96, 64))
+    for policy in (policies.save_codes, policies.save_gemm_outputs, None):
+        function = jax.value_and_grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1))
+        jaxpr = jax.make_jaxpr(function)(x, w).jaxpr
+        counts.append(_amaxes(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0], (x.size, w.size)))
+    assert counts[0] == 0
+    assert counts[1] > 0
+    assert counts[2] >= counts[1]
 
 
 def _is_small(line):

@@ -375,11 +375,9 @@ class Call:
         if self.config.residuals == "high":
             return self.cast(x_RC, tensor, (True, False), records=True)
         made = self.cast(x_RC, tensor, (True, not self.reuses(tensor)), keeps=True, records=True)
-        if self.reuses(tensor):
-            made = made._replace(second=made.first)
-        if not isinstance(made.second, reference.Matrix):
-            return made
-        return made._replace(second=named(made.second))
+        # The first too: a region that recomputes this product under `save_codes` recomputes no cast.
+        first, second = (named(one) if isinstance(one, reference.Matrix) else one for one in made[:2])
+        return made._replace(first=first, second=first if self.reuses(tensor) else second)
 
     def kept(self, kept: reference.Operand, tensor: str) -> reference.Operand:
         """The operand of the second use, from what `keep` saved."""
