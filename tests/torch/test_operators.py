@@ -194,6 +194,7 @@ def test_no_gradient_passes_through_in_either_mode():
                 y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_quantized_weight_is_compiled_exported_and_reverted():
     with mf.quantized_model_init(recipe="mxfp8"):
         layer = mf.Linear(96, 32)

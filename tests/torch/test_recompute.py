@@ -1,17 +1,18 @@
 """Activation checkpointing: both forms of torch's own, `mf.checkpoint`, and what each of them refuses by name."""
 
 import contextlib
+import functools
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
-from microfloat.recipes import DelayedScaling, NVFP4BlockScaling  # noqa: E402
-from microfloat.torch import fused  # noqa: E402
+from microfloat.recipes import RECIPES, DelayedScaling, NVFP4BlockScaling  # noqa: E402
+from microfloat.torch import fused, schedule  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
 # Of Dynamo, about its own doings.
@@ -206,18 +207,69 @@ def test_checkpoint_inside_compiled_code() -> None:
     def ours(value):
         return mf.checkpoint(model, value).square() + 1
 
-    broken = torch.compile(ours, backend="aot_eager")
-    assert torch.equal(step(broken), step(ours))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use torch\.utils\.checkpoint, which can"):
-        torch.compile(ours, backend="aot_eager", fullgraph=True)(x)
-
+    assert torch.equal(step(torch.compile(ours, backend="aot_eager", fullgraph=True)), step(ours))
     torch._dynamo.reset()
 
-    def torchs(value):  # the way around that the reason names
+    def torchs(value):
         return later(model, value).square() + 1
 
     assert torch.equal(step(torch.compile(torchs, backend="aot_eager", fullgraph=True)), step(ours))
+
+
+@in_dynamo[0]
+@in_dynamo[1]
+def test_checkpoint_inside_compiled_code_under_delayed_scaling() -> None:
+    """It runs in eager mode between the graphs, and says so where there must be one."""
+    model, twin = block(), block()
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def step(run):
+        x.grad = None
+        with mf.autocast(recipe=RECIPE):
+            y = run(x)
+        y.sum().backward()
+        return x.grad
+
+    compiled = torch.compile(lambda value: mf.checkpoint(model, value).square() + 1, backend="aot_eager")
+    for _ in range(3):
+        assert torch.equal(step(compiled), step(lambda value: mf.checkpoint(twin, value).square() + 1))
+    states = model.state_dict().values(), twin.state_dict().values()
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    torch._dynamo.reset()
+    whole = torch.compile(lambda value: mf.checkpoint(model, value), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="which alone replays the scales"):
+        step(whole)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("form", ["ours", "torch's"])
+def test_a_policy_keeps_codes_by_name(name, form, monkeypatch) -> None:
+    """features S2: codes are saved, and no cast is repeated; the bits are those without a checkpoint."""
+    model = block(RECIPES[name]())
+    x, casts = torch.randn(2, 8, 32, requires_grad=True), []
+    cast = schedule.CastStep.__call__
+    monkeypatch.setattr(schedule.CastStep, "__call__", lambda *args: (casts.append(1), cast(*args))[1])
+    keep_codes = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.microfloat.quantize_operands.default]
+    )
+
+    def kept(value):
+        run = mf.checkpoint if form == "ours" else functools.partial(checkpoint, use_reentrant=False)
+        return run(model, value, context_fn=keep_codes)
+
+    outcomes, counts = [], []
+    for run in (model, kept, functools.partial(mf.checkpoint, model)):
+        model.zero_grad()
+        mf.reset_scaling(model)
+        torch.manual_seed(3)
+        x.grad, before = None, len(casts)
+        y = run(x)
+        y.square().sum().backward()
+        outcomes.append([y.detach(), x.grad, *[parameter.grad.clone() for parameter in model.parameters()]])
+        counts.append(len(casts) - before)
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], outcome, strict=True))
+    assert counts[1] == counts[0] < counts[2]
 
 
 @in_dynamo[0]

@@ -21,6 +21,7 @@ CASES = [
     ("same_bits", ("fp8_block dequantized", (48, 400), 144, False, "bfloat16")),
     ("same_bits", ("nvfp4 high_precision", (32, 48), 64, True, "bfloat16")),
     *[("reads_what_fprop_read", (name,)) for name in NAMES],
+    *[("named_operators", (name,)) for name in ("delayed", "mxfp8", "mxfp8_exact dequantized", "nvfp4")],
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "fp8_row", "mxfp8")],
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
@@ -72,7 +73,7 @@ def _name(case: tuple) -> str:
     "overflow-fp8_*", "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
     "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
-    "reads_what_fprop_read-[fm]*"),
+    "reads_what_fprop_read-[fm]*", "named_operators-delayed"),
 )  # fmt: skip
 @pytest.mark.xdist_group("schedules-interpreted")
 @pytest.mark.parametrize("case", CASES, ids=_name)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe, get_default_recipe
@@ -266,22 +267,25 @@ def _in_eager_mode(function: Callable) -> Callable:
     wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
     wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
     wrapped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "microfloat.torch.checkpoint cannot be compiled; use torch.utils.checkpoint, which can, with layers whose "
-        "recipe microfloat.torch.convert has pinned"
+        "microfloat.torch.checkpoint: got layers under delayed scaling in compiled code, needed eager mode, which "
+        "alone replays the scales of the first pass. Leave fullgraph=True out, or use a recipe with current scaling"
     )
     return wrapped
 
 
-@_in_eager_mode
 def checkpoint(
-    function: Callable, *args: Any, use_reentrant: bool = False, preserve_rng_state: bool = True, **kwargs: Any
-) -> Any:
+    function: Callable, *args: Any, use_reentrant: bool = False, preserve_rng_state: bool = True,
+    context_fn: Callable | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """``function(*args, **kwargs)`` whose activations are recomputed in backward, with the bits of the first pass.
 
     Like `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which knows nothing of this library's autocast: the
     recomputation runs under the recipe of its forward, with the same call seeds and the same delayed encode scales, and
-    records nothing (docs/numerics.md 3.3, 5.3). Compiled code runs it, and `function`, in eager mode. Raises
-    InvalidTypeError if `function` is not callable, InvalidValueError for use_reentrant=True.
+    records nothing (docs/numerics.md 3.3, 5.3). `context_fn` as there: with
+    ``create_selective_checkpoint_contexts`` a policy keeps what operators return, by name; that of all casts of a layer
+    is ``torch.ops.microfloat.quantize_operands.default`` (docs/training.md). In compiled code it is torch's own; under
+    delayed scaling it runs, with `function`, in eager mode. Raises InvalidTypeError if `function` is not callable,
+    InvalidValueError for use_reentrant=True.
     """
     if not callable(function):
         raise invalid_type("function", type(function), "a callable")
@@ -290,12 +294,34 @@ def checkpoint(
             "use_reentrant", repr(use_reentrant), "False, the form that can replay what its forward drew and measured",
             "Leave it out. torch.utils.checkpoint has the reentrant form, for layers pinned by convert.",
         )  # fmt: skip
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if torch.compiler.is_compiling() and not _has_scales(function):
+        if context_fn is not None:
+            options["context_fn"] = context_fn
+        return torch_checkpoint.checkpoint(function, *args, **options, **kwargs)
+    return _replayed(context_fn, function, args, options | kwargs)
+
+
+def _has_scales(function: object) -> bool:
+    """True where a layer of `function`, as far as can be seen, runs under delayed scaling."""
+    if context.RECIPE != context.PLAIN and context.is_delayed(context.RECIPE):
+        return True
+    return isinstance(function, nn.Module) and any(scaling.has_buffers(module) for module in function.modules())
+
+
+@_in_eager_mode
+def _replayed(context_fn: Callable | None, function: Callable, args: tuple, options: dict[str, Any]) -> Any:
     state = ambient()
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         tape = Tape(None if state is None else state.record_tape)
-        return entered(state, record_tape=tape), entered(state, record_tape=None, replay=tape.replay())
+        ours = entered(state, record_tape=tape), entered(state, record_tape=None, replay=tape.replay())
+        return ours if context_fn is None else tuple(map(_both, ours, context_fn()))  # type: ignore[return-value]
 
-    return torch_checkpoint.checkpoint(
-        function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs
-    )
+    return torch_checkpoint.checkpoint(function, *args, context_fn=contexts, **options)
+
+
+@contextlib.contextmanager
+def _both(first: contextlib.AbstractContextManager, second: contextlib.AbstractContextManager) -> Iterator[None]:
+    with first, second:
+        yield

@@ -11,6 +11,7 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
 from microfloat.passes import CastInputs
@@ -189,7 +191,10 @@ class Run:
     def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
         schedule = self.schedule
-        if schedule.shields:
+        if torch._C._len_torch_dispatch_stack():
+            with schedule.scope():
+                y, saved = _named_forward(self, x, weight, bias)
+        elif schedule.shields:
             with schedule.scope():
                 y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
         else:
@@ -272,13 +277,17 @@ def begin(
         counts.note(schedule.noted)
         inputs = counts.inputs(schedule.device)
     if schedule.is_stochastic:
-        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None)
+        is_named = torch._C._len_torch_dispatch_stack() > 0
+        inputs = schedule.seeded(inputs, apart or is_named or is_first_microbatch is not None)
     run = Run(schedule, *inputs)
     if layer is not None:
         run.path = layer._path
         if schedule.wants_dw and getattr(layer, "fuse_wgrad_accumulation", False):
             run.into = MainGrad(weight, is_first_microbatch is True)
-    if schedule.is_delayed:
+    if schedule.is_delayed and torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():  # which expect the same operators of a recomputation, and it records elsewhere
+            _begin_delayed(run, layer, weight, state, is_first_microbatch)
+    elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif is_first_microbatch is not None:
         _keep_weight(run, layer, weight, is_first_microbatch, None)
@@ -333,6 +342,45 @@ class MainGrad:
             return None
         weight.grad_added_to_main_grad = True
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+# Under a dispatch mode, such as a policy of selective checkpointing, the casts of a forward are one operator and its
+# product is another: their names are what a policy goes by. Elsewhere launches go past torch's dispatcher.
+
+_CALLS: dict[int, tuple[Run, torch.Tensor, torch.Tensor]] = {}
+_NUMBERS = itertools.count()
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define("quantize_operands(Tensor x, Tensor[] weight, int call) -> Tensor[]")
+_library.define("multiply_operands(Tensor?[] x, Tensor?[] w, Tensor? bias, int call) -> Tensor")
+
+
+def _named_forward(
+    run: Run, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """`Schedule.forward` by operators that have names; x is cast apart from w."""
+    schedule, number = run.schedule, next(_NUMBERS)
+    _CALLS[number] = run, x, weight
+    try:
+        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
+        operands = schedule.filled(torch.ops.microfloat.quantize_operands(x, parts, number), x, weight, run.kept)
+        y = torch.ops.microfloat.multiply_operands(operands[0:3], operands[6:9], bias, number)
+    finally:
+        del _CALLS[number]
+    saved = (*operands[:6][schedule.x_saved], *operands[6:][schedule.w_saved])
+    return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
+
+
+def _quantize_operands(x: torch.Tensor, parts: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    run, x, weight = _CALLS[call]
+    return run.schedule.cast_operands(x, weight, run.x, run.w, run.kept)
+
+
+def _multiply_operands(x: Parts, w: Parts, bias: torch.Tensor | None, call: int) -> torch.Tensor:
+    return _CALLS[call][0].schedule.fprop(x, w, bias)
+
+
+_library.impl("quantize_operands", _quantize_operands, "CompositeExplicitAutograd")
+_library.impl("multiply_operands", _multiply_operands, "CompositeExplicitAutograd")
 
 
 # ------------------------------------------------------------------------------------ weights kept between microbatches

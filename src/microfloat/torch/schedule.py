@@ -449,6 +449,37 @@ class Schedule:
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
 
+    def cast_operands(
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
+    ) -> list[torch.Tensor]:
+        """The parts that `forward` makes of x and of w, one after the other, without those that are the tensors."""
+        x_made = self.x_cast(self._matrix(x), *self.resources(), x_inputs)[:6]
+        w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
+        made = zip((*x_made, *w_made), self._which_are_made(kept), strict=True)
+        return [part for part, is_made in made if is_made]
+
+    def filled(self, made: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, kept: Parts | None) -> Parts:
+        """All twelve parts of the operands of x and w, given those that `cast_operands` returns."""
+        parts, rest = [], iter(made)
+        for is_made in self._which_are_made(kept):
+            parts.append(next(rest) if is_made else None)
+        for offset, tensor, entries in ((0, x, self.x_cast.entries), (6, weight, self.w_cast.entries)):
+            if offset and kept is not None:
+                parts[6:] = kept[:6]
+            elif any(entry is not None and entry.cast is None for entry in entries):
+                matrix = tensor.dequantize(self.dtype) if isinstance(tensor, QuantizedTensor) else self._matrix(tensor)
+                row, column = (entry is not None and entry.cast is None for entry in entries)
+                parts[offset] = matrix if row else parts[offset]
+                parts[offset + 3] = matrix.t() if column else parts[offset + 3]
+        return parts
+
+    def _which_are_made(self, kept: Parts | None) -> list[bool]:
+        made: list[bool] = []
+        for rows, entries in ((self.rows, self.x_cast.entries), (self.out_features, self.w_cast.entries)):
+            for layout in layouts_of(self.backend, entries, rows, self.in_features):
+                made += [False] * 3 if layout is None else [part is not None for part in layout]
+        return made if kept is None else [*made[:6], *[False] * 6]
+
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
         """The first delayed cast of the gradient, of those that are wanted."""
         row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs

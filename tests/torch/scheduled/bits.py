@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
 from microfloat.errors import MicrofloatError, NotSupportedError
@@ -80,6 +81,33 @@ def reads_what_fprop_read(device, name):
         row = make(recipe_of(name), device).schedule(x).routes.fprop
     forms = ["bfloat16" if form == "values" else "" for form in row.forms]
     assert all(not form or layout.codes.dtype == form for form, layout in zip(forms, saved, strict=True))
+
+
+def named_operators(device, name):
+    """features S2: under a dispatch mode the casts and the product are operators with names, and make the same bits."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def named(layer):
+        def run(x):
+            with Mode():
+                return layer(x)
+
+        return run
+
+    outcomes = []
+    for run in (None, named):
+        with native_on(device), block_gemms(device, []):
+            layer, step = make(recipe_of(name), device, bias=True), inputs(device, (2, 16, K))
+            torch.manual_seed(5)
+            outcomes.append(results(layer, [step, step], run=run and run(layer)))
+    assert_same(*outcomes)
+    assert seen.count("microfloat.quantize_operands.default") == 2
+    assert seen.count("microfloat.multiply_operands.default") == 2
 
 
 def overflow(device, name):
