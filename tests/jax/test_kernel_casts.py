@@ -17,7 +17,6 @@ import microfloat.jax as mj
 from microfloat import recipes, reference
 from microfloat.jax import scaling
 from microfloat.jax.backends import casts, cuda, gemms, kernels
-from microfloat.jax.backends.triton import _launch
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
 from tests.contract.cases import cast_id
 from tests.jax.compare import relative_error, to_numpy
@@ -179,10 +178,10 @@ def test_why_xla_casts(monkeypatch):
     assert kernels.why_no_kernel(cast) == "no CUDA device"
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "is_local", lambda: True)
-    monkeypatch.setattr(_launch, "why_unavailable", lambda capability: "triton is not installed")
+    monkeypatch.setattr(kernels, "why_unavailable", lambda capability: "triton is not installed")
     assert kernels.why_no_kernel(cast) == "triton is not installed"
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(_launch, "why_unavailable", lambda capability: "")
+    monkeypatch.setattr(kernels, "why_unavailable", lambda capability: "")
     assert kernels.why_no_kernel(cast) == ""
     assert kernels.why_no_kernel(cast, (64, 64)) == "fewer than 65536 elements"
     assert kernels.why_no_kernel(cast, backend="reference") == "backend='reference'"
@@ -230,12 +229,12 @@ def test_where_a_matrix_is_whole(monkeypatch):
 def test_reordered_parameters():
     declared = [f"\n\t.param .u{64 - 32 * (place == 1)} name_param_{place}" for place in range(3)]
     ptx = f".visible .entry name({','.join(declared)}\n)\n{{}}"
-    moved = _launch.reordered(ptx, [1, 0])
+    moved = kernels.reordered(ptx, [1, 0])
     assert re.findall(r"name_param_\d", moved) == ["name_param_1", "name_param_0", "name_param_2"]
     with pytest.raises(RuntimeError, match="declares 3 parameters, 4 were expected"):
-        _launch.reordered(ptx, [0, 1, 2, 3])
+        kernels.reordered(ptx, [0, 1, 2, 3])
     with pytest.raises(RuntimeError, match="no entry"):
-        _launch.reordered("", [])
+        kernels.reordered("", [])
 
 
 @needs_gpu

@@ -161,7 +161,7 @@ def _checked_sizes(lhs: Array, rhs: Array, group_sizes: ArrayLike) -> Array:
 
 
 class _Blocks(NamedTuple):
-    """Where the rows of every block come from.
+    """The rows of every block, and the way back.
 
     `group` [B]: the group of a block, G for one that no group needs. `start` [B]: the row of its group at which a block
     begins. `rows` [B, P]: row of x, T for none. `position` [T]: where a row of x stands among those of all blocks,

@@ -123,7 +123,7 @@ def _on_either(static: _Static) -> Callable[[Array, CastInputs], Operands]:
 
 def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     from microfloat import passes
-    from microfloat.jax.backends.triton import _casts
+    from microfloat.jax.backends import program
 
     row, column = (
         None
@@ -134,7 +134,7 @@ def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     words = None if inputs.words is None else jnp.asarray(inputs.words, jnp.uint32)
     given = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax)
     assert static.capability is not None
-    return Operands(*_casts.cast_by_kernel(x_RC, row, column, given, static.axes, static.records, static.capability))
+    return Operands(*program.cast_by_kernel(x_RC, row, column, given, static.axes, static.records, static.capability))
 
 
 def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:

@@ -175,9 +175,9 @@ def _decode_either(
     fmt: ScaledFormat, length: int, chip: tuple[int, int] | None
 ) -> Callable[[reference.Matrix], Array]:  # fmt: skip
     def by_kernel(matrix: reference.Matrix) -> Array:
-        from microfloat.jax.backends.triton import _casts
+        from microfloat.jax.backends import program
 
-        return _casts.decode_by_kernel(matrix, fmt, length, cast(tuple[int, int], chip))
+        return program.decode_by_kernel(matrix, fmt, length, cast(tuple[int, int], chip))
 
     return kernels.on_either(by_kernel, lambda matrix: _decoded_by_xla(matrix, fmt, length)[0])
 

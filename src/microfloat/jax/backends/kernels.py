@@ -1,28 +1,35 @@
-"""Where Triton kernels can be called from JAX, and a wrapper for what calls one.
+"""The kernels of `microfloat.kernels` in JAX: what may call one, and calling one from inside an XLA program.
 
 Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, or inside shard_map
 (over several devices they wait for `SEEN_ON_SEVERAL_DEVICES`). XLA would gather what it has sharded before it calls a
 kernel it knows nothing about.
 
-Source: docs/jax.md, "What casts on a GPU".
+jaxlib starts a kernel of Triton from inside an XLA program (the foreign function `triton_kernel_call_ffi`, which its
+own Pallas uses). It takes the kernel's PTX, its grid, and one entry per parameter: arrays, inputs before outputs, and
+numbers. Triton compiles for a named target, without a driver and without torch. All that depends on private parts of
+jaxlib and on Triton's version is in this file. Source: docs/jax.md, "What casts on a GPU".
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from microfloat.jax.backends import cuda
 from microfloat.jax.transformations import in_common_variance, like_in_variance
 from microfloat.passes import family_of
 from microfloat.recipes import Cast
 
-__all__ = ["is_local", "on_either", "why_no_kernel", "why_none_here"]
+__all__ = ["Output", "call", "is_local", "on_either", "why_no_kernel", "why_none_here", "why_unavailable"]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
@@ -36,9 +43,7 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
     capability = cuda.capability()
     if capability is None:
         return "no CUDA device"
-    from microfloat.jax.backends.triton import _launch
-
-    if missing := _launch.why_unavailable(capability):
+    if missing := why_unavailable(capability):
         return missing
     if not is_local():
         return "several devices or a mesh: XLA shards its own operations only"
@@ -68,7 +73,7 @@ def why_no_kernel(
 
 
 def is_local() -> bool:
-    """Whether arrays lie on one device as a whole where this is traced: one device, or all of a mesh is manual."""
+    """True if arrays lie on one device as a whole where this is traced: one device, or all of a mesh is manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count() == 1
@@ -99,3 +104,209 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
         return results, jax.tree.map(lambda _: True, results)
 
     return cast(Callable[..., Any], function)
+
+
+# Calling a kernel
+
+_TARGET = "triton_kernel_call_ffi"
+_ALIGNED = (("tt.divisibility", 16),)
+_INT32_MAX = 2**31 - 1
+
+
+class Output(NamedTuple):
+    """An array that a kernel writes. `zeroed`: cleared before the kernel starts. `pointer`: Triton's name of the type
+    that the kernel takes it for, where that is another.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    zeroed: bool = False
+    pointer: str = ""
+
+
+@lru_cache(maxsize=4)
+def why_unavailable(capability: tuple[int, int]) -> str:
+    """Why kernels cannot be called on a CUDA device of this capability, or an empty string. Compiles a small one."""
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if release < (3, 6):
+        return f"triton {triton.__version__} is older than 3.6"
+    from microfloat.kernels.device import convert
+
+    if not isinstance(convert.bits_of, triton.JITFunction):
+        return "triton runs in its interpreter"
+    library = _library()
+    missing = [name for name in _NEEDED if not hasattr(library, name)]
+    if missing:
+        return f"this jaxlib cannot start Triton kernels ({missing[0]} is missing)"
+    try:
+        _compile_one(capability)
+    except Exception as error:  # whatever another version of Triton raises: then XLA's operations cast
+        return f"triton {triton.__version__} does not compile for JAX: {error}"
+    return ""
+
+
+def _compile_one(capability: tuple[int, int]) -> None:
+    """The smallest kernel, by the way that all of them go."""
+    from microfloat.kernels.casts.amax import amax_contiguous
+
+    arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)
+    constants = (0, False, capability >= (8, 9), 128, 1)  # KIND, EVEN, HW, BLOCK, UNROLL
+    signature = (*arguments, *(("constant", "constexpr", value) for value in constants))
+    _compiled(amax_contiguous, capability, signature, (4, None))
+
+
+_NEEDED = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
+
+
+def _library() -> Any:
+    """The part of jaxlib that starts kernels; importing it registers the foreign function."""
+    try:
+        from jaxlib import gpu_triton
+    except ImportError:
+        return None
+    return gpu_triton
+
+
+def call(
+    kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping[str, Any], warps: tuple[int, int | None]
+) -> dict[str, Array]:
+    """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name.
+
+    `arguments`: a value for every parameter of the kernel. Arrays are inputs, `Output` marks what the kernel writes,
+    None is a pointer that the kernel does not read; the others are numbers and constants. All arrays lie in rows.
+    `warps`: how many run a program, and the most registers of a thread.
+    """
+    names = tuple(kernel.arg_names)
+    inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
+    outputs = [name for name in names if isinstance(arguments[name], Output)]
+    signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
+    opaque = _opaque(kernel, programs, capability, signature, warps)
+    shapes = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in outputs]
+    operands = in_common_variance(*(arguments[name] for name in inputs))
+    started = jax.ffi.ffi_call(_TARGET, shapes)
+    results = started(*operands, name=kernel.__name__, opaque=opaque)
+    return {name: like_in_variance(result, operands[0]) for name, result in zip(outputs, results, strict=True)}
+
+
+class _Parameter(NamedTuple):
+    """One parameter as compiling and starting see it: hashable."""
+
+    kind: str  # "in", "out", "number" or "constant"
+    type: str  # Triton's name of it
+    value: Any = None  # of numbers and constants; of an output the bytes to clear
+
+
+def _parameter(value: Any, declared: Any) -> _Parameter:
+    if declared.is_constexpr or value is None:
+        return _Parameter("constant", "constexpr", value)
+    if isinstance(value, Output):
+        size = int(np.prod(value.shape, dtype=np.int64)) * jnp.dtype(value.dtype).itemsize
+        return _Parameter("out", value.pointer or _pointer(value.dtype), size if value.zeroed else 0)
+    if isinstance(value, jax.Array):
+        return _Parameter("in", _pointer(value.dtype))
+    if isinstance(value, float):
+        return _Parameter("number", "fp32", value)
+    if value == 1 and not declared.do_not_specialize:
+        return _Parameter("constant", "constexpr", 1)
+    return _Parameter("number", "i32" if abs(value) <= _INT32_MAX else "i64", int(value))
+
+
+_POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "uint32": "*u32"}
+
+
+def _pointer(dtype: DTypeLike) -> str:
+    """Codes of every kind are plain bytes to a kernel."""
+    return _POINTERS.get(jnp.dtype(dtype).name, "*u8")
+
+
+@lru_cache(maxsize=1024)
+def _opaque(
+    kernel: Any,
+    programs: int,
+    capability: tuple[int, int],
+    signature: tuple[_Parameter, ...],
+    warps: tuple[int, int | None],
+) -> bytes:
+    """The message to the foreign function: the compiled kernel, the grid, every parameter."""
+    compiled = _compiled(kernel, capability, tuple(_compiled_form(part) for part in signature), warps)
+    library = _library()
+    order = _order(signature)
+    parameters = []
+    for index in order:
+        part = signature[index]
+        if part.kind == "number":
+            value = float(part.value) if part.type == "fp32" else int(part.value)
+            parameters.append(library.create_scalar_parameter(value, part.type))
+        else:
+            parameters.append(library.create_array_parameter(part.value or 0, 16))
+    started = library.TritonKernel(
+        compiled.name, warps[0], 1, compiled.shared_bytes, compiled.ptx, "", 10 * capability[0] + capability[1]
+    )
+    message = library.TritonKernelCall(started, programs, 1, 1, parameters).to_proto(kernel.__name__, b"")
+    return zlib.compress(message)
+
+
+def _order(signature: tuple[_Parameter, ...]) -> list[int]:
+    """Parameters that exist at run time, inputs first, then outputs, then numbers: arrays come in that order."""
+    return [
+        index for kind in ("in", "out", "number") for index, part in enumerate(signature) if part.kind == kind
+    ]  # fmt: skip
+
+
+def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
+    """The parameter as compiling sees it: of a number only that it is a multiple of 16, or not."""
+    if part.kind == "number":
+        return part.kind, part.type, part.type != "fp32" and part.value % 16 == 0
+    return part.kind, part.type, part.value if part.kind == "constant" else None
+
+
+class _Compiled(NamedTuple):
+    name: str
+    ptx: str
+    shared_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    kernel: Any, capability: tuple[int, int], signature: tuple[tuple[str, str, Any], ...], warps: tuple[int, int | None]
+) -> _Compiled:
+    """The kernel's PTX, its parameters in the order of `_order`. Triton keeps what it compiled on disk."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types, constants, attributes = {}, {}, {}
+    for index, (name, (kind, spelled, value)) in enumerate(zip(kernel.arg_names, signature, strict=True)):
+        types[name] = spelled
+        if kind == "constant":
+            constants[(index,)] = value
+        elif kind != "number" or value:
+            attributes[(index,)] = [list(pair) for pair in _ALIGNED]
+    options = {"num_warps": warps[0], "maxnreg": warps[1], "enable_fp_fusion": False}
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=target, options=options)
+    present = [index for index, part in enumerate(signature) if part[0] != "constant"]
+    wanted = _order(tuple(_Parameter(kind, spelled) for kind, spelled, _ in signature))
+    places = [present.index(index) for index in wanted]
+    return _Compiled(
+        compiled.metadata.name, reordered(compiled.asm["ptx"], places), compiled.metadata.shared
+    )  # fmt: skip
+
+
+def reordered(ptx: str, places: list[int]) -> str:
+    """The PTX of a kernel whose first parameters are declared in the order `places`; its body names them.
+
+    The parameters after those (Triton's scratch memory) stay where they are.
+    """
+    entry = re.search(r"(\.entry\s+\w+\()(.*?)(\n?\))", ptx, re.DOTALL)
+    if entry is None:
+        raise RuntimeError("Triton's PTX has no entry of the form that microfloat knows")
+    declared = entry[2].split(",")
+    if len(declared) < len(places):
+        raise RuntimeError(f"Triton's PTX declares {len(declared)} parameters, {len(places)} were expected")
+    moved = [declared[place] for place in places] + declared[len(places) :]
+    return ptx[: entry.start(2)] + ",".join(moved) + ptx[entry.end(2) :]

@@ -222,7 +222,7 @@ class Kind(NamedTuple):
 
     @property
     def encoding(self) -> Encoding:
-        """What the route of a GEMM depends on."""
+        """The part that the route of a GEMM depends on."""
         return Encoding(self.format, self.hadamard, self.power_of_two)
 
     @property

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from microfloat.formats import ScaledFormat
+from microfloat.jax.backends.kernels import Output, call
 from microfloat.jax.backends.reference import Decoded, Matrix, Operand
-from microfloat.jax.backends.triton._launch import Output, call
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
 from microfloat.layout import Part
@@ -82,7 +82,7 @@ class _Run:
             self._start(launch)
 
     def results(self) -> list[Array | None]:
-        """What the passes are for, each seen as its layout says."""
+        """The results of the passes, each seen as its layout says."""
         found: list[Any] = []
         for at, part in enumerate(self._passes.layouts):
             made = self._made.get((at, 0))
