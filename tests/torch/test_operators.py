@@ -55,6 +55,19 @@ CASES = {
         (q(DEEP, "mxfp6_e3m2"),),
     ),
     "joined and cut": (lambda t: torch.cat([t[8:], t[:8]]).dequantize() + 0, (q(X),)),
+    "one of a pair": (lambda x: q(x * 2, "nvfp4", axis=(-1, -2))[1], (X,)),
+    "a pair of casts": (lambda x: q(x * 2, (FLOOR, STOCHASTIC), axis=(-2, -1), seed=7, stream=(0, 3))[1], (X,)),
+    "last two axes turned": (lambda t: t.mT[:, :64].dequantize() + 0, (q(DEEP),)),
+    "expanded": (lambda t: t[None].expand(2, -1, -1).dequantize() + 0, (q(X, "nvfp4_row"),)),
+    "packed": (
+        lambda t: (
+            QuantizedTensor.from_parts(
+                t.packed_codes(), t.scale, None, "mxfp6_e2m3", shape=(64, 96), packed=True
+            ).dequantize()
+            + 0
+        ),
+        (q(X, "mxfp6_e2m3"),),
+    ),
     "weight only": (lambda x, w: F.linear(x, w.dequantize()) + 1, (X, q(W, "mxfp4"))),
 }
 
