@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
@@ -130,7 +131,7 @@ def _refusal(
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
     if not isinstance(module, Linear):
-        if _replaced(kind, nn.Linear, Linear) is None or _computes(kind):
+        if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
@@ -188,10 +189,11 @@ def _replaced(kind: type, old: type, new: type) -> type | None:
     return type(kind)(kind.__name__, tuple(bases), namespace)  # type: ignore[arg-type]
 
 
-def _computes(kind: type) -> bool:
-    """True if a class between a layer and nn.Linear makes the weight, the bias or the output itself."""
+def _computes(kind: type, is_parametrized: bool) -> bool:
+    """True if a class between a layer and nn.Linear makes the output itself, or parameters otherwise than torch does."""
     between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
-    return any(name in vars(base) for base in between for name in ("forward", "weight", "bias"))
+    own = ("forward",) if is_parametrized else ("forward", "weight", "bias")
+    return any(name in vars(base) for base in between for name in own)
 
 
 # Where accelerate's hooks keep the forward of a module whose attribute `forward` they replace, and put it back.
