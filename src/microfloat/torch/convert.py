@@ -190,7 +190,7 @@ def _replaced(kind: type, old: type, new: type) -> type | None:
 
 
 def _computes(kind: type, is_parametrized: bool) -> bool:
-    """True if a class between a layer and nn.Linear makes the output itself, or parameters otherwise than torch does."""
+    """True if a class between a layer and nn.Linear makes the output, or a parameter that torch does not compute."""
     between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
     own = ("forward",) if is_parametrized else ("forward", "weight", "bias")
     return any(name in vars(base) for base in between for name in own)
