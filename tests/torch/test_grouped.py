@@ -19,6 +19,10 @@ from microfloat.torch import schedule  # noqa: E402
 from microfloat.torch.seeds import draw_seed  # noqa: E402
 from tests.torch.test_linear import RECIPE_CASES  # noqa: E402
 
+pytestmark = [  # of compiled tests: noise of Dynamo's own
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
 SIZES = [33, 0, 17, 20]  # ragged: no multiples of 32, and an empty group
 K, N = 48, 40
 BFLOAT16 = torch.bfloat16
@@ -283,6 +287,63 @@ def test_mixed_dtypes():
     layer.weight.grad = None
     y.backward(dy.bfloat16())
     assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "fp8_block", "mxfp8", "nvfp4"])
+def test_compiled_fullgraph(compiler, name):
+    """One graph, the bits of eager mode, and other sizes without another compilation."""
+    x, weight, bias, dy = operands()
+    outcomes = []
+    for compiled in (False, True):
+        layer = layer_of(weight, bias, recipe=name)
+        layer_call, results = compiler(layer) if compiled else layer, []
+        for sizes in (SIZES, [0, 30, 30, 10]):
+            x.grad = layer.weight.grad = layer.bias.grad = None
+            torch.manual_seed(3)
+            with mf.autocast(recipe="mxfp8"):  # the layer's own recipe wins; delayed scaling needs a region
+                y = layer_call(x, torch.tensor(sizes))
+            y.backward(dy)
+            results += [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+        if name == "delayed":
+            mf.update_scaling(layer)
+            results += [value for key, value in layer.state_dict().items() if key.startswith("scaling")]
+        outcomes.append(results)
+    for eager, got in zip(*outcomes, strict=True):
+        assert torch.equal(eager, got)
+
+
+def test_compiled_function_and_errors(compiler):
+    x, weight, _, _ = operands()
+
+    def run(x, weight, sizes):
+        return mf.grouped_matmul(x, weight, sizes, recipe="mxfp8")
+
+    assert torch.equal(compiler(run)(x, weight, torch.tensor(SIZES)), run(x, weight, SIZES))
+    with pytest.raises(InvalidValueError, match="add up to 60"):
+        compiler(run)(x, weight, torch.tensor([33, 0, 17, 10]))
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
+def test_checkpointed(name):
+    """A checkpoint recomputes the same bits."""
+    x, weight, bias, dy = operands()
+    outcomes = []
+    for call in (lambda function, *arguments: function(*arguments), mf.checkpoint):
+        layer = layer_of(weight, bias)
+        x.grad = None
+        torch.manual_seed(5)
+        with mf.autocast(recipe=RECIPE_CASES[name]):
+            y = call(layer, x, torch.tensor(SIZES))
+        y.backward(dy)
+        outcomes.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_state_copies_and_text():

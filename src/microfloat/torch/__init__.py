@@ -24,11 +24,10 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.torch.grouped import grouped_matmul
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
-from microfloat.torch.nn.grouped_linear import GroupedLinear
+from microfloat.torch.nn.grouped_linear import GroupedLinear, grouped_matmul
 from microfloat.torch.nn.linear import Linear, linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 from microfloat.torch.nn.transformer import TransformerLayer

@@ -27,7 +27,10 @@ from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, sa
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["abstract_linear", "compiled_linear"]
+__all__ = [
+    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_buffers", "check_caller",
+    "compiled_linear", "live_amaxes", "token_of_high_precision",
+]  # fmt: skip
 
 Maybe = torch.Tensor | None
 
@@ -56,7 +59,7 @@ _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
 )
 
-_MAIN_GRAD = (
+MAIN_GRAD = (
     "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
     "weight.main_grad. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or set it "
     "to False there."
@@ -73,7 +76,7 @@ def _make_eager_forward() -> bool:
     """Set it, at the time when Dynamo traces: importing Dynamo takes seconds."""
     global _EAGER_FORWARD
     if _EAGER_FORWARD is None:
-        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_MAIN_GRAD)
+        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=MAIN_GRAD)
     return True
 
 
@@ -93,7 +96,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if token == context.PLAIN:
         calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
         if calibrated and context.is_delayed(calibrated):
-            _check_buffers(layer)
+            check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
             operands = x.detach(), weight.dequantize() if stored else weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
@@ -101,7 +104,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
         if not stored:
             return layer._plain(x)
-        token = _token_of_high_precision()
+        token = token_of_high_precision()
     refuse_transforms("forward", x)
     layer._check_input(x)
     if weight.numel() == 0:
@@ -114,7 +117,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     state: tuple[Maybe, ...] = (None, None, None, None)
     number = -1
     if context.is_delayed(token):
-        _check_buffers(layer)
+        check_buffers(layer)
         state = (
             layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
             layer.scaling_dy_amax_history,
@@ -167,14 +170,14 @@ def _rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _token_of_high_precision() -> str:
+def token_of_high_precision() -> str:
     return context.token_of(context.HIGH_PRECISION)
 
 
-_token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
+token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_buffers(layer: Any) -> None:
+def check_buffers(layer: Any) -> None:
     if not scaling.has_buffers(layer) or (layer.scaling_x_scale.is_meta and not layer.weight.is_meta):
         raise NotSupportedError(
             "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
@@ -280,12 +283,12 @@ def _schedule(
     return schedule
 
 
-def _live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
+def live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
     """The tensor that the delayed casts of a call record into, an output of the operator; none where they do not."""
     return [torch.zeros(8, dtype=torch.float32, device=device)] if records else []
 
 
-def _inputs(scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str) -> CastInputs:
+def cast_inputs(scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str) -> CastInputs:
     history = live[0][_LIVE[tensor] : _LIVE[tensor] + 1] if live else None
     return CastInputs(scale, seed, history)
 
@@ -294,15 +297,15 @@ def _linear_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
     token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    _check_caller(token, pinned)
+    check_caller(token, pinned)
     if x.numel() == 0:  # no schedule: nothing is multiplied
         shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, pinned, backend, compute)
         return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
     weight = _rebuilt(parts, stored)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
     schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
-    live = _live_amaxes(records, x.device)
-    x_inputs, w_inputs = _inputs(x_scale, seed, live, "x"), _inputs(w_scale, seed, live, "w")
+    live = live_amaxes(records, x.device)
+    x_inputs, w_inputs = cast_inputs(x_scale, seed, live, "x"), cast_inputs(w_scale, seed, live, "w")
     with schedule.scope():
         # The seed is drawn, so that the launch which casts x and w together and draws one does not serve.
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
@@ -347,8 +350,8 @@ def _linear_backward(
     weight = _rebuilt(parts, stored)
     shape = (*dy.shape[:-1], weight.shape[1])
     schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
-    live = _live_amaxes(records, dy.device)
-    inputs, plain, rest = _inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
+    live = live_amaxes(records, dy.device)
+    inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
     saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw, stored)
     x_layout, w_layout = schedule.saved_layouts()
 
@@ -383,9 +386,9 @@ def _linear_backward(
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 
-def _check_caller(token: str, pinned: bool) -> None:
+def check_caller(token: str, pinned: bool) -> None:
     """Raise where the recipe that was compiled is not the one that the caller's autocast asks for."""
-    if torch._C._current_graph_task_id() != -1 or token == _token_of_high_precision():
+    if torch._C._current_graph_task_id() != -1 or token == token_of_high_precision():
         return  # run again by a backward, whose context is not that of the forward
     stale = context.ISLAND is not (token == context.PLAIN) if pinned else token != context.RECIPE
     if stale:
@@ -397,7 +400,7 @@ def _check_caller(token: str, pinned: bool) -> None:
 
 
 def _check_autocast_(marker: torch.Tensor, pinned: bool) -> None:
-    _check_caller(context.PLAIN, pinned)
+    check_caller(context.PLAIN, pinned)
 
 
 def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:

@@ -22,17 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS
 from microfloat.passes import CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
-from microfloat.recipes.names import as_recipe
 from microfloat.routes import OWN_GEMMS, Routes
 from microfloat.torch import backends, gemms, reference
-from microfloat.torch._checks import check_grouped, is_abstract
+from microfloat.torch._checks import is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.context import Ambient, ambient, canonical
+from microfloat.torch.context import Ambient
 from microfloat.torch.linear import MainGrad, apply, begin, end
 from microfloat.torch.schedule import (
     SCHEDULES,
@@ -51,7 +50,7 @@ from microfloat.torch.seeds import draw_seed
 if TYPE_CHECKING:
     from microfloat.torch.program import GroupPlan
 
-__all__ = ["GroupedSchedule", "Groups", "find_grouped", "grouped_matmul", "grouped_plain", "groups_of", "run_grouped"]
+__all__ = ["GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped"]
 
 _MOST_SCHEDULES = 512
 _SIDE = 128
@@ -79,7 +78,7 @@ class Groups:
         if self._sizes is None:
             ends = self.ends.tolist()
             self._sizes = tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
-            _check_sizes(self._sizes, self.rows, exactly=False)
+            _check_sizes(self._sizes, self.rows, exactly=not self.ends.is_cuda)
         found, begin = [], 0
         for size in self._sizes:
             found.append(slice(begin, begin + size))
@@ -130,37 +129,6 @@ def _check_sizes(sizes: tuple[int, ...], rows: int, exactly: bool = True) -> Non
         raise invalid_value("group_sizes", f"{sizes}, which add up to {total}", needed, remedy)
 
 
-def grouped_matmul(
-    x_TK: torch.Tensor, w_GNK: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], *,
-    recipe: Recipe | str | None = None, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
-    """``y[rows of g] = x[rows of g] @ w[g].T`` for consecutive groups of rows; [T, N], differentiable once.
-
-    `group_sizes`: rows of each group, int32 or int64 [G], or a list of ints; 0 is a size. `recipe` None: that of the
-    ambient autocast; an ``autocast(enabled=False)`` wins over any. Every group and every expert is quantized alone, as
-    in a loop of Linears (docs/numerics.md 5.3). Sizes on the CPU must add up to T; those on a GPU are not read where
-    kernels serve, and rows of x behind the last group give zeros in y and dx. Raises InvalidValueError and
-    InvalidTypeError for operands and sizes that do not fit, NotSupportedError for delayed scaling, whose state needs a
-    module: `GroupedLinear`.
-    """
-    state = ambient()
-    backends.check_name(backend)
-    chosen = None if recipe is None else as_recipe(recipe)
-    if state is not None:
-        chosen = None if not state.enabled else state.recipe if chosen is None else chosen
-    check_grouped(x_TK, w_GNK, None)
-    groups = groups_of(group_sizes, x_TK, w_GNK.shape[0])
-    if chosen is None:
-        return grouped_plain(x_TK, w_GNK, None, groups)
-    if chosen.is_delayed:
-        raise NotSupportedError(
-            "recipe: got delayed scaling for a function, needed a module to hold its scales and histories. Use "
-            "microfloat.torch.GroupedLinear, or a recipe with current scaling."
-        )
-    name = backend if backend != "auto" or state is None else state.backend
-    return run_grouped(None, x_TK, w_GNK, None, groups, canonical(chosen), name, state)
-
-
 def grouped_plain(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups
 ) -> torch.Tensor:  # fmt: skip
@@ -203,10 +171,10 @@ def run_grouped(
 
 def find_grouped(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str, wants_dx: bool,
-    wants_dw: bool,
+    wants_dw: bool, compute: torch.dtype | None = None,
 ) -> "GroupedSchedule":  # fmt: skip
     """The schedule of a call, made where there is none yet; the sizes of its groups are no part of it."""
-    compute = autocast_dtype(x.device.type) or x.dtype
+    compute = compute or autocast_dtype(x.device.type) or x.dtype
     key = (
         "grouped", recipe, name, compute, wants_dx, wants_dw, x.shape, x.dtype, x.get_device(), weight.shape,
         weight.dtype, None if bias is None else bias.dtype,
@@ -357,8 +325,9 @@ class GroupedSchedule(Schedule):
         """The operands that `forward` would save, cast again."""
         x, groups = self._matrix(x), x_inputs.groups
         if not self.reason:
-            x_made, w_made = self._cast("x", x, x_inputs), self._cast("w", self._experts(weight), w_inputs)
-            return [*x_made[3:], *w_made[3:]]
+            x_made = self._cast("x", x, x_inputs, False, self.wants_dw)[3:] if self.wants_dw else [None] * 3
+            w_made = self._cast("w", self._experts(weight), w_inputs, False, True)[3:] if self.wants_dx else [None] * 3
+            return [*x_made, *w_made]
         saved: Parts = []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
@@ -436,13 +405,13 @@ class GroupedSchedule(Schedule):
         return weight.reshape(-1, self.in_features)
 
     def _cast(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, *which: bool) -> Parts:
-        """Both operands of a tensor; of dy those that are wanted (`which`: row, column)."""
+        """The operands of a tensor: those that forward makes, or `which` are wanted (row, column)."""
         if not matrix.is_contiguous() or matrix.data_ptr() & 15:
             matrix = matrix.clone(memory_format=torch.contiguous_format)
         plan = None if tensor == "w" else inputs.groups.plan(self._rows_of_tile("fprop"), self._programs).whole
         step = self._steps.get((tensor, *which))
         if step is None:
-            entries = self._entries.get(tensor) or entries_of(self.recipe, self.routes, tensor, *which)
+            entries = entries_of(self.recipe, self.routes, tensor, *which) if which else self._entries[tensor]
             number = 0 if tensor == "w" else self.number
             step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, number)
         inputs = inputs._replace(groups=plan, folded=self._counts, tiles=self._counts)

@@ -1,4 +1,4 @@
-"""`GroupedLinear`: the Linears of many experts, each over its own rows of one input."""
+"""`GroupedLinear` and `grouped_matmul`: the Linears of many experts, each over its own rows of one input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,18 @@ import torch
 from torch import nn
 
 from microfloat.arguments import check_bool, check_int
-from microfloat.errors import MicrofloatError
+from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import Recipe
+from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_grouped
+from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.linear import backend_name
-from microfloat.torch.nn.linear import UNPINNED, RecipeLayer
+from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, pinned_to
 
-__all__ = ["GroupedLinear"]
+__all__ = ["GroupedLinear", "grouped_matmul"]
 
 
 class GroupedLinear(RecipeLayer):
@@ -64,6 +66,9 @@ class GroupedLinear(RecipeLayer):
 
     def forward(self, input: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Apply the layer: y [T, N] in the compute dtype."""
+        if torch.compiler.is_compiling():
+            arguments = input, self.weight, self.bias, group_sizes, self._pin_token, self.backend
+            return compiled_grouped(self, *arguments)
         x, state = input, ambient()
         recipe = self._resolve(state)
         try:
@@ -103,3 +108,37 @@ class GroupedLinear(RecipeLayer):
         """The sizes, and the pinned recipe."""
         sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}{super().extra_repr()}"
+
+
+def grouped_matmul(
+    x_TK: torch.Tensor, w_GNK: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], *,
+    recipe: Recipe | str | None = None, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """``y[rows of g] = x[rows of g] @ w[g].T`` for consecutive groups of rows; [T, N], differentiable once.
+
+    `group_sizes`: rows of each group, int32 or int64 [G], or a list of ints; 0 is a size. `recipe` None: that of the
+    ambient autocast; an ``autocast(enabled=False)`` wins over any. Every group and every expert is quantized alone, as
+    in a loop of Linears (docs/numerics.md 5.3). Sizes on the CPU must add up to T; those on a GPU are not read where
+    kernels serve, and rows of x behind the last group give zeros in y and dx. Raises InvalidValueError and
+    InvalidTypeError for operands and sizes that do not fit, NotSupportedError for delayed scaling, whose state needs a
+    module: `GroupedLinear`.
+    """
+    if torch.compiler.is_compiling():
+        pin_token = None if recipe is None else pinned_to(recipe)[1]
+        return compiled_grouped(None, x_TK, w_GNK, None, group_sizes, pin_token, backend)
+    state = ambient()
+    backends.check_name(backend)
+    chosen = None if recipe is None else as_recipe(recipe)
+    if state is not None:
+        chosen = None if not state.enabled else state.recipe if chosen is None else chosen
+    check_grouped(x_TK, w_GNK, None)
+    groups = groups_of(group_sizes, x_TK, w_GNK.shape[0])
+    if chosen is None:
+        return grouped_plain(x_TK, w_GNK, None, groups)
+    if chosen.is_delayed:
+        raise NotSupportedError(
+            "recipe: got delayed scaling for a function, needed a module to hold its scales and histories. Use "
+            "microfloat.torch.GroupedLinear, or a recipe with current scaling."
+        )
+    name = backend if backend != "auto" or state is None else state.backend
+    return run_grouped(None, x_TK, w_GNK, None, groups, canonical(chosen), name, state)

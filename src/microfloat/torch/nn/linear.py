@@ -21,7 +21,7 @@ from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["UNPINNED", "Linear", "RecipeLayer", "linear"]
+__all__ = ["UNPINNED", "Linear", "RecipeLayer", "linear", "pinned_to"]
 
 
 class _Unpinned:
@@ -351,7 +351,7 @@ def linear(
     >>> linear(torch.ones(2, 4), torch.ones(3, 4), recipe="mxfp8").shape
     torch.Size([2, 3])
     """
-    pinned, token = (UNPINNED, None) if recipe is None else _pinned_to(recipe)
+    pinned, token = (UNPINNED, None) if recipe is None else pinned_to(recipe)
     if torch.compiler.is_compiling():
         asked = context.RECIPE if token is None else token
         is_delayed = asked != context.PLAIN and context.is_delayed(asked)
@@ -369,13 +369,13 @@ def linear(
     return call.forward(x)
 
 
-def _pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
+def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
     """The recipe, and how compiled code names it."""
     made = as_recipe(recipe)
     return made, token_of(made)
 
 
-_pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
+pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Decoded(torch.autograd.Function):
