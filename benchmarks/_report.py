@@ -74,6 +74,8 @@ class Row:
         """Compare with the target: the ratio, or where there is none the value. Not where the figure counts nothing."""
         found = target_of(self.label or self.id)
         figure = self.ratio if self.ratio is not None else self.value
+        if found is not None and found.in_ms:
+            figure = self.median_ms
         if found is not None:
             self.target, self.stretch, self.limit = found.target, found.stretch, found.limit
             self.ratio_of = self.ratio_of or found.of or None

@@ -31,11 +31,8 @@ def make_trainer(options: argparse.Namespace, recipe: str, compiled: bool) -> An
         "--preset", "tiny", "--dim", "32", "--layers", "1", "--heads", "2", "--hidden", "64", "--context", "16",
         "--batch", "2",
     ]  # fmt: skip
-    parsed = train_gpt.parse_options([*sizes, "--device", options.device, "--steps", "1000000", "--recipe", recipe])
-    trainer = train_gpt.Trainer(recipe, parsed, data.load_corpus(1 << 22))
-    if compiled:
-        trainer.model.compile(fullgraph=True)
-    return trainer
+    run = ["--device", options.device, "--steps", "1000000", "--recipe", recipe, *["--compile"] * compiled]
+    return train_gpt.Trainer(recipe, train_gpt.parse_options([*sizes, *run]), data.load_corpus(1 << 22))
 
 
 def steps(trainer: Any, count: int, device: str) -> float:

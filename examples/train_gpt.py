@@ -5,7 +5,7 @@
     python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 without one of its aids each
     python examples/train_gpt.py --recipe nvfp4 --last-fraction-bf16 0.15
     python examples/train_gpt.py --recipe bf16_again,mxfp8           # is a gap more than chance?
-    python examples/train_gpt.py --preset 124m --device cuda
+    python examples/train_gpt.py --preset 124m --device cuda --compile
     python examples/train_gpt.py --resume                            # after Ctrl-C: the same losses, bit for bit
 
 The text is the running Python's own standard library, byte by byte (gpt/data.py): nothing is downloaded. Every run
@@ -54,6 +54,8 @@ class Trainer(Training):
         self.model.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
         self.model.to(options.device)
         self.place_recipe()
+        if options.compile:
+            self.model.compile(fullgraph=True)
         parameters = list(self.model.parameters())
         matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay}
         others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}

@@ -168,6 +168,23 @@ def block_table(path: Path) -> str:
     return finished(header, cells, rows, 3)
 
 
+def decoder_table(path: Path) -> str:
+    """A decoder layer and a model: milliseconds by recipe and mode, and memory above the weights."""
+    rows = rows_of(path)
+    cells = []
+    for row in rows:
+        extra = row.get("extra", {})
+        who = f"{row['recipe'].removeprefix('torchao.')} (torchao)" if row["backend"] == "torchao" else row["recipe"]
+        who += ", not fused" if row["id"].endswith(".apart") else ""
+        cells.append([
+            f"`{row['id']}`", who, row["mode"], number(row["base_ms"], 1), figure(row, row["median_ms"], 1),
+            number(row.get("target"), 1), number(row["ratio"]), number(extra.get("peak_gib_above_weights")),
+            number(extra.get("bf16_peak_gib_above_weights")),
+        ])  # fmt: skip
+    header = ["id", "recipe", "mode", "bf16, ms", "ms", "target, at most", "ratio", "GiB above weights", "of bf16"]
+    return finished(header, cells, rows, 3)
+
+
 def host_table(path: Path) -> str:
     """Host time, launches, recompilations of small layers."""
     rows = rows_of(path)
@@ -220,7 +237,7 @@ def profile_table(path: Path) -> str:
 # Result file (without .json) -> its table.
 TABLES: dict[str, Callable[[Path], str]] = {
     "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "profile": profile_table,
-    "block": block_table, "host": host_table, "train": train_table,
+    "decoder": decoder_table, "block": block_table, "host": host_table, "train": train_table,
 }  # fmt: skip
 
 

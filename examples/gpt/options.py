@@ -182,6 +182,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--eval-windows", type=int, default=128, help="held-out windows that are evaluated (default: 128)")
     add("--corpus-bytes", type=int, default=16 * 2**20, help="read at most this much text (default: 16 MiB)")
     add("--device", default="auto", help="auto (cuda where there is one), cpu, cuda, cuda:1, ...")
+    add("--compile", action="store_true", help="in torch: compile the model, which is faster on a GPU from the second "
+        "minute on (JAX compiles every step anyway)")
     add("--jobs", type=int, metavar="N", help="train N runs at a time, each on one core of the CPU (default: as many "
         "as there are cores; on a GPU, and in JAX, one run after the other)")
     add("--name", help="results go to runs/NAME (default: the preset's name)")

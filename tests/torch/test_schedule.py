@@ -88,7 +88,8 @@ ON_GPUS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward-mode AD uses it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own forward-mode AD uses it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does so
 @pytest.mark.parametrize("case", [*CASES, *ON_GPUS], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
     from tests.torch import scheduled
