@@ -18,8 +18,8 @@ class Target:
     stretch: float | None = None
     limit: float | None = None
     at_most: bool = False
-    in_ms: bool = False  # the median in milliseconds is judged, not a ratio
     peer: str = ""
+    in_ms: bool = False  # the median in milliseconds is judged, not a ratio
 
 
 def _copy(target: float, stretch: float, peer: str = "") -> Target:
