@@ -3,6 +3,7 @@
     python -m benchmarks quantize     casts, dequantize, fused producers: share of a copy          (q.* dq.* sw.* f.*)
     python -m benchmarks matmul       GEMMs of quantized operands against bfloat16                     (m.*)
     python -m benchmarks linear       one Linear, forward and backward, against nn.Linear              (l.*)
+    python -m benchmarks grouped      experts over rows of one input, against torch's grouped matmul   (l.grouped.*)
     python -m benchmarks host         host time, launches, recompilations of small layers              (h.* g.*)
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
     python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
@@ -24,8 +25,8 @@ from pathlib import Path
 
 COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
-    "host": "benchmarks.host", "block": "benchmarks.block", "train": "benchmarks.train",
-    "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
+    "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
+    "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
 }  # fmt: skip
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 

@@ -210,7 +210,5 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         for row_id, measure in (("l.fwd.fp8", forward_only), ("l.small", small)):
             if row_id in extra and report.wants(row_id):
                 report.attempt(row_id, functools.partial(measure, report, decibel))
-    if report.wants("l.grouped"):
-        report.skip("l.grouped", "microfloat.torch has no grouped matmul yet")
     peers(report)
     return report.finish()

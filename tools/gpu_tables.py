@@ -236,8 +236,9 @@ def profile_table(path: Path) -> str:
 
 # Result file (without .json) -> its table.
 TABLES: dict[str, Callable[[Path], str]] = {
-    "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "profile": profile_table,
-    "decoder": decoder_table, "block": block_table, "host": host_table, "train": train_table,
+    "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "grouped": linear_table,
+    "profile": profile_table, "decoder": decoder_table, "block": block_table, "host": host_table,
+    "train": train_table,
 }  # fmt: skip
 
 

@@ -99,17 +99,17 @@ def quantize(
 
 def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None, backend: str) -> list[QuantizedArray]:
     """The usages of `x`, in one pass; an amax or an encode scale is the same for those that take it."""
-    shared: dict[str, Array | None] = {"amax": None, "scale_enc": None}
+    given: dict[str, Array | None] = {"amax": None, "scale_enc": None}
     static, traced = [], []
     for cast, normal, stream, amax, scale_enc in usages:
         checked = _check_amax(amax, cast, math.prod(leading_axes(x.shape, normal))), _check_scale_enc(scale_enc, cast)
-        shared = {name: shared[name] if one is None else one for name, one in zip(shared, checked, strict=True)}
+        given = {name: given[name] if one is None else one for name, one in zip(given, checked, strict=True)}
         word = _check_word("stream", stream)
         # A stream that is a number is part of the program: kernels read it as one.
         number = None if isinstance(word, jax.Array) else int(word)
         traced.append(word if number is None else None)
         static.append((cast, normal - max(x.ndim, 1), number))
-    arguments = (x, words, tuple(traced), shared["amax"], shared["scale_enc"])
+    arguments = (x, words, tuple(traced), given["amax"], given["scale_enc"])
     run = partial(_quantize, usages=tuple(static), backend=backend)
     if is_explicit(x):
         return run_automatically(run, lambda shapes: [_quantized_specs(x, q.axis, q) for q in shapes], *arguments)

@@ -98,7 +98,7 @@ def _tiles(scale_RC: Array) -> Array:
 
 def _static(group_sizes: Sizes) -> Sizes:
     if isinstance(group_sizes, Tracer):
-        raise invalid_type("group_sizes", "a traced array", "numbers: they decide shapes", "Pass ints.")
+        raise invalid_type("group_sizes", "a traced array", "known numbers: they decide shapes", "Pass ints.")
     return group_sizes
 
 

@@ -24,12 +24,10 @@ from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of
 from microfloat.support import Notes, Support, text_table, wrapped
-from microfloat.torch.attention import attention_kernel
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
 from microfloat.torch.gemms import own_gemm_serves
 from microfloat.torch.linear import backend_name
-from microfloat.torch.nn.attention import MultiheadAttention
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -226,13 +224,9 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """A row for each linear layer of a model; prints as a table with notes.
-
-    `attention`: a sentence for the attention between them, which no recipe touches; "" without any.
-    """
+    """A row for each linear layer of a model; prints as a table with notes."""
 
     rows: tuple[LayerRow, ...]
-    attention: str = ""
 
     def __iter__(self) -> Iterator[LayerRow]:
         return iter(self.rows)
@@ -255,8 +249,7 @@ class ModelExplanation:
                     "reason": row.reason, "explanation": row.explanation and row.explanation.to_dict(),
                 }
                 for row in self.rows
-            ],
-            "attention": self.attention,
+            ]
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -270,7 +263,7 @@ class ModelExplanation:
             ))  # fmt: skip
         quantized = sum(row.recipe is not None for row in self.rows)
         total = f"{quantized} of {len(self.rows)} linear layers run in low precision."
-        return "\n".join([*text_table(cells), *notes.lines(), total, *wrapped(self.attention)])
+        return "\n".join([*text_table(cells), *notes.lines(), total])
 
 
 @overload
@@ -310,7 +303,7 @@ def explain(
     if isinstance(recipe, nn.Module):
         if shape is not None:
             raise invalid_value("shape", shape, "None for a model", "Ask for the recipe of one layer with a shape.")
-        return ModelExplanation(tuple(_layer_rows(recipe, device, backend)), _attention_of(recipe))
+        return ModelExplanation(tuple(_layer_rows(recipe, device, backend)))
     return _explain(as_recipe(recipe), device, shape, backend)
 
 
@@ -342,22 +335,6 @@ def _absent(recipe: Recipe, name: str) -> GemmRow:
     """The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware."""
     missing = Support(False, False, "torch sees no CUDA device on this machine")
     return GemmRow(name, operands_of(getattr(recipe, name)), "-", "-", missing)
-
-
-def _attention_of(model: nn.Module) -> str:
-    """What computes the attention of our own modules."""
-    found: dict[str, int] = {}
-    for module in model.modules():
-        if isinstance(module, MultiheadAttention):
-            weight = module.q_proj.weight
-            dtype = weight.dtype if weight.is_floating_point() else torch.bfloat16
-            q, k = (
-                torch.empty((1, 128, heads, module.head_dim), dtype=dtype, device=weight.device)
-                for heads in (module.num_heads, module.num_kv_heads)
-            )
-            text = f"{attention_kernel(q, k, k, causal=module.causal)} ({str(dtype)[6:]}, without a mask)"
-            found[text] = found.get(text, 0) + 1
-    return "; ".join(f"attention of {count} modules in high precision: {text}" for text, count in found.items())
 
 
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:

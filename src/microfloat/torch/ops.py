@@ -92,9 +92,9 @@ def quantize_values(
     one_pass = len(usages) == 2 and not any(isinstance(value, tuple | list) for value in (amax, scale_enc))
     if one_pass and (amax is None or not any(usage.cast.tensor_scale == "row" for usage in usages)):
         row, column = sorted(usages, key=lambda usage: -usage.axis)
-        shared = {name: _first(name, row, column) for name in ("amax", "scale_enc")}
+        given = {name: _given(name, row, column) for name in ("amax", "scale_enc")}
         made = module.quantize_both(
-            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, **shared
+            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, **given
         )
         made = made if usages[0].axis else made[::-1]
     else:
@@ -121,8 +121,7 @@ def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
     )
 
 
-def _first(name: str, *usages: Usage) -> torch.Tensor | None:
-    """The amax or encode scale of the first usage that has one; it is the same for all that do."""
+def _given(name: str, *usages: Usage) -> torch.Tensor | None:
     return next((value for usage in usages if (value := getattr(usage, name)) is not None), None)
 
 

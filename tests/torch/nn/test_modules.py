@@ -430,25 +430,6 @@ def test_packed_sequences_are_those_apart():
         layer(x, cu_seqlens=torch.tensor([0, 4, 12]))
 
 
-def test_explain_says_what_computes_attention():
-    layer = mf.TransformerLayer(32, 48, 4, 2, recipe="mxfp8")
-    explained = mf.explain(layer)
-    assert explained.attention == (
-        "attention of 1 modules in high precision: torch's attention on cpu (float32, without a mask)"
-    )
-    assert explained.attention in str(explained).replace("\n", " ")
-    assert explained.to_dict()["attention"] == explained.attention
-    assert mf.explain(mf.Linear(8, 8)).attention == ""
-
-
-@pytest.mark.gpu
-def test_attention_on_this_gpu_is_named():
-    layer = mf.TransformerLayer(4096, 8192, 32, 8, device="cuda", dtype=torch.bfloat16)
-    assert "chosen by torch" in mf.explain(layer).attention
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert "cuDNN" in mf.explain(layer).attention
-
-
 def test_cross_attention_and_parallel_layers():
     torch.manual_seed(0)
     layer = mf.TransformerLayer(
