@@ -235,6 +235,21 @@ def test_a_dispatch_mode_sees_the_operators_and_changes_nothing():
     assert torch.equal(y, mf.scaled_matmul(q(X), q(W)))
 
 
+# features G2
+def test_torchs_own_checks_of_the_operators():
+    """Schemas, fakes, dynamic shapes and autograd registration, as torch.library.opcheck sees them."""
+    product, tensor = q(X, "nvfp4"), torch.ops.microfloat
+    stored = (product.part_list(), product.token, 1, [64, 96])
+    for operator, arguments in (
+        (tensor.quantize, (X, [product.token], [-1], None, [0], [None], [None], "auto")),
+        (tensor.quantize, (X, [product.token, q(X).token], [-1, -2], None, [0, 3], [None], [None], "auto")),
+        (tensor.dequantize, (*product.part_list(), product.token, 1, [64, 96], torch.float32)),
+        (tensor.scaled_matmul, (*stored, *stored, None, torch.float32, "split", "auto")),
+        (tensor.straight_through, (X, X.clone().requires_grad_())),
+    ):
+        torch.library.opcheck(operator.default, arguments)
+
+
 def test_tokens_are_casts():
     for cast in (Cast("mxfp8"), STOCHASTIC, Cast("fp8_row", hadamard=Hadamard(16, 3))):
         token = _operators.constant_token(cast)
