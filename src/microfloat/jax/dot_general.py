@@ -36,13 +36,10 @@ from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import (
-    from_max_grad,
+    by_maximum,
     is_explicit,
-    like_in_variance,
     max_over,
     no_derivative,
-    on_first_device,
-    once,
     run_automatically,
     sharding_axes,
     sum_to_type_of,
@@ -128,18 +125,10 @@ class DotGeneral(Op):
     """The op that `dot_general` returns: frozen, hashable, callable."""
 
     def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: object = None,
-        state: DelayedState | None = None,
-        key: Array | None = None,
-        seed: Array | int | None = None,
-    ) -> Array:
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None,
+        state: DelayedState | None = None, key: Array | None = None, seed: Array | int | None = None,
+    ) -> Array:  # fmt: skip
         """``lax.dot_general(lhs, rhs, dimension_numbers)`` under the recipe; lhs are activations, rhs weights.
 
         Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
@@ -185,15 +174,9 @@ class DotGeneral(Op):
         return place(y, out_sharding), state
 
     def with_amax(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        *,
-        state: DelayedState,
-        gradient_slot: Array,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> tuple[Array, dict[str, Array]]:
+        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, *, state: DelayedState,
+        gradient_slot: Array, preferred_element_type: DTypeLike | None = None,
+    ) -> tuple[Array, dict[str, Array]]:  # fmt: skip
         """Delayed scaling without state in gradients: (y, amaxes of x and w) for `scaling.update`, outside autodiff.
 
         The gradient with respect to `gradient_slot`, a float32 zero, is the amax of dy.
@@ -243,16 +226,9 @@ class Einsum:
     op: DotGeneral
 
     def __call__(
-        self,
-        equation: str,
-        lhs: Array,
-        rhs: Array,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: object = None,
-        **options: Any,
-    ) -> Array:
+        self, equation: str, lhs: Array, rhs: Array, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, **options: Any,
+    ) -> Array:  # fmt: skip
         """The einsum of two operands under the recipe; `options` are `state`, `key` and `seed` of `DotGeneral`."""
         dot = partial(self.op, precision=precision, preferred_element_type=preferred_element_type, **options)
         return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
@@ -281,14 +257,9 @@ class Seed(NamedTuple):
 
 @partial(jax.jit, static_argnames=("config", "dimensions"))
 def _apply(
-    lhs: Array,
-    rhs: Array,
-    words: Array | None,
-    state: DelayedState | None,
-    *,
-    config: Config,
+    lhs: Array, rhs: Array, words: Array | None, state: DelayedState | None, *, config: Config,
     dimensions: DotDimensions,
-) -> tuple[Array, DelayedState | None]:
+) -> tuple[Array, DelayedState | None]:  # fmt: skip
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
         y, state = typing.cast(tuple, _linear(config, x, w, Seed(words, None), state))
@@ -544,16 +515,10 @@ def state_cotangent(
         if tensor == "dy":
             amaxes = {**amaxes, "dy": call.live_amax(dy_MN, "dy") if amax is None else amax}
         recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
-        leaves = []
-        # `later` has the structure of `state`.
-        for value, leaf, incoming in zip(recorded, slot, typing.cast(Slot, later.slot(tensor)), strict=True):
-            value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
-            value = jnp.maximum(value, from_max_grad(incoming))
-            # Where JAX cannot see mesh axes it sums the cotangent over them: one device contributes. A state of each
-            # device is not summed.
-            value = on_first_device(value, told) if told and rule.delayed.reduce_amax else value
-            leaves.append(lax.convert_element_type(value, leaf.dtype))
-        slots[tensor] = Slot(*leaves)
+        # `later` has the structure of `state`. A state of each device is not summed.
+        incoming = typing.cast(Slot, later.slot(tensor))
+        axes = told if rule.delayed.reduce_amax else frozenset()
+        slots[tensor] = Slot(*map(partial(by_maximum, told=axes), recorded, slot, incoming))
     return scaling.state_of(slots, state.rules)
 
 

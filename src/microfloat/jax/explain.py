@@ -89,12 +89,9 @@ class ProgramDots:
 
 
 def explain(
-    subject: Recipe | str | Callable,
-    *arguments: Any,
-    device: object = None,
-    shape: object = None,
+    subject: Recipe | str | Callable, *arguments: Any, device: object = None, shape: object = None,
     backend: str = "auto",
-) -> "Explanation | ProgramDots":
+) -> "Explanation | ProgramDots":  # fmt: skip
     """The kernels of a recipe or of a compiled function on a device, and why; nothing is run.
 
     * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device`: "cpu", "cuda", a JAX device, None for

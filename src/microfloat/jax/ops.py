@@ -218,14 +218,9 @@ def _dequantize(q: QuantizedArray, *, dtype: np.dtype) -> Array:
 
 
 def scaled_matmul(
-    a_MK: QuantizedArray | Array,
-    b_NK: QuantizedArray | Array,
-    *,
-    bias: ArrayLike | None = None,
-    out_dtype: DTypeLike | None = None,
-    accumulate: str = "split",
-    backend: str = "auto",
-) -> Array:
+    a_MK: QuantizedArray | Array, b_NK: QuantizedArray | Array, *, bias: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None, accumulate: str = "split", backend: str = "auto",
+) -> Array:  # fmt: skip
     """``y = a @ b.T + bias`` of two quantized operands, each contracted over its own `axis`; shape [M, N].
 
     An operand may also be a float array, used as it is, its last axis contracted; a quantized partner is then

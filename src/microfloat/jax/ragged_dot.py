@@ -80,19 +80,10 @@ class RaggedDot(Op):
     """The op that `ragged_dot` returns: frozen, hashable, callable."""
 
     def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        group_sizes: ArrayLike,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        group_offset: None = None,
-        out_sharding: object = None,
-        *,
-        state: DelayedState | None = None,
-        key: Array | None = None,
-        seed: Array | int | None = None,
-    ) -> Array:
+        self, lhs: Array, rhs: Array, group_sizes: ArrayLike, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, group_offset: None = None, out_sharding: object = None, *,
+        state: DelayedState | None = None, key: Array | None = None, seed: Array | int | None = None,
+    ) -> Array:  # fmt: skip
         """``lax.ragged_dot(lhs, rhs, group_sizes)`` under the recipe: lhs [T, K], rhs [G, K, N], sizes [G] -> [T, N].
 
         The first ``group_sizes[0]`` rows of lhs meet rhs[0], the next rhs[1], and so on; rows beyond the last group

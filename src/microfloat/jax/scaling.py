@@ -208,16 +208,29 @@ def _one_amax(tensor: str, amax: object) -> Array:
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
     """N microbatches as one step: one roll, and the largest amax. `gradients` are those with respect to `old`."""
     _check_state("old", old)
+    gradients = listed(gradients, DelayedState)
+    return apply(old, largest(gradients)) if gradients else old
+
+
+def listed(gradients: Iterable[Any], kind: type) -> list[Any]:
+    """A list of gradients of `kind`; InvalidTypeError for a single one, or for others."""
     is_one = isinstance(gradients, DelayedState | Mapping | jax.Array | np.ndarray | str)
     if is_one or not isinstance(gradients, Iterable):
-        raise invalid_type("gradients", type(gradients), "a list of DelayedStates, one per microbatch")
+        raise invalid_type(
+            "gradients", type(gradients), "a list of gradients with respect to `old`, one per microbatch"
+        )
     gradients = list(gradients)
-    if not gradients:
-        return old
     for gradient in gradients:
-        if not isinstance(gradient, DelayedState):
-            raise invalid_type("gradients", type(gradient), "DelayedStates, gradients with respect to `old`")
-    return apply(old, jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), axis=0), *gradients))
+        if not isinstance(gradient, kind):
+            raise invalid_type(
+                "gradients", type(gradient), f"a {kind.__name__} each, the gradient with respect to `old`"
+            )
+    return gradients
+
+
+def largest(gradients: list[Any]) -> Any:
+    """The elementwise maximum of gradients with respect to the same state, float32."""
+    return jax.tree.map(lambda *leaves: jnp.max(jnp.stack([from_max_grad(one) for one in leaves]), axis=0), *gradients)
 
 
 def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from microfloat.errors import NotSupportedError
 
 __all__ = [
-    "CAN_USE_EARRAY", "Fp8MetaTyRules", "divided", "fm32", "fp8_meta_dtype", "fp32_max_grad", "from_max_grad",
+    "CAN_USE_EARRAY", "Fp8MetaTyRules", "by_maximum", "divided", "fm32", "fp8_meta_dtype", "fp32_max_grad", "from_max_grad",
     "in_common_variance", "is_explicit", "is_max_grad", "like_in_variance", "max_over", "no_derivative",
     "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes", "spec_of",
     "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
@@ -118,6 +118,16 @@ def _once_batched(axis_size: int, in_batched: Sequence[bool], value: Array, stat
     if state_batched:
         return value, value_batched
     return once(jnp.max(value, axis=0) if value_batched else value, state), False
+
+
+def by_maximum(value: Array, leaf: Array, incoming: Array, told: frozenset[str] = frozenset()) -> Array:
+    """The cotangent of a leaf of state: its new value, or what a later use made of it (`incoming`) if that is larger.
+
+    `told`: mesh axes that JAX cannot see, over which it sums the cotangent: one device contributes.
+    """
+    value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
+    value = jnp.maximum(value, from_max_grad(incoming))
+    return lax.convert_element_type(on_first_device(value, told) if told else value, leaf.dtype)
 
 
 # Meshes with explicit axis types: JAX cannot type the reshapes of a blocked cast, so casts and GEMMs run under

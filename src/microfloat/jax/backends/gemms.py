@@ -90,14 +90,9 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
 
 
 def gemm(
-    a: reference.Operand,
-    b: reference.Operand,
-    kind_a: reference.Kind,
-    kind_b: reference.Kind,
-    way: str,
-    accumulate: str,
-    out: DTypeLike = jnp.float32,
-) -> Array:
+    a: reference.Operand, b: reference.Operand, kind_a: reference.Kind, kind_b: reference.Kind, way: str,
+    accumulate: str, out: DTypeLike = jnp.float32,
+) -> Array:  # fmt: skip
     """``a @ b.T`` [M, N] by the way of one kind of route, summed in float32 and rounded once to `out`."""
     if way == "values":
         return _bf16(a, b, kind_a, kind_b, out).astype(out)
@@ -111,13 +106,9 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def _fp8(
-    a: reference.Matrix,
-    b: reference.Matrix,
-    kind_a: reference.Kind,
-    kind_b: reference.Kind,
-    accumulate: str,
+    a: reference.Matrix, b: reference.Matrix, kind_a: reference.Kind, kind_b: reference.Kind, accumulate: str,
     out: DTypeLike,
-) -> Array:
+) -> Array:  # fmt: skip
     """FP8 codes into one dot. Precision HIGHEST makes XLA add partial sums in float32 ("split")."""
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     precision = lax.Precision.DEFAULT if accumulate == "fast" else lax.Precision.HIGHEST

@@ -225,12 +225,9 @@ def _pointer(dtype: DTypeLike) -> str:
 
 @lru_cache(maxsize=1024)
 def _opaque(
-    kernel: Any,
-    programs: int,
-    capability: tuple[int, int],
-    signature: tuple[_Parameter, ...],
+    kernel: Any, programs: int, capability: tuple[int, int], signature: tuple[_Parameter, ...],
     warps: tuple[int, int | None],
-) -> bytes:
+) -> bytes:  # fmt: skip
     """The message to the foreign function: the compiled kernel, the grid, every parameter."""
     compiled = _compiled(kernel, capability, tuple(_compiled_form(part) for part in signature), warps)
     library = _library()

@@ -77,14 +77,9 @@ class Matrix(NamedTuple):
 
 
 def cast_matrix(
-    x_RC: Array,
-    cast: Cast,
-    noise: Noise | None = None,
-    *,
-    amax: Array | None = None,
-    scale_enc: Array | None = None,
+    x_RC: Array, cast: Cast, noise: Noise | None = None, *, amax: Array | None = None, scale_enc: Array | None = None,
     axes: frozenset[str] = frozenset(),
-) -> Matrix:
+) -> Matrix:  # fmt: skip
     """Quantize an operand form (any wide float dtype) as docs/numerics.md, sections 2 to 5, say.
 
     `amax` replaces a measured one: of the tensor, shape (), or of rows, [R, 1], where a row has one scale or tensor

@@ -55,13 +55,11 @@ from microfloat.jax.numerics.bits import quotient, widened
 from microfloat.jax.transformations import (
     CAN_USE_EARRAY,
     Fp8MetaTyRules,
+    by_maximum,
     fm32,
     fp8_meta_dtype,
     fp32_max_grad,
-    from_max_grad,
     like_in_variance,
-    on_first_device,
-    once,
     straight_through,
     sum_to_type_of,
     told_axes,
@@ -108,13 +106,8 @@ def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple
 def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
     """The state's cotangent: the new state, or what a later use made of it where that is larger."""
     told = frozenset() if varying_axes(x) else told_axes(rule.axis_names)
-    result = []
-    for value, leaf, later in zip(new, old, incoming, strict=True):
-        value = once(lax.stop_gradient(value), from_max_grad(leaf))
-        value = jnp.maximum(like_in_variance(value, leaf), from_max_grad(later))
-        value = on_first_device(value, told) if told else value
-        result.append(lax.convert_element_type(value, leaf.dtype))
-    return result[0], result[1]
+    scale, history = map(partial(by_maximum, told=told), new, old, incoming)
+    return scale, history
 
 
 def _in_qdq(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
@@ -250,15 +243,9 @@ def out_dq(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: ArrayLik
 
 
 def dot_general_transpose_lhs(
-    g: Array,
-    x: Array,
-    y: Array,
-    *,
-    dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-    swap_ans: bool = False,
-) -> Array:
+    g: Array, x: Array, y: Array, *, dimension_numbers: DimensionNumbers, precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None, swap_ans: bool = False,
+) -> Array:  # fmt: skip
     """The cotangent of x in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`, in x's axis order.
 
     Only the shapes of x and the free axes of y are read. `swap_ans`: g has y's free axes before x's.
@@ -280,14 +267,9 @@ def dot_general_transpose_lhs(
 
 
 def dot_general_transpose_rhs(
-    g: Array,
-    x: Array,
-    y: Array,
-    *,
-    dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike,
+    g: Array, x: Array, y: Array, *, dimension_numbers: DimensionNumbers, precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None,
-) -> Array:
+) -> Array:  # fmt: skip
     """The cotangent of y in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`."""
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     return dot_general_transpose_lhs(
@@ -412,17 +394,9 @@ def _static_dimensions(dimension_numbers: DimensionNumbers) -> DimensionNumbers:
 
 
 def quantized_dot(
-    lhs: Array,
-    q_lhs: Array,
-    lhs_scale: Array,
-    rhs: Array,
-    q_rhs: Array,
-    rhs_scale: Array,
-    out_grad_scale: Array,
-    out_grad_amax_history: Array,
-    dimension_numbers: DimensionNumbers,
-    preferred_element_type: DTypeLike | None = None,
-) -> Array:
+    lhs: Array, q_lhs: Array, lhs_scale: Array, rhs: Array, q_rhs: Array, rhs_scale: Array, out_grad_scale: Array,
+    out_grad_amax_history: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None = None,
+) -> Array:  # fmt: skip
     """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type`, None being lhs's dtype.
 
     Gradients go to the unquantized `lhs` and `rhs`: the output gradient is quantized to e5m2 with its delayed
@@ -438,14 +412,9 @@ def quantized_dot(
 
 
 def _scaled_dot(
-    dimension_numbers: DimensionNumbers,
-    forward: Rule,
-    gradient_dtype: DTypeLike,
-    out: DTypeLike,
-    lhs: Array,
-    rhs: Array,
-    states: Sequence[State],
-) -> tuple[Array, tuple[State, State, State]]:
+    dimension_numbers: DimensionNumbers, forward: Rule, gradient_dtype: DTypeLike, out: DTypeLike, lhs: Array,
+    rhs: Array, states: Sequence[State],
+) -> tuple[Array, tuple[State, State, State]]:  # fmt: skip
     """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result.
 
     `forward`: how both operands are quantized; `gradient_dtype`: what the output gradient becomes; `out`: y's dtype.
@@ -459,20 +428,11 @@ def _scaled_dot(
 
 
 def fp8_scaled_dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    dimension_numbers: DimensionNumbers,
-    precision: object = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    lhs_scale: Array | None = None,
-    rhs_scale: Array | None = None,
-    grad_scale: Array | None = None,
-    lhs_amax_history: Array | None = None,
-    rhs_amax_history: Array | None = None,
-    grad_amax_history: Array | None = None,
-    quantize_compute_type: DTypeLike = jnp.float32,
-) -> Array:
+    lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: DimensionNumbers, precision: object = None,
+    preferred_element_type: DTypeLike | None = None, *, lhs_scale: Array | None = None, rhs_scale: Array | None = None,
+    grad_scale: Array | None = None, lhs_amax_history: Array | None = None, rhs_amax_history: Array | None = None,
+    grad_amax_history: Array | None = None, quantize_compute_type: DTypeLike = jnp.float32,
+) -> Array:  # fmt: skip
     """lax.dot_general of both operands in FP8 (e4m3 forward, e5m2 output gradient) under delayed scaling.
 
     `preferred_element_type` None is `quantize_compute_type`. `precision` is ignored. Gradients of scales and
@@ -494,12 +454,9 @@ def fp8_scaled_dot_general(
 
 @partial(custom_jvp, nondiff_argnums=(2, 3, 4))
 def dot_general_with_precision(
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: DimensionNumbers,
-    precision: object = None,
+    lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
     preferred_element_type: DTypeLike | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """lax.dot_general with default precision forward and highest precision in its tangents; both arguments ignored."""
     del precision, preferred_element_type
     return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT)
@@ -553,15 +510,9 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
     """dot_general of operands that went through FP8 and back; its output gradient does the same (fake quantization)."""
 
     def __call__(
-        self,
-        lhs: ArrayLike,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *args: object,
-        **kwargs: object,
-    ) -> Array:
+        self, lhs: ArrayLike, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *args: object, **kwargs: object,
+    ) -> Array:  # fmt: skip
         """Computes in rhs's dtype; further arguments are accepted and ignored."""
         del precision, args, kwargs
         lhs, rhs = _operands(lhs, rhs)
@@ -606,13 +557,9 @@ class Fp8Einsum(Fp8DotGeneralBase):
     """An einsum of two operands with FP8 operands; the first is always the input, the second the kernel."""
 
     def __call__(
-        self,
-        eqn: str,
-        lhs: ArrayLike,
-        rhs: Array,
-        precision: object = None,
+        self, eqn: str, lhs: ArrayLike, rhs: Array, precision: object = None,
         preferred_element_type: DTypeLike | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label."""
         del precision
         lhs, rhs = _operands(lhs, rhs)

@@ -117,16 +117,9 @@ class DotGeneral(nnx.Module):
         return scaling.state_of(slots, scaling.slot_rules(cast(Recipe, self.recipe))) if slots else None
 
     def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: Any,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: object = None,
-        key: Array | None = None,
-    ) -> Array:
+        self, lhs: Array, rhs: Array, dimension_numbers: Any, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, key: Array | None = None,
+    ) -> Array:  # fmt: skip
         """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is for high precision."""
         recipe, state = recipe_here(self.recipe), self._current_state()
         if recipe is not None and recipe.is_delayed and state is None:
@@ -233,9 +226,7 @@ class Linear(nnx.Linear):
     def __init__(
         self, in_features: int, out_features: int, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
-        if options.get("dot_general") is None and options.get("dot_general_cls") is None:
-            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
-        super().__init__(in_features, out_features, rngs=rngs, **options)
+        super().__init__(in_features, out_features, rngs=rngs, **_with_op(options, recipe, rngs))
 
 
 class LinearGeneral(nnx.LinearGeneral):
@@ -244,27 +235,27 @@ class LinearGeneral(nnx.LinearGeneral):
     def __init__(
         self, in_features: Any, out_features: Any, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
     ) -> None:
-        if options.get("dot_general") is None and options.get("dot_general_cls") is None:
-            options["dot_general"] = DotGeneral(recipe, rngs=rngs)
-        super().__init__(in_features, out_features, rngs=rngs, **options)
+        super().__init__(in_features, out_features, rngs=rngs, **_with_op(options, recipe, rngs))
 
 
 class Einsum(nnx.Einsum):
     """`flax.nnx.Einsum` under `recipe`; same parameters, same names."""
 
     def __init__(
-        self,
-        einsum_str: str,
-        kernel_shape: Any,
-        bias_shape: Any = None,
-        *,
-        recipe: Recipe | str | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        if options.get("einsum_op") is None:
-            options["einsum_op"] = EinsumOp(recipe, rngs=rngs)
+        self, einsum_str: str, kernel_shape: Any, bias_shape: Any = None, *, recipe: Recipe | str | None = None,
+        rngs: nnx.Rngs, **options: Any,
+    ) -> None:  # fmt: skip
+        options = _with_op(options, recipe, rngs, "einsum_op", EinsumOp)
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
+
+
+def _with_op(
+    options: dict[str, Any], recipe: Recipe | str | None, rngs: nnx.Rngs, name: str = "dot_general",
+    op: type[DotGeneral] = DotGeneral,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of a layer with the recipe's op, where they name no product of their own."""
+    is_free = options.get(name) is None and options.get("dot_general_cls") is None
+    return {**options, name: op(recipe, rngs=rngs)} if is_free else options
 
 
 # Conversion of a model
@@ -287,13 +278,9 @@ _TARGETS = (
 
 
 def convert(
-    model: nnx.Module,
-    recipe: Recipe | Placement | str,
-    *,
-    filter: Callable[[str, nnx.Module], bool] | None = None,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    rngs: nnx.Rngs | None = None,
-) -> ConversionReport:
+    model: nnx.Module, recipe: Recipe | Placement | str, *, filter: Callable[[str, nnx.Module], bool] | None = None,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE, rngs: nnx.Rngs | None = None,
+) -> ConversionReport:  # fmt: skip
     """Give every Linear, LinearGeneral and Einsum of `model` (those inside attention too) the recipe's op, in place.
 
     `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
@@ -419,13 +406,9 @@ def _stacked(layer: Any) -> tuple[int, ...]:
 
 
 def value_and_grad(
-    f: Callable[..., Any],
-    *,
-    argnums: int | Sequence[int] = 0,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, has_aux: bool = False,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """``nnx.value_and_grad`` with respect to `wrt` and the delayed-scaling state of the models at `argnums`.
 
     State of a layer that is used several times accumulates by maximum. Further options are those of
@@ -435,13 +418,9 @@ def value_and_grad(
 
 
 def grad(
-    f: Callable[..., Any],
-    *,
-    argnums: int | Sequence[int] = 0,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, has_aux: bool = False,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """``nnx.grad`` with respect to `wrt` and the delayed-scaling state; see `value_and_grad`."""
     return _differentiated(nnx.grad, f, argnums, wrt, has_aux=has_aux, **options)
 

@@ -18,7 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax.flax.fp8_casts import compute_scale
-from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, next_scale
+from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, largest, listed, next_scale
 from microfloat.jax.transformations import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed
 
@@ -118,20 +118,10 @@ def reset_state(collection: Any) -> Any:
 def merge_state(old: Any, gradients: Iterable[Any]) -> Any:
     """N microbatches as one step: the state after `old`, with the largest amax of all gradients, rolled once."""
     _check_collection("old", old)
-    if isinstance(gradients, Mapping | jax.Array | np.ndarray | str) or not isinstance(gradients, Iterable):
-        raise invalid_type(
-            "gradients", type(gradients), "a list of gradients with respect to `old`, one per microbatch"
-        )
-    gradients = list(gradients)
-    if not gradients:
-        return old
+    gradients = listed(gradients, Mapping)
     for gradient in gradients:
         _check_same("gradients", old, gradient)
-
-    def largest(*leaves: Array) -> Array:
-        return jnp.max(jnp.stack([from_max_grad(leaf) for leaf in leaves]), axis=0)
-
-    return next_state(old, jax.tree.map(largest, *gradients))
+    return next_state(old, largest(gradients)) if gradients else old
 
 
 def next_state(old: Any, gradient: Any) -> Any:
@@ -237,16 +227,16 @@ def collecting(opt_state: Any, collection: Any) -> Any:
 
 
 def collected(
-    advance: Callable[[Any, Any], Any], old: Any, gradient: Any, largest: Any, before: list[Any], after: list[Any]
+    advance: Callable[[Any, Any], Any], old: Any, gradient: Any, held: Any, before: list[Any], after: list[Any]
 ) -> tuple[Any, Any]:
-    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`.
+    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`; `held`: before it.
 
     ``advance(old, gradient)`` is the consumer rule, applied to the largest of the gradients where the optimizer steps.
     """
     stepped = jnp.any(jnp.stack([count != now for count, now in zip(before, after, strict=True)]))
-    largest = jax.tree.map(lambda leaf, so_far: jnp.maximum(from_max_grad(leaf), so_far), gradient, largest)
+    top = largest([gradient, held])
 
     def chosen(new: Any, kept: Any) -> Any:
         return jax.tree.map(lambda one, other: jnp.where(stepped, one, other), new, kept)
 
-    return chosen(advance(old, largest), old), chosen(jax.tree.map(jnp.zeros_like, largest), largest)
+    return chosen(advance(old, top), old), chosen(jax.tree.map(jnp.zeros_like, top), top)
