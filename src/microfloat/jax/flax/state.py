@@ -229,8 +229,9 @@ def collecting(opt_state: Any, collection: Any) -> Any:
 def collected(
     advance: Callable[[Any, Any], Any], old: Any, gradient: Any, held: Any, before: list[Any], after: list[Any]
 ) -> tuple[Any, Any]:
-    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`; `held`: before it.
+    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`.
 
+    `held`: the largest gradients so far.
     ``advance(old, gradient)`` is the consumer rule, applied to the largest of the gradients where the optimizer steps.
     """
     stepped = jnp.any(jnp.stack([count != now for count, now in zip(before, after, strict=True)]))
