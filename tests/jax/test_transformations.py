@@ -84,6 +84,7 @@ def in_remat(state):
     ],
 )  # fmt: skip
 def test_state_is_the_maximum(loss, transform):
+    """Features J8: of all uses, whatever they happen in."""
     assert_state(state_gradient(loss, transform), np.abs(5 * X).max())
 
 
@@ -116,6 +117,8 @@ def test_batched_state_stays_per_entry():
 
 @eager_and_jit
 def test_untaken_branch(transform):
+    """Features J8: an unused branch keeps the old state."""
+
     def loss(state, used):
         return lax.cond(used, lambda s: call(X, s), lambda s: 0.0, scaling.max_accumulate(state))
 

@@ -132,7 +132,9 @@ def explain(
     rows = tuple(_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS)
     cast_rows = () if target.chip is None else _casts(recipe, target, sizes, backend)
     if grouped:
-        rows = tuple(replace(row, kernel=f"{row.kernel}, for every block of rows") for row in rows)
+        rows = tuple(
+            row if row.kernel == "-" else replace(row, kernel=f"{row.kernel}, for every block of rows") for row in rows
+        )
         cast_rows = tuple(
             replace(row, kernel="XLA's operations", reason="ragged_dot casts blocks of rows") for row in cast_rows
         )

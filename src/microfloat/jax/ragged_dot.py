@@ -107,9 +107,8 @@ class RaggedDot(Op):
             )
         recipe = recipe_here(self.recipe)
         if recipe is None:
-            y = lax.ragged_dot(
-                lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type, out_sharding=out_sharding
-            )
+            sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
+            y = lax.ragged_dot(lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type, **sharding)
             return y, state
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         sizes = _checked_sizes(lhs, rhs, group_sizes)

@@ -22,8 +22,8 @@ from microfloat.errors import NotSupportedError
 
 __all__ = [
     "CAN_USE_EARRAY", "Fp8MetaTyRules", "by_maximum", "divided", "fm32", "fp8_meta_dtype", "fp32_max_grad",
-    "from_max_grad", "in_common_variance", "is_explicit", "is_max_grad", "like_in_variance", "max_over", "no_derivative",
-    "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes", "spec_of",
+    "from_max_grad", "in_common_variance", "is_explicit", "is_max_grad", "like_in_variance", "max_over",
+    "no_derivative", "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes", "spec_of",
     "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
 ]  # fmt: skip
 
