@@ -58,7 +58,17 @@ CALLS = {
     "scaled_matmul bias": (lambda v: mj.scaled_matmul(Q, Q, bias=v), "None"),
     "scaled_matmul out_dtype": (lambda v: mj.scaled_matmul(Q, Q, out_dtype=v), "None"),
     "scaled_matmul accumulate": (lambda v: mj.scaled_matmul(Q, Q, accumulate=v), ""),
-    "recipe": (mj.dot_general, ""),
+    "recipe": (mj.dot_general, "None"),
+    "ragged recipe": (mj.ragged_dot, "None"),
+    "ragged lhs": (lambda v: mj.ragged_dot("mxfp8")(v, W.T[None], (16,)), ""),
+    "ragged rhs": (lambda v: mj.ragged_dot("mxfp8")(X, v, (16,)), ""),
+    "ragged sizes": (lambda v: mj.ragged_dot("mxfp8")(X, W.T[None], v), ""),
+    "ragged offset": (lambda v: mj.ragged_dot("mxfp8")(X, W.T[None], (16,), group_offset=v), "None"),
+    "ragged state": (lambda v: mj.ragged_dot("mxfp8")(X, W.T[None], (16,), state=v), "None"),
+    "autocast recipe": (mj.autocast, "None"),
+    "autocast enabled": (lambda v: mj.autocast(enabled=v), "bool"),
+    "init groups": (lambda v: mj.scaling.init("delayed", v), "None int"),
+    "microbatches": (lambda v: mj.scaling.microbatched(jax.grad(jnp.sum), v), "int"),
     "residuals": (lambda v: mj.dot_general("mxfp8", residuals=v), ""),
     "axis_names": (lambda v: mj.dot_general("mxfp8", axis_names=v), "str"),
     "op lhs": (lambda v: MX(v, W, PLAIN), ""),
@@ -99,7 +109,9 @@ CALLS = {
     "Optimizer model": (lambda v: mnnx.Optimizer(v, optax.sgd(0.1)), ""),
     "Optimizer tx": (lambda v: mnnx.Optimizer(layer(), v), ""),
     "Optimizer grads": (lambda v: (m := layer(), mnnx.Optimizer(m, optax.sgd(0.1)).update(m, v)), ""),
-    "linen recipe": (linen.dot_general_cls, ""),
+    "linen recipe": (linen.dot_general_cls, "None"),
+    "linen grouped recipe": (linen.ragged_dot_cls, "None"),
+    "nnx groups": (lambda v: mnnx.RaggedDot("mxfp8", num_groups=v), "int"),
     "overwrite_with_gradient": (linen.overwrite_with_gradient, ""),
     "max_accumulate": (linen.max_accumulate, "dict"),
     "TrainState tx": (lambda v: linen.TrainState.create(apply_fn=None, params={"params": {}}, tx=v), ""),
@@ -152,6 +164,7 @@ def test_tracers_where_constants_belong():
     traced(lambda v: mj.dequantize(Q, v), 1)
     traced(lambda v: mj.scaled_matmul(Q, Q, accumulate=v), 1)
     traced(lambda v: mj.dot_general(v)(X, W, PLAIN), 1)
+    traced(lambda v: mj.autocast(v), 1)
     traced(lambda v: mj.dot_general("mxfp8", residuals=v)(X, W, PLAIN), 1)
     traced(lambda v: mj.einsum("mxfp8")(v, X, W), 1)
     traced(lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, None, "mxfp8", shape=(v, 32)).codes, 4)

@@ -96,7 +96,7 @@ def init(recipe: Recipe | str, num_groups: int | None = None) -> DelayedState:
     recipe = as_recipe(recipe)
     if not recipe.is_delayed:
         raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no state.")
-    rules, lead = slot_rules(recipe), () if num_groups is None else (num_groups,)
+    rules, lead = slot_rules(recipe), () if num_groups is None else (check_count("num_groups", num_groups),)
     slots = [
         None
         if rule is None
@@ -104,6 +104,13 @@ def init(recipe: Recipe | str, num_groups: int | None = None) -> DelayedState:
         for rule in rules
     ]
     return DelayedState(*slots, rules=rules)
+
+
+def check_count(argument: str, count: object) -> int:
+    """`count` itself if it is a number of things; else InvalidValueError."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 1 << 31:
+        raise invalid_value(argument, repr(count), "an int, 1 or more")
+    return count
 
 
 def advance(slot: Slot, rule: SlotRule) -> Slot:
@@ -240,8 +247,7 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     over all parts, added up in float32, and of delayed-scaling state (a DelayedState, or Flax's collection of it) the
     largest gradient: N microbatches are one step. A jax.random key of shape () gives every part a key of its own.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise invalid_value("count", repr(count), "a number of microbatches >= 1")
+    check_count("count", count)
 
     def parts(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)

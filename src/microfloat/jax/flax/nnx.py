@@ -205,8 +205,7 @@ class RaggedDot(DotGeneral):
         self, recipe: Recipe | str | None = None, *, num_groups: int, rngs: nnx.Rngs | None = None,
         stacked: tuple[int, ...] = (), **options: Any,
     ) -> None:  # fmt: skip
-        if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
-            raise invalid_value("num_groups", repr(num_groups), "the number of experts, as rhs [G, K, N] has them")
+        scaling.check_count("num_groups", num_groups)
         super().__init__(recipe, rngs=rngs, stacked=stacked, **options)
         for pair in self.variables().values():
             for variable in pair:
