@@ -15,6 +15,7 @@ from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement
 from microfloat.support import Support
 from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast, get_autocast_recipe, is_autocast_enabled
+from microfloat.torch.compiled import export
 from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
 from microfloat.torch.explain import (
     explain,
@@ -41,7 +42,7 @@ __all__ = [
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
     "Recipe", "RotaryEmbedding", "Support", "TransformerLayer", "apply_rotary", "autocast", "checkpoint", "convert",
-    "dequantize", "explain", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked",
+    "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked",
     "get_align_size_for_quantization", "get_autocast_recipe", "get_default_recipe", "grouped_matmul",
     "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantized_model_init",

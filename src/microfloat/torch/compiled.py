@@ -21,6 +21,7 @@ from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
 from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
+from microfloat.torch._checks import check_model
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
@@ -29,7 +30,7 @@ from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_buffers", "check_caller",
-    "compiled_linear", "live_amaxes", "token_of_high_precision",
+    "compiled_linear", "export", "live_amaxes", "token_of_high_precision",
 ]  # fmt: skip
 
 Maybe = torch.Tensor | None
@@ -100,7 +101,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
             operands = x.detach(), weight.dequantize() if stored else weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
-        if not pinned or layer._pin_token != context.PLAIN:
+        if not _exports_plainly and (not pinned or layer._pin_token != context.PLAIN):
             torch.ops.microfloat.check_autocast_(MARKER, pinned)
         if not stored:
             return layer._plain(x)
@@ -112,6 +113,9 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
+    if _exports_plainly:
+        scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
+        return _in_torch_operations(x, weight, layer.bias, token, scales, compute)
     backend = context.BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     state: tuple[Maybe, ...] = (None, None, None, None)
@@ -474,3 +478,49 @@ torch.library.register_fake("microfloat::calibrate_", lambda *_: None, lib=_libr
 refuse_batches(
     _library, "linear_forward", "linear_backward", "draw_seed_for", "record_amax_", "check_autocast_", "calibrate_"
 )
+
+
+# ------------------------------------------------------------------------------------------------- exported programs
+
+
+_exports_plainly = False  # True while `export` traces
+
+
+def export(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """``torch.export`` of a converted model for inference, as a program of torch's own operations alone.
+
+    It quantizes, decodes and multiplies by plain operations, to the codes of the layers, and runs where this library is
+    not installed. ``torch.export.export`` itself keeps the layers as operators of this library, which are faster.
+    Parameters as there. Raises InvalidTypeError for anything but a module, NotSupportedError for a recipe whose fprop
+    rounds stochastically. Source: docs/training.md.
+    """
+    global _exports_plainly
+    check_model(model)
+    # Their codes become parameters of the program, and integers cannot ask for a gradient.
+    stored = [one for one in model.parameters() if isinstance(one, QuantizedTensor) and one.requires_grad]
+    _exports_plainly = True
+    try:
+        for parameter in stored:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            return program.run_decompositions()
+    finally:
+        _exports_plainly = False
+        for parameter in stored:
+            parameter.requires_grad_(True)
+
+
+def _in_torch_operations(
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe], compute: torch.dtype
+) -> torch.Tensor:
+    recipe, module = context.recipe_of(token), backends.choose("reference", x.device)
+    if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):
+        raise NotSupportedError(
+            "export: got a recipe whose fprop rounds stochastically, needed nearest rounding in an exported program."
+        )
+    routes = module.routes(recipe, x.device, None)
+    schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
+    return schedule.forward(x, weight, bias, *map(CastInputs, scales))[0]

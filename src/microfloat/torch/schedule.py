@@ -256,7 +256,7 @@ class _StoredCast:
         remaining = tuple(None if stored else entry for stored, entry in zip(self._stored, entries, strict=True))
         self._step = None
         if any(entry is not None for entry in remaining):
-            self._step = CastStep(backend, weight.dequantize(compute), remaining)  # type: ignore[arg-type]
+            self._step = CastStep(backend, weight.decoded(compute), remaining)  # type: ignore[arg-type]
 
     is_bound, names = False, "stored codes"
 
@@ -268,9 +268,9 @@ class _StoredCast:
     def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         made: Parts = [None] * 6
         if self._step is not None:
-            made = self._step(weight.dequantize(self._compute), stream, words, inputs)[:6]
+            made = self._step(weight.decoded(self._compute), stream, words, inputs)[:6]
         if inputs.record is not None and (self._step is None or self._step.delayed is None):
-            record_amax_(inputs.record, reference.amax(weight.dequantize(self._compute)))
+            record_amax_(inputs.record, reference.amax(weight.decoded(self._compute)))
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from microfloat.formats import E4M3, E5M2, ElementFormat, decode
-from microfloat.torch.reference._grid import Workspace
+from microfloat.torch.reference._grid import Workspace, reads_values
 
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
@@ -51,7 +51,7 @@ def encode_float8(
     if may_be_nan:
         code_bytes = codes.view(torch.uint8)
         # Of all inputs only a negative NaN gives the code 0xFF.
-        if codes.device.type != "cpu" or (codes.numel() and int(code_bytes.amax()) == 0xFF):
+        if not reads_values(codes) or (codes.numel() and int(code_bytes.amax()) == 0xFF):
             code_bytes.masked_fill_(code_bytes == 0xFF, element.nan_code)
 
 
@@ -169,7 +169,7 @@ def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspa
     if shifts.nan_missing:
         last = element.sign_code - 1
         magnitudes = torch.bitwise_and(codes, last, out=workspace.take("magnitudes", shape, torch.uint8))
-        if codes.device.type != "cpu" or (codes.numel() and int(magnitudes.amax()) == last):
+        if not reads_values(codes) or (codes.numel() and int(magnitudes.amax()) == last):
             values.masked_fill_(magnitudes == last, float("nan"))
 
 

@@ -47,7 +47,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        if device.type == "cpu" and not _records_instead_of_running():
+        if device.type == "cpu" and not records_instead_of_running():
             self._buffers = _kept.__dict__.setdefault("buffers", {})
             for key in [key for key, buffer in self._buffers.items() if buffer.numel() > 2 * chunk_budget(device)]:
                 del self._buffers[key]
@@ -66,7 +66,12 @@ class Workspace:
 _kept = threading.local()
 
 
-def _records_instead_of_running() -> bool:
+def reads_values(tensor: torch.Tensor) -> bool:
+    """True where the host may look at values for a shorter way: on a CPU, and not in what is traced."""
+    return tensor.device.type == "cpu" and not records_instead_of_running()
+
+
+def records_instead_of_running() -> bool:
     """True while a dispatch mode is active (fake tensors, tracing), whose tensors must not outlive it."""
     return torch._C._len_torch_dispatch_stack() > 0
 
@@ -127,8 +132,13 @@ class Grid:
         """Windows that cover the matrix; they start at multiples of the block, and of 16 along the contraction."""
         if not self.rows or not self.columns:
             return
-        budget = chunk_budget(device)
         block_rows, block_columns = self.block
+        if records_instead_of_running():  # one window for any size: what is traced would repeat the steps of a loop
+            sizes = (self.rows, block_rows), (self.columns, block_columns)
+            grid = (slice(0, -(-size // block)) for size, block in sizes)
+            yield Chunk(slice(0, self.rows), slice(0, self.columns), *grid)
+            return
+        budget = chunk_budget(device)
         units = [1 if self.is_per_tensor else block_rows, 1 if self.is_per_tensor else block_columns]
         units[self.contraction] = math.lcm(units[self.contraction], 16)
         row_unit, column_unit = units

@@ -23,7 +23,7 @@ from microfloat.torch.reference._elements import (
     random_bytes,
     unpack_fp4,
 )
-from microfloat.torch.reference._grid import Chunk, Grid, Workspace, is_stored_across
+from microfloat.torch.reference._grid import Chunk, Grid, Workspace, is_stored_across, reads_values
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.reference._scales import INFINITY_BITS, BlockScales, TensorLevel, four_over_six_scales
 
@@ -159,7 +159,7 @@ def _reduce(bits: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, to
     """(maximum with NaN above infinity, maximum with NaN ignored) of magnitude bits over `dims`, which are kept."""
     raw = _maximum(bits, dims)
     infinity = INFINITY_BITS if bits.dtype == torch.int32 else INFINITY_BITS >> 16
-    if bits.device.type == "cpu" and int(raw.amax()) <= infinity:
+    if reads_values(bits) and int(raw.amax()) <= infinity:
         return raw, raw
     return raw, _maximum(bits.masked_fill(bits > infinity, 0), dims)
 

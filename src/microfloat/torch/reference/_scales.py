@@ -13,7 +13,7 @@ from microfloat.formats import E4M3, ElementFormat
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, e8m0_threshold
 from microfloat.torch.reference._elements import code_values, encode_integer
-from microfloat.torch.reference._grid import Chunk, Workspace
+from microfloat.torch.reference._grid import Chunk, Workspace, reads_values
 
 FMAX = 3.4028234663852886e38
 INFINITY_BITS = 0x7F800000
@@ -58,7 +58,7 @@ def e8m0_scales(amax_bits: torch.Tensor, cast: Cast) -> BlockScales:
     carry = (1 << 23) - e8m0_threshold(cast.rule, element)  # the bump, as a carry out of the mantissa
     byte = ((amax_bits + carry) >> 23).sub_(element.emax).clamp_(0, 254)
     is_nan = None
-    if amax_bits.device.type != "cpu" or (amax_bits.numel() and int(amax_bits.amax()) >= INFINITY_BITS):
+    if not reads_values(amax_bits) or (amax_bits.numel() and int(amax_bits.amax()) >= INFINITY_BITS):
         is_nan = amax_bits >= INFINITY_BITS
         byte.masked_fill_(is_nan, 255)
     factor = (254 - byte).clamp_(min=1).bitwise_left_shift_(23).view(torch.float32)

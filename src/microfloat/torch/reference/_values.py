@@ -23,7 +23,7 @@ import torch
 from microfloat.formats import E4M3
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._elements import decode_codes, unpack_fp4
-from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across
+from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across, reads_values
 from microfloat.torch.reference._hadamard import inverse
 from microfloat.torch.reference._scales import decode_bytes
 
@@ -105,7 +105,7 @@ def scaled_matmul(
     if accumulate == "exact":
         result = _exact_values(a) @ _exact_values(b).t()
         return (result if bias is None else result + bias.double()).to(torch.float32).to(out_dtype)
-    if out_dtype == torch.bfloat16 and bias is None and a.codes.device.type == "cpu" and _has_bfloat16_units():
+    if out_dtype == torch.bfloat16 and bias is None and reads_values(a.codes) and _has_bfloat16_units():
         product = _bfloat16_product(a, b)
         if product is not None:
             return product
@@ -188,7 +188,7 @@ def _scale_accumulator(accumulator: torch.Tensor, a_scale: torch.Tensor | None, 
     """
     if a_scale is None and b_scale is None:
         return
-    if accumulator.device.type == "cpu" and all(scale is None or scale.dim() == 0 for scale in (a_scale, b_scale)):
+    if reads_values(accumulator) and all(scale is None or scale.dim() == 0 for scale in (a_scale, b_scale)):
         alpha = math.prod(float(scale) for scale in (a_scale, b_scale) if scale is not None)  # exact in float64
         if 2.0**-126 <= alpha < 2.0**127:
             accumulator.mul_(alpha)

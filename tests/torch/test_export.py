@@ -1,0 +1,84 @@
+"""features G5: `mf.export`, programs of torch's own operations that give the bits of a converted model."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, NotSupportedError  # noqa: E402
+from microfloat.recipes import RECIPES, Cast, CustomRecipe, Gemm  # noqa: E402
+
+# torch's own, of itself.
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
+X = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def make(recipe) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 33)).bfloat16()
+    mf.convert(model, recipe)
+    return model.eval()
+
+
+def operators(program) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plain_operations_give_the_bits_of_the_layers(name) -> None:
+    model = make(name)
+    program = mf.export(model, (X,))
+    assert all(operator.startswith(("aten.", "<built-in")) for operator in operators(program))
+    assert torch.equal(program.module()(X), model(X))
+    strange = X.clone()
+    strange[0, :5] = torch.tensor([0.0, float("inf"), float("nan"), 1e-38, -3e38])
+    torch.testing.assert_close(program.module()(strange), model(strange), rtol=0, atol=0, equal_nan=True)
+
+
+def test_batches_of_any_size() -> None:
+    model = make("mxfp8")
+    program = mf.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=512)},))
+    for rows in (2, 7, 300):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        assert torch.equal(program.module()(x), model(x))
+
+
+def test_stored_weights_and_layers_in_high_precision() -> None:
+    torch.manual_seed(0)
+    with mf.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(mf.Linear(64, 32, recipe="mxfp8"), mf.Linear(32, 16))
+    program = mf.export(model, (X.float(),))
+    assert not any("microfloat" in operator for operator in operators(program))
+    torch.testing.assert_close(program.module()(X.float()), model(X.float()), rtol=0, atol=0)
+    assert "microfloat" in " ".join(operators(torch.export.export(model, (X.float(),))))
+
+
+@pytest.mark.slow("a process that imports torch anew")
+def test_a_program_runs_where_the_library_is_not() -> None:
+    model, file = make("nvfp4"), io.BytesIO()
+    torch.export.save(mf.export(model, (X,)), file)
+    script = (
+        "import io, sys, torch\n"
+        "program = torch.export.load(io.BytesIO(sys.stdin.buffer.read()))\n"
+        "x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).bfloat16()\n"
+        "assert not any('microfloat' in name for name in sys.modules)\n"
+        "print(float(program.module()(x).float().sum()))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], input=file.getvalue(), capture_output=True, check=True
+    )
+    assert float(run.stdout) == float(model(X).detach().float().sum())
+
+
+def test_what_cannot_be_exported_is_named() -> None:
+    noisy = Cast("mxfp8", rounding="stochastic")
+    with pytest.raises(NotSupportedError, match="export: got a recipe whose fprop rounds stochastically"):
+        mf.export(make(CustomRecipe(Gemm(noisy, "mxfp8"), Gemm(None, None), Gemm(None, None))), (X,))
+    with pytest.raises(InvalidTypeError, match="model"):
+        mf.export(len, (X,))
