@@ -50,7 +50,7 @@ def layer() -> mf.Linear:
         (None, [], None),
     ],
 )
-def test_precedence(layer, pinned, contexts, expected) -> None:
+def test_precedence(layer, pinned, contexts, expected) -> None:  # features P1, P2, P3
     if pinned != "unpinned":
         layer.pin(pinned)
     stack = [mf.autocast(**options) for options in contexts]
@@ -98,7 +98,7 @@ def test_backward_uses_the_recipe_of_its_forward(layer) -> None:
     assert torch.equal(layer.weight.grad, inside[1])
 
 
-def test_threads_do_not_see_each_other(layer) -> None:
+def test_threads_do_not_see_each_other(layer) -> None:  # features P4
     seen: dict[str, object] = {}
     inside, done = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ def test_async_tasks_do_not_see_each_other(layer) -> None:
     assert asyncio.run(main()) == [MX8, MX4]
 
 
-def test_one_instance_sequentially_but_not_nested(layer) -> None:
+def test_one_instance_sequentially_but_not_nested(layer) -> None:  # features P5
     context = mf.autocast(recipe=MX8)
     for _ in range(2):
         with context:
@@ -377,7 +377,7 @@ def test_a_name_is_a_recipe(layer) -> None:
         assert layer.effective_recipe() == NVFP4BlockScaling()
 
 
-def test_deprecated_names_warn_and_work(layer) -> None:
+def test_deprecated_names_warn_and_work(layer) -> None:  # features P6
     with pytest.warns(DeprecationWarning, match="autocast"), mf.fp8_autocast(fp8_recipe=MX8):
         assert layer.effective_recipe() == MX8
     with warnings.catch_warnings(record=True) as caught:
@@ -387,7 +387,7 @@ def test_deprecated_names_warn_and_work(layer) -> None:
     assert [entry.category for entry in caught] == [DeprecationWarning]
 
 
-def test_any_recipe_enters_and_availability_unpacks() -> None:
+def test_any_recipe_enters_and_availability_unpacks() -> None:  # features P9, P10
     for query in (mf.is_fp8_available, mf.is_mxfp8_available, mf.is_nvfp4_available, mf.is_fp8_block_scaling_available):
         support = query()
         available, reason = support
@@ -397,7 +397,7 @@ def test_any_recipe_enters_and_availability_unpacks() -> None:
     assert mf.get_default_recipe() == Float8CurrentScaling()
 
 
-def test_checkpoint_recomputes_with_the_same_bits() -> None:
+def test_checkpoint_recomputes_with_the_same_bits() -> None:  # features S1
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

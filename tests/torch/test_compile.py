@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:
+def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:  # features G1
     layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=CASES[name])
     x = torch.randn(2, 9, 40, dtype=torch.bfloat16)
     expected = step(layer, layer, x)
@@ -140,7 +140,7 @@ def test_a_model_gives_the_bits_of_eager(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:
+def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:  # features G3
     layer = mf.Linear(32, 16)
     function = compiled(layer)
     x = torch.randn(8, 32)

@@ -38,7 +38,7 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
-def test_convert_is_in_place_and_shares_parameters() -> None:
+def test_convert_is_in_place_and_shares_parameters() -> None:  # features M10
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layer, weight = model.blocks[0][0], model.blocks[0][0].weight

@@ -141,13 +141,13 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RECIPE_CASES)
-def test_each_gemm_is_the_oracles(name: str, dtype) -> None:
+def test_each_gemm_is_the_oracles(name: str, dtype) -> None:  # features M1, M2
     run_and_check(RECIPE_CASES[name], dtype, (48, 160, 96), bias=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 33, 5), (130, 17, 129), (16, 257, 31)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_ragged_sizes_are_padded_inside(name: str, shape: tuple[int, int, int]) -> None:
+def test_ragged_sizes_are_padded_inside(name: str, shape: tuple[int, int, int]) -> None:  # features Q10
     run_and_check(RECIPE_CASES[name], torch.bfloat16, shape, bias=False)
 
 
@@ -198,6 +198,7 @@ def test_empty_input(name: str, shape: tuple[int, int]) -> None:
         (True, True, ["x", "x.T", "w", "w.T", "dy", "dy.T"]),
     ],
 )
+# features M3
 def test_only_usages_whose_gemm_runs_are_cast(monkeypatch, x_grad: bool, w_grad: bool, expected: list[str]) -> None:
     from microfloat.torch import reference as backend
 
@@ -224,7 +225,7 @@ def test_only_usages_whose_gemm_runs_are_cast(monkeypatch, x_grad: bool, w_grad:
     assert seen == ["x", "w"]
 
 
-def test_saved_for_backward_are_codes_not_a_second_high_precision_copy() -> None:
+def test_saved_for_backward_are_codes_not_a_second_high_precision_copy() -> None:  # features S6
     saved: list = []
     layer = mf.Linear(256, 128, bias=False, dtype=torch.bfloat16, recipe=MXFP8BlockScaling())
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -234,7 +235,7 @@ def test_saved_for_backward_are_codes_not_a_second_high_precision_copy() -> None
     assert sum(tensor.numel() * tensor.element_size() for tensor in saved) < 1.05 * (x.numel() + layer.weight.numel())
 
 
-def test_torch_autocast_decides_the_compute_dtype() -> None:
+def test_torch_autocast_decides_the_compute_dtype() -> None:  # features M18
     # No bias: it is added unrounded here, and would be rounded to bfloat16 in the converted copy.
     layer = mf.Linear(64, 32, bias=False, recipe=MXFP8BlockScaling())
     x = torch.randn(16, 64, requires_grad=True)
@@ -255,7 +256,7 @@ def test_mixed_dtypes_compute_in_that_of_x() -> None:
         assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
-def test_weight_cache_saves_casts_and_never_bits(monkeypatch) -> None:
+def test_weight_cache_saves_casts_and_never_bits(monkeypatch) -> None:  # features M13
     from microfloat.torch import reference as backend
 
     casts: list[tuple] = []

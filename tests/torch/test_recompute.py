@@ -150,7 +150,7 @@ def test_a_layer_whose_bias_alone_is_trained_records_too() -> None:
     assert float(layer.scaling_x_scale) > 1
 
 
-def test_a_weight_used_in_and_out_of_a_checkpoint_records_the_larger_amax() -> None:
+def test_a_weight_used_in_and_out_of_a_checkpoint_records_the_larger_amax() -> None:  # features S4
     layer = mf.Linear(8, 8, bias=False, recipe=RECIPE)
     for _ in range(2):
         x, larger = torch.full((2, 8), 1.0, requires_grad=True), torch.full((2, 8), 4.0, requires_grad=True)

@@ -89,7 +89,7 @@ def test_first_step_uses_one_and_documented_series() -> None:
     assert seen == [224, 56, 56, 56, 56, 112, 112, 112, 448]
 
 
-def test_microbatches_in_one_region_equal_one_batch() -> None:
+def test_microbatches_in_one_region_equal_one_batch() -> None:  # features S3
     torch.manual_seed(0)
     recipe = DelayedScaling(amax_history_len=4)
     whole = mf.Linear(16, 8, bias=False)
@@ -138,7 +138,7 @@ def test_no_update_without_gradients_and_none_after_an_exception() -> None:
     assert float(layer.scaling_x_scale) == 1.0
 
 
-def test_several_backwards_give_one_dy_update_and_none_gives_none() -> None:
+def test_several_backwards_give_one_dy_update_and_none_gives_none() -> None:  # features S5
     recipe = DelayedScaling(amax_history_len=3)
     layer = mf.Linear(8, 8, bias=False)
     x = torch.ones(2, 8)
@@ -180,7 +180,7 @@ def test_calibration_records_only() -> None:
     assert not layer.scaling_x_amax_history.any()
 
 
-def test_state_dict_both_ways(recwarn) -> None:
+def test_state_dict_both_ways(recwarn) -> None:  # features K1, K2
     plain = torch.nn.Linear(8, 8)
     ours = mf.Linear(8, 8, recipe=DelayedScaling(amax_history_len=4))
     ours(torch.ones(2, 8)).sum().backward()

@@ -26,9 +26,9 @@ from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
-from microfloat.torch.joined import Unit, is_bare, units_of
+from microfloat.torch.joined import Unit, can_join, is_bare, joined, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
-from microfloat.torch.nn.linear import UNPINNED, Linear
+from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
 from microfloat.torch.producers import ACTIVATIONS, Produced, activate, produce
 from microfloat.torch.schedule import autocast_dtype
@@ -43,11 +43,12 @@ __all__ = [
 # ----------------------------------------------------------------------------------------------------------- Linears
 
 
-def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
+def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_microbatch: bool | None = None) -> Any:
     """``y_i = layer_i(norm(x))``, differentiable once: one tensor for one layer, a tuple for several.
 
     `norm`: nn.RMSNorm or nn.LayerNorm over the last dimension of x [..., K]; `layers`: `microfloat.torch.Linear`s of K
-    in features. Layers whose recipes agree share the codes of the normed value. Raises InvalidTypeError or
+    in features. Layers whose recipes agree share the codes of the normed value. `is_first_microbatch`: as in `Linear`,
+    of all layers. Raises InvalidTypeError or
     InvalidValueError for other modules and shapes. Source: docs/numerics.md, section 6.
 
     >>> layer, norm = Linear(32, 8, recipe="mxfp8"), nn.RMSNorm(32)
@@ -59,25 +60,31 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear) -> Any:
     for layer in layers:
         _check_layer("layers", layer)
     check_features("layers", layers, x.shape[-1], "x")
-    outputs = project(x, norm_of(norm, x), layers, join=False)
+    outputs = project(x, norm_of(norm, x), layers, False, is_first_microbatch)
     return outputs[0] if len(layers) == 1 else outputs
 
 
-def project(x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], *, join: bool) -> tuple[torch.Tensor, ...]:
+def project(
+    x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None
+) -> tuple[torch.Tensor, ...]:
     """What each layer makes of norm(x); with `join` one tensor for all of them, where they are one product."""
     units = _units(x, layers, join, norm)
-    runs = None if units is None else _begin(x, units, [(x, norm)] * len(units))
+    runs = None if units is None else _begin(x, units, [(x, norm)] * len(units), is_first_microbatch)
     if units is None or runs is None:
         value = norm.module(x)
-        return tuple(layer(value) for layer in layers)
+        if join and torch.compiler.is_compiling() and can_join(layers):
+            call: Any = JointCall(layers[0], *joined(layers))
+            return (call.forward(value),)
+        return tuple(layer(value, is_first_microbatch) for layer in layers)
     outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
     _end(runs, units)
     return outputs
 
 
 def activation_linear(
-    x: torch.Tensor, layer: Linear, *, up: torch.Tensor | None = None, activation: str = "silu"
-) -> torch.Tensor:
+    x: torch.Tensor, layer: Linear, *, up: torch.Tensor | None = None, activation: str = "silu",
+    is_first_microbatch: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``y = layer(f(x))``, or with `up` ``layer(f(x) * up)`` (SwiGLU: f = silu), differentiable once.
 
     x and up [..., F] of one shape and dtype; `activation`: silu, gelu, gelu_tanh, relu, qgelu (``x sigmoid(1.702 x)``)
@@ -90,17 +97,18 @@ def activation_linear(
     if up is not None:
         check_like("up", up, x)
     units = _units(x, [layer], False)
-    runs = None if units is None else _begin(x, units, [(x, up)])
+    runs = None if units is None else _begin(x, units, [(x, up)], is_first_microbatch)
     if units is None or runs is None:
-        return layer(activated(x, up, activation))
+        return layer(activated(x, up, activation), is_first_microbatch)
     y = apply(ActivationRun(runs[0], activation, None), x, up, *_tensors(units))
     _end(runs, units)
     return y
 
 
 def norm_mlp(
-    x: torch.Tensor, norm: nn.Module, gate: Linear, down: Linear, *, up: Linear | None = None, activation: str = "silu"
-) -> torch.Tensor:
+    x: torch.Tensor, norm: nn.Module, gate: Linear, down: Linear, *, up: Linear | None = None, activation: str = "silu",
+    is_first_microbatch: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``y = down(f(gate(h)) * up(h))`` with h = norm(x); without `up`, ``down(f(gate(h)))``. Differentiable once.
 
     Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
@@ -117,17 +125,22 @@ def norm_mlp(
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
     check_features("down", [down], gate.out_features, "gate's output")
-    return mlp(x, spec, outer, down, activation)
+    return mlp(x, spec, outer, down, activation, is_first_microbatch)
 
 
-def mlp(x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str) -> torch.Tensor:
+def mlp(
+    x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str,
+    is_first_microbatch: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one."""
     units = _units(x, (*outer, down), False, norm)
-    runs = None if units is None else _begin(x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)])
+    runs = None if units is None else _begin(
+        x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)], is_first_microbatch
+    )  # fmt: skip
     if units is None or runs is None:
         value = norm.module(x)
-        made = [layer(value) for layer in outer]
-        return down(activated(made[0], made[1] if len(made) > 1 else None, activation))
+        made = [layer(value, is_first_microbatch) for layer in outer]
+        return down(activated(made[0], made[1] if len(made) > 1 else None, activation), is_first_microbatch)
     link = GradientLink()
     first, *second = apply(
         NormRun(runs[:-1], norm.kind, norm.eps, link), x, norm.weight, norm.bias, *_tensors(units[:-1])
@@ -158,8 +171,9 @@ def _units(
 
 
 def _begin(
-    x: torch.Tensor, units: Sequence[Unit], feeds: Sequence[Sequence["torch.Tensor | nn.Module | NormOf | None"]]
-) -> list[Run] | None:
+    x: torch.Tensor, units: Sequence[Unit], feeds: Sequence[Sequence["torch.Tensor | nn.Module | NormOf | None"]],
+    is_first_microbatch: bool | None,
+) -> list[Run] | None:  # fmt: skip
     """A run for every unit, or None where the modules must run by themselves.
 
     `feeds`: for each unit what its input is made from.
@@ -173,6 +187,8 @@ def _begin(
     )  # fmt: skip
     if plain:
         return None
+    if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+        raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
     refuse_transforms("forward", x)
     compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):
@@ -189,7 +205,7 @@ def _begin(
         x_key = (torch.Size((rows, width)), (width, 1), dtype, x.get_device(), 0, False)
         wants_dx = grad and any(tensor.requires_grad for source in feed for tensor in _parameters(source))
         wants_dw = grad and unit.weight.requires_grad
-        run = begin_apart(unit, x_key, state, compute, wants_dx, wants_dw)
+        run = begin_apart(unit, x_key, state, compute, wants_dx, wants_dw, is_first_microbatch)
         if run is None:
             return None
         runs.append(run)

@@ -178,7 +178,7 @@ class _DecoderLayer(nn.Module):
             )  # fmt: skip
         attn = me.self_attn
         source = sys.modules[type(attn).__module__]
-        qkv = project(x, _norm_of(me.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj), join=True)
+        qkv = project(x, _norm_of(me.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj), True)
         counts = attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
         norms = (_head_norm(attn.q_norm), _head_norm(attn.k_norm)) if hasattr(attn, "q_norm") else (None, None)
         q, k, v = (part.transpose(1, 2) for part in heads_of(qkv, counts, attn.head_dim, position_embeddings, norms))

@@ -1,9 +1,9 @@
-"""Several Linears on one input as one product: their weights, neighbours in memory, are one matrix [N1 + N2 + ..., K].
+"""Several Linears on one input as one product, of the matrix [N1 + N2 + ..., K] that their weights make.
 
-`join_` moves parameters next to each other, keeping each Parameter the object that it was; `units_of` finds those that
-lie so and run alike. One product then takes the place of several: its cast, its scales and, under delayed scaling, its
-state are those of the joint matrix (the state is kept by the first of the layers). Where parameters were moved apart,
-by FSDP for example, each layer multiplies for itself.
+Its cast, its scales and, under delayed scaling, its state are those of the joint matrix (the state is kept by the first
+of the layers). Which layers are joined depends on their settings alone (`can_join`), so that copies, compiled code and
+weights in any memory give the same bits. `join_` moves weights next to each other, keeping each Parameter the object
+that it was; the joint matrix then costs no copy.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from microfloat.recipes import Recipe
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
-__all__ = ["Unit", "is_bare", "join_", "units_of"]
+__all__ = ["Unit", "can_join", "is_bare", "join_", "joined", "units_of"]
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -39,31 +39,47 @@ class Unit(NamedTuple):
 def units_of(layers: Sequence[Linear], state: Ambient | None, join: bool) -> list[Unit]:
     """One unit for all layers if they can be one (and `join`), else one for each."""
     recipes = [layer._resolve(state) for layer in layers]
-    if join and len(layers) > 1 and all(recipe == recipes[0] for recipe in recipes[1:]) and _lie_joined(layers):
-        weight = _Join.apply(*(layer.weight for layer in layers))
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])  # type: ignore[misc]
-        return [Unit(layers[0], tuple(layers), recipes[0], weight, bias)]
+    if join and all(recipe == recipes[0] for recipe in recipes[1:]) and can_join(layers):
+        return [Unit(layers[0], tuple(layers), recipes[0], *joined(layers))]
     return [
         Unit(layer, (layer,), recipe, layer.weight, layer.bias)
         for layer, recipe in zip(layers, recipes, strict=True)
     ]  # fmt: skip
 
 
-def _lie_joined(layers: Sequence[Linear]) -> bool:
-    first = layers[0].weight
-    address, width = first.data_ptr(), first.shape[-1]
-    for layer in layers:
-        weight = layer._parameters.get("weight")
-        if (
-            type(weight) is not nn.Parameter or type(layer) is not Linear or weight.data_ptr() != address
-            or address == 0 or weight.dtype != first.dtype or weight.shape[1] != width or not weight.is_contiguous()
-            or weight.requires_grad != first.requires_grad or (layer.bias is None) != (layers[0].bias is None)
-            or layer.backend != layers[0].backend or layer.fuse_wgrad_accumulation
-            or not is_bare(layer)
-        ):  # fmt: skip
+def can_join(layers: Sequence[Linear]) -> bool:
+    """True for several layers that differ in the values of their parameters and their out features alone."""
+    head = layers[0]
+    first = head._parameters.get("weight")
+    return len(layers) > 1 and all(
+        type(layer) is Linear and type(weight := layer._parameters.get("weight")) is nn.Parameter and first is not None
+        and weight.dtype == first.dtype and weight.device == first.device and weight.shape[1] == first.shape[1]
+        and weight.requires_grad == first.requires_grad and (layer.bias is None) == (head.bias is None)
+        and layer._pin_token == head._pin_token and layer.backend == head.backend
+        and not layer.fuse_wgrad_accumulation and is_bare(layer)
+        for layer in layers
+    )  # fmt: skip
+
+
+def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of layers that `can_join`: the same values wherever the parts lie, a copy where apart."""
+    weights = tuple(layer.weight for layer in layers)
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    if torch.compiler.is_compiling():
+        return torch.cat(weights), bias
+    whole: Any = _Join.apply(*weights) if _are_neighbours(weights) else torch.cat(weights)
+    whole.joined_of = weights  # by which kept operands of it are found again
+    return whole, bias
+
+
+def _are_neighbours(weights: Sequence[torch.Tensor]) -> bool:
+    """True if the memory of each begins where that of the one before ends, in one storage."""
+    address = weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != address or address == 0 or not weight.is_contiguous():
             return False
         address += weight.numel() * weight.element_size()
-    storage = first.untyped_storage()
+    storage = weights[0].untyped_storage()
     return address - storage.data_ptr() <= storage.nbytes()
 
 
@@ -90,18 +106,13 @@ def join_(layers: Sequence[Linear]) -> bool:
 
     Values, Parameter objects and state-dict keys stay. Memory is needed for one more copy of the weights meanwhile.
     """
-    weights = [layer._parameters.get("weight") for layer in layers]
-    first = weights[0]
-    for weight in weights:
-        if (
-            type(weight) is not nn.Parameter or first is None or weight.is_meta or weight.dim() != 2
-            or (weight.device.type == "cpu" and weight.is_shared())  # with other processes, and must stay so
-            or weight.dtype != first.dtype or weight.device != first.device or weight.shape[1] != first.shape[1]
-        ):  # fmt: skip
-            return False
-    if len({id(weight) for weight in weights}) != len(weights) or _lie_joined(layers):
-        return _lie_joined(layers)
-    whole = torch.cat([weight.detach() for weight in weights])  # type: ignore[union-attr]
-    for weight, part in zip(weights, whole.split([w.shape[0] for w in weights]), strict=True):  # type: ignore[union-attr]
-        weight.data = part  # type: ignore[union-attr]
+    weights = [layer.weight for layer in layers]
+    shared = any(weight.device.type == "cpu" and weight.is_shared() for weight in weights)  # must stay so
+    if shared or not can_join(layers) or weights[0].is_meta or len({id(weight) for weight in weights}) < len(weights):
+        return False
+    if _are_neighbours(weights):
+        return True
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([w.shape[0] for w in weights]), strict=True):
+        weight.data = part
     return True

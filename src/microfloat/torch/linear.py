@@ -13,6 +13,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -295,8 +296,9 @@ def begin(
 
 
 def begin_apart(
-    unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool
-) -> Run | None:
+    unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    is_first_microbatch: bool | None,
+) -> Run | None:  # fmt: skip
     """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
     layer, weight, recipe = unit.layer, unit.weight, unit.recipe
     assert recipe is not None
@@ -304,7 +306,7 @@ def begin_apart(
     schedule = find(*call)
     if schedule is not None and schedule.folds:
         schedule = _after_counts(schedule, counts_of(layer), call)
-    return None if schedule is None else begin(layer, schedule, weight, state, None, apart=True)
+    return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
 
 
 class MainGrad:
@@ -414,46 +416,49 @@ class KeptWeight:
     def clear(self) -> None:
         """Keep nothing."""
         # Replaced as a whole, so that threads see one or the other.
-        self._entry: tuple[weakref.ref, tuple, Parts] | None = None
+        self._entry: tuple[tuple[weakref.ref, ...], tuple, Parts] | None = None
 
-    def find(self, weight: torch.Tensor, key: tuple) -> Parts | None:
-        """The operands if `weight` is the tensor that they were made from, unchanged, and `key` is equal; else None."""
+    def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Parts | None:
+        """The operands if these are the tensors that they were made from, unchanged, and `key` is equal; else None."""
         entry = self._entry
-        if entry is None:
+        if entry is None or len(entry[0]) != len(weights):
             return None
         made_from, stamp, operands = entry
-        return operands if made_from() is weight and stamp == _stamp(weight, key) else None
+        same = all(one() is weight for one, weight in zip(made_from, weights, strict=True))
+        return operands if same and stamp == _stamp(weights, key) else None
 
-    def keep(self, weight: torch.Tensor, key: tuple, operands: Parts) -> None:
-        """Keep `operands`, made from `weight` and from what `key` says."""
-        if not weight.is_inference():  # their writes are not counted
-            self._entry = weakref.ref(weight), _stamp(weight, key), operands
+    def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Parts) -> None:
+        """Keep `operands`, made from `weights` and from what `key` says."""
+        if not any(weight.is_inference() for weight in weights):  # their writes are not counted
+            self._entry = tuple(weakref.ref(weight) for weight in weights), _stamp(weights, key), operands
 
 
-def _stamp(weight: torch.Tensor, key: tuple) -> tuple:
+def _stamp(weights: Sequence[torch.Tensor], key: tuple) -> tuple:
     # Operands that were made in inference mode cannot be saved for a backward.
-    return weight.data_ptr(), weight._version, _latest_step, torch.is_inference_mode_enabled(), *key
+    state = [number for weight in weights for number in (weight.data_ptr(), weight._version)]
+    return *state, _latest_step, torch.is_inference_mode_enabled(), *key
 
 
 def _keep_weight(
     run: Run, layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
 ) -> bool:
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
+    weights: tuple[torch.Tensor, ...] = getattr(weight, "joined_of", (weight,))
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
-    if not isinstance(weight, nn.Parameter) or isinstance(weight, QuantizedTensor):
+    if not all(isinstance(one, nn.Parameter) and not isinstance(one, QuantizedTensor) for one in weights):
         return True
     schedule = run.schedule
     kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
     if is_first_microbatch:
         kept.clear()
     key = (*schedule.weight_key, version, weight.dtype)
-    operands = kept.find(weight, key)
+    operands = kept.find(weights, key)
     if operands is not None and not (schedule.wants_dx and operands[schedule.w_saved.start] is None):
         run.kept = operands
         return False
     with torch.no_grad(), schedule.scope():
         run.kept = schedule.quantize_weight(weight, run.w)[:6]
-    kept.keep(weight, key, run.kept)
+    kept.keep(weights, key, run.kept)
     return True
 
 

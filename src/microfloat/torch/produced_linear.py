@@ -52,7 +52,8 @@ class Reader:
     def forward(self, x: Parts, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
         """fprop of the value's operands; what backward reads is added to `saved`."""
         schedule = self.schedule
-        w = schedule.quantize_weight(weight, self.run.w)
+        kept = self.run.kept
+        w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
         self.saved = slice(len(saved), len(saved) + 6)
         saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w[schedule.w_saved]]
         return schedule.fprop(x[0:3], w[0:3], bias)

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
-from microfloat.torch import attention  # noqa: E402
+from microfloat.torch import attention, joined, schedule  # noqa: E402
 from microfloat.torch.nn.fused import ACTIVATIONS, clamped_swiglu  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16}
@@ -59,8 +59,8 @@ def test_linear_is_a_layers_call(name):
     got = _step(_Functional(layer, name), x)
     ambient = _Functional(layer, None)
     with mf.autocast(recipe=name):
-        joined = _step(ambient, x)
-    for one in (got, joined):
+        inside = _step(ambient, x)
+    for one in (got, inside):
         assert all(torch.equal(a, b) for a, b in zip(one, want, strict=True))
     plain = F.linear(x, layer.weight, layer.bias)
     assert torch.equal(ambient(x), plain)
@@ -161,16 +161,39 @@ def test_a_joint_product_has_the_bits_of_its_parts(name):
     """Scales of these recipes do not span the rows of a weight, so that joining changes no code of x and w."""
     torch.manual_seed(0)
     sizes = {"q": 128, "k": 128, "v": 256}
-    joined = mf.LayerNormLinear(64, 512, False, normalization="RMSNorm", split=sizes, recipe=name, **BF16)
-    apart = copy.deepcopy(joined)
-    for layer in apart.layers:
-        layer.weight.data = layer.weight.data.clone()
+    whole = mf.LayerNormLinear(64, 512, False, normalization="RMSNorm", split=sizes, recipe=name, **BF16)
+    apart = copy.deepcopy(whole)
+    apart.k.register_forward_hook(lambda *arguments: None)  # a layer that somebody listens to runs by itself
     x = torch.randn(33, 64, **BF16)
-    a, b = _step(joined, x), _step(apart, x)
+    a, b = _step(whole, x), _step(apart, x)
     assert torch.equal(a[0], b[0])
     for got, want in zip(a[2:], b[2:], strict=True):
         assert _relative(got, want) < 0.01
     assert _relative(a[1], b[1]) < 0.01  # the sum over N is one product instead of three
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
+def test_where_weights_lie_changes_no_bit(name):
+    """Copies, weights that were moved apart, and compiled code run the one product too."""
+    torch.manual_seed(0)
+    module = mf.LayerNormLinear(32, 48, normalization="RMSNorm", split={"a": 32, "b": 16}, recipe=name)
+    apart = copy.deepcopy(module)
+    for layer in apart.layers:
+        layer.weight.data = layer.weight.data.clone()
+    assert joined._are_neighbours([layer.weight for layer in module.layers])
+    assert not joined._are_neighbours([layer.weight for layer in apart.layers])
+    third = copy.deepcopy(module)
+    compiled = torch.compile(third, fullgraph=True, backend="aot_eager")
+    x = torch.randn(9, 32)
+    for _ in range(2):
+        results = []
+        for run in (module, apart, compiled):
+            with mf.autocast(recipe=name):
+                results.append(_step(run, x))
+        for other in results[1:]:
+            assert torch.equal(results[0][0], other[0])
+            assert all(torch.equal(a, b) for a, b in zip(results[0][3:], other[3:], strict=True))
+    torch._dynamo.reset()
 
 
 def test_parameters_stay_neighbours_and_themselves():
@@ -271,6 +294,45 @@ def test_recompute_has_the_bits_of_one_pass(name):
         with mf.autocast(recipe=name):
             b = _step(again, x)
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "delayed", "nvfp4"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "layer"])
+def test_weights_are_cast_once_for_several_microbatches(name, kind, monkeypatch):  # features M13
+    torch.manual_seed(0)
+    module = {
+        "linear": lambda: mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, recipe=name, **BF16),
+        "mlp": lambda: mf.LayerNormMLP(32, 48, activation="swiglu", recipe=name, **BF16),
+        "layer": lambda: mf.TransformerLayer(32, 48, 4, recipe=name, **BF16),
+    }[kind]()
+    again = copy.deepcopy(module)
+    casts = []
+    plain = schedule.Schedule.quantize_weight
+    monkeypatch.setattr(
+        schedule.Schedule, "quantize_weight", lambda self, *inputs: casts.append(1) or plain(self, *inputs)
+    )
+    counts = []
+    for _ in range(2):
+        x = torch.randn(2, 5, 32, **BF16)
+        with mf.autocast(recipe=name):
+            results = []
+            for first in (True, False, False):
+                casts.clear()
+                results.append((_step(module, x, is_first_microbatch=first), _step(again, x)))
+                counts.append(len(casts))
+        if name != "nvfp4":  # whose weights keep the rounding bits of their cast
+            for got, want in results:
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        with torch.no_grad():
+            for p, q in zip(module.parameters(), again.parameters(), strict=True):
+                p.mul_(0.5)
+                q.mul_(0.5)
+    linears = sum(isinstance(part, mf.Linear) for part in module.modules())
+    products = linears if kind == "mlp" else linears - (1 if kind == "linear" else 2)
+    if name != "delayed":  # which casts them with another scale in every region
+        assert counts[0] - counts[1] == products
+    with pytest.raises(InvalidTypeError, match="is_first_microbatch"):
+        module(torch.randn(2, 5, 32, **BF16), is_first_microbatch=1)
 
 
 def test_norm_output_is_returned():

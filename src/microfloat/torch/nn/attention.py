@@ -164,7 +164,7 @@ class MultiheadAttention(nn.Module):
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None, norm: nn.Module | None = None,
+        cache: Any = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`.
 
@@ -172,9 +172,9 @@ class MultiheadAttention(nn.Module):
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
         after another. `cache`: a `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and
-        cast as it is computed.
+        cast as it is computed. `is_first_microbatch`: as in `Linear`, of all of them.
         """
-        qkv = self.projected(hidden_states, context, norm)
+        qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         if cache is not None:
             k, v = cache.update(k, v)
@@ -182,19 +182,20 @@ class MultiheadAttention(nn.Module):
             q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
             cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
+        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
 
     def projected(
-        self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None
+        self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None, first: bool | None = None
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v as the Linears give them; one tensor where they are one product."""
         if context is not None:
-            q = self.q_proj(x) if norm is None else project(x, norm_of(norm, x), [self.q_proj], join=False)[0]
-            return q, self.k_proj(context), self.v_proj(context)
+            layers = [self.q_proj]
+            q = self.q_proj(x, first) if norm is None else project(x, norm_of(norm, x), layers, False, first)[0]
+            return q, self.k_proj(context, first), self.v_proj(context, first)
         layers = self.q_proj, self.k_proj, self.v_proj
         if norm is None:
-            return tuple(layer(x) for layer in layers)
-        return project(x, norm_of(norm, x), layers, join=True)
+            return tuple(layer(x, first) for layer in layers)
+        return project(x, norm_of(norm, x), layers, True, first)
 
     def rotated(
         self, qkv: tuple[torch.Tensor, ...], position_embeddings: tuple[torch.Tensor, torch.Tensor] | None

@@ -100,14 +100,14 @@ class LayerNormLinear(nn.Module):
         for module in (self.norm, *self.layers):
             module.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y [..., N], of several parts one after another; with `return_norm_output` (y, norm(x) [..., K])."""
         value = None
         if self.return_norm_output:
             value = self.norm(x)
-            made = tuple(layer(value) for layer in self.layers)
+            made = tuple(layer(value, is_first_microbatch) for layer in self.layers)
         else:
-            made = project(x, norm_of(self.norm, x), self.layers, join=True)
+            made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch)
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
         return (y, value) if self.return_norm_output else y
 
@@ -125,9 +125,11 @@ class MLP(nn.Module):
         super().__init__()
         _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, recipe, backend)
 
-    def forward(self, x: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
         """y in the shape of x."""
-        return _run_mlp(self, x, norm)
+        return _run_mlp(self, x, norm, is_first_microbatch)
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters."""
@@ -150,19 +152,19 @@ def _build_mlp(
     module.down_proj = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **options)
 
 
-def _run_mlp(module: Any, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+def _run_mlp(module: Any, x: torch.Tensor, norm: nn.Module | None, first: bool | None) -> torch.Tensor:
     """The MLP whose Linears `module` has, of x or of norm(x)."""
     kind = ACTIVATIONS[module.activation]
     outer = (module.gate_proj, module.up_proj) if kind.gated else (module.up_proj,)
     if norm is not None and kind.function != "clamped":
-        return mlp(x, norm_of(norm, x), outer, module.down_proj, kind.function)
+        return mlp(x, norm_of(norm, x), outer, module.down_proj, kind.function, first)
     if norm is None:
-        made = tuple(layer(x) for layer in outer)
+        made = tuple(layer(x, first) for layer in outer)
     else:
-        made = project(x, norm_of(norm, x), outer, join=False)
+        made = project(x, norm_of(norm, x), outer, False, first)
     if kind.function == "clamped":
-        return module.down_proj(clamped_swiglu(made[0], made[1]))
-    return module.down_proj(activated(made[0], made[1] if kind.gated else None, kind.function))
+        return module.down_proj(clamped_swiglu(made[0], made[1]), first)
+    return module.down_proj(activated(made[0], made[1] if kind.gated else None, kind.function), first)
 
 
 class LayerNormMLP(nn.Module):
@@ -193,14 +195,14 @@ class LayerNormMLP(nn.Module):
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y in the shape of x; with `return_norm_output` (y, norm(x))."""
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return checkpoint(self._run, x)
-        return self._run(x)
+            return checkpoint(self._run, x, is_first_microbatch)
+        return self._run(x, is_first_microbatch)
 
-    def _run(self, x: torch.Tensor) -> Any:
+    def _run(self, x: torch.Tensor, first: bool | None) -> Any:
         if not self.return_norm_output:
-            return _run_mlp(self, x, self.norm)
+            return _run_mlp(self, x, self.norm, first)
         value = self.norm(x)
-        return _run_mlp(self, value, None), value
+        return _run_mlp(self, value, None, first), value

@@ -338,6 +338,18 @@ class _Call:
     _named, _with_path = Linear._named, RecipeLayer._with_path
 
 
+class JointCall(_Call):
+    """A call of several layers at once, whose settings and scaling state are those of the first."""
+
+    def __init__(self, layer: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias, layer._pinned, layer._pin_token, layer.backend)
+        self._buffers, self._number = layer._buffers, layer._number
+        if scaling.has_buffers(layer):
+            for slot in scaling.SLOTS:
+                for name in scaling.buffer_names(slot):
+                    setattr(self, name, getattr(layer, name))
+
+
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: Recipe | str | None = None,
     backend: str = "auto",

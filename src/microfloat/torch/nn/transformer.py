@@ -1,8 +1,10 @@
 """`TransformerLayer`: attention and an MLP, each after a norm, around a residual stream.
 
-h = x + self_attn(input_layernorm(x))
-h = h + cross_attn(cross_attention_layernorm(h), context)     where there is a context
-y = h + mlp(post_attention_layernorm(h))
+    h = x + self_attn(input_layernorm(x))
+    h = h + cross_attn(cross_attention_layernorm(h), context)     where there is a context
+    y = h + mlp(post_attention_layernorm(h))
+
+Every norm is cast as it is computed.
 """
 
 from typing import Any
@@ -66,15 +68,17 @@ class TransformerLayer(nn.Module):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, context: torch.Tensor | None = None,
         context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: Any = None,
+        is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`."""
         x = hidden_states
         h = x + self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
-            cache=cache, norm=self.input_layernorm,
+            cache=cache, norm=self.input_layernorm, is_first_microbatch=is_first_microbatch,
         )  # fmt: skip
         if context is not None:
             h = h + self.cross_attn(
-                h, context=context, attention_mask=context_mask, norm=self.cross_attention_layernorm
-            )
-        return h + self.mlp(x if self.parallel else h, self.post_attention_layernorm)
+                h, context=context, attention_mask=context_mask, norm=self.cross_attention_layernorm,
+                is_first_microbatch=is_first_microbatch,
+            )  # fmt: skip
+        return h + self.mlp(x if self.parallel else h, self.post_attention_layernorm, is_first_microbatch)
