@@ -39,7 +39,8 @@ class OperandSpec(NamedTuple):
 class CastInputs(NamedTuple):
     """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
     seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
-    128x128 changed (row and column operand); the amax where it need not be measured; the groups of its rows.
+    128x128 changed (row and column operand; of one launch to either: the first); the amax where it need not be
+    measured; the groups of its rows.
     """
 
     scale_enc: Any = None

@@ -190,7 +190,9 @@ def launches_of(device: Device, row: OperandSpec | None, column: OperandSpec | N
     """Both operands in one pass where their forms and casts allow it, else in two."""
     if row is None or column is None:
         return [(row, column)]
-    alike = row.form == column.form or (not device.orders_scales and {row.form, column.form} == {"codes", "values"})
+    forms = {row.form, column.form}
+    together = [{"folded", "tiles"}] + ([] if device.orders_scales else [{"codes", "values"}])
+    alike = len(forms) == 1 or forms in together
     if alike and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
         return [(row, column)]
     return [(row, None), (None, column)]
@@ -441,15 +443,16 @@ class _Casting:
     def _folded(self, source: int, both: Both) -> None:
         """MX folded to one scale for 1x128 or 128x128, and counts of what that changed."""
         matrix, streams = self.matrix, streams_of(both)
-        is_tile = (both[0] or both[1]).spec.form == "tiles"  # type: ignore[union-attr]
-        multiple = _TILES_TOGETHER if is_tile else 0
+        are_tiles = [one is not None and one.spec.form == "tiles" for one in both]
+        multiples = [_TILES_TOGETHER if is_tile else 0 for is_tile in are_tiles]
         casts, how = scaled_casts(both), matrix.how(128, 128, units=True)
-        constants = (*casts, multiple, how)
-        warps = tables.TILES["fold_squares" if fold.folds(*casts, multiple, how.KIND, how.EVEN) else "fold"][2]
+        constants = (*casts, *multiples, how)
+        warps = tables.TILES["fold_squares" if fold.folds(*casts, sum(multiples), how.KIND, how.EVEN) else "fold"][2]
         outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
+        folded = any(one is not None and one.spec.form == "folded" for one in both)
         self.passes.launch(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, At.TILES if is_tile else At.FOLDED, At.WORDS, seed_of(*both), *self.plan),
+            (source, *outputs, At.FOLDED if folded else At.TILES, At.WORDS, seed_of(*both), *self.plan),
             (*streams, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 

@@ -99,8 +99,10 @@ class FoldCounts:
         if operands is self._latest:
             return
         self._latest = operands
+        # A launch that casts one operand of a tensor in either form counts both in the words of the first.
+        folded = {slot for slot, _, form, _ in operands.values() if form == "folded"}
         for key, (slot, orientation, form, elements) in operands.items():
-            self._noted[key] = (form, _index(slot, form, orientation), elements)
+            self._noted[key] = (form, _index(slot, "folded" if slot in folded else form, orientation), elements)
         self._limits = [(word, LOSSY_LIMIT * elements) for _, word, elements in self._noted.values()]
 
     @property

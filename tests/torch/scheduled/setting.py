@@ -45,6 +45,8 @@ def _cast_by_torch(step, x, stream, words, inputs):
         record_amax_(inputs.record, torch_reference.amax(x))
     layouts = schedule.layouts_of(_Native, step.entries, *x.shape)
     made = [None] * 6
+    if any(entry is not None and entry.form == "folded" for entry in step.entries):
+        inputs = inputs._replace(tiles=inputs.folded)  # of one launch, whose operands are counted together
     for form, counts in (("folded", inputs.folded), ("tiles", inputs.tiles)):
         if counts is not None and any(entry is not None and entry.form == form for entry in step.entries):
             counts.zero_()  # a launch counts both operands, the one that it does not make too

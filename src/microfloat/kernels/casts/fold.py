@@ -527,17 +527,17 @@ def lossy_of_four(values, BIAS: tl.constexpr):
 @triton.jit
 def fold_blocks(
     x_ptr, row_out, row_scale, column_out, column_scale, lossy_ptr, scratch_ptr, seed_ptr, plan_ptr, tails_ptr,
-    row_stream, column_stream, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr,
-    HOW: tl.constexpr,
+    row_stream, column_stream, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of tiles (TILE > 0) row by row,
-    in rows of a multiple of TILE; lossy counts go to int64[2].
+    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of an operand's tiles (its TILE
+    > 0) row by row, in rows of a multiple of TILE; lossy counts go to int64[2].
     """
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
-    if folds(ROW, COLUMN, TILE, HOW.KIND, HOW.EVEN):
+    if folds(ROW, COLUMN, ROW_TILE + COLUMN_TILE, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HOW)
         prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         outputs = (row_out, row_scale, column_out, column_scale)
@@ -545,10 +545,10 @@ def fold_blocks(
     else:
         if ROW is not None:
             row_tile, generator = row_out + row0.to(tl.int64) * C + col0, (seed_ptr, row_stream, 0)
-            lossy_rows = fold_rows(source, row_tile, row_scale, generator, bounds, ROW, TILE, HOW)
+            lossy_rows = fold_rows(source, row_tile, row_scale, generator, bounds, ROW, ROW_TILE, HOW)
         if COLUMN is not None:
             column_tile, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
-            lossy_columns = fold_columns(source, column_tile, column_scale, generator, bounds, COLUMN, TILE, HOW)
+            lossy_columns = fold_columns(source, column_tile, column_scale, generator, bounds, COLUMN, COLUMN_TILE, HOW)
     offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
     offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)
