@@ -4,12 +4,9 @@
 
 torchtitan builds a model on the meta device, hands it to converters, and only then applies tensor parallelism,
 activation checkpointing, torch.compile and FSDP. A converter is a class of two methods, `ModelConverter` below, written
-out here so that nothing of torchtitan is imported. There, register the class instead of calling `register`:
-
-    from torchtitan.protocols.model_converter import register_model_converter
-    register_model_converter(MicrofloatConverter, "microfloat")
-
-and name it in the model's list of converters. What the converter reads of the job's settings is `settings_of`.
+out here so that nothing of torchtitan is imported. Inside torchtitan inherit from its own protocol, whose other methods
+have defaults. Releases that know converters by name take `register_model_converter(MicrofloatConverter, "microfloat")`;
+recent ones take the settings in the list of converters, and call `Settings.build`.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,10 +53,14 @@ class Settings:
     high_precision: tuple[str, ...] = ()  # shell patterns over layer names, beside heads and routers
     skip_small: int | None = None  # tokens of a microbatch: layers that would not gain from them stay in bfloat16
 
+    def build(self, *, parallel_dims: Any = None, model_compile_enabled: bool = False) -> "MicrofloatConverter":
+        """The converter of these settings."""
+        return MicrofloatConverter(self, parallel_dims)
+
 
 def settings_of(job_config: Any) -> Settings:
-    """The settings from a job's configuration: its section `microfloat`, or the defaults."""
-    return getattr(job_config, "microfloat", None) or Settings()
+    """The settings from a job's configuration: itself, its section `microfloat`, or the defaults."""
+    return job_config if isinstance(job_config, Settings) else getattr(job_config, "microfloat", None) or Settings()
 
 
 @register("microfloat")

@@ -18,6 +18,10 @@ PAGES = [
     if path.exists()
 ]
 OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "safetensors"}
+OPTIONAL |= {"accelerate", "peft", "transformers"}
+WHY_SLOW = "needs a training package that make test does not install"
+# transformers asks its models by a name that it deprecates itself.
+NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -59,6 +63,8 @@ def missing_in(block, root):
                 yield from (f"extra {name}" for name in extra.split(",") if name not in extras)
 
 
+@pytest.mark.filterwarnings(NOISE)
+@pytest.mark.slow_cases(WHY_SLOW, cases=("docs/integrations.md",))
 @pages
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -79,6 +85,8 @@ def pasted_blocks():
             yield pytest.param(block, id=f"{page.name}:{block.line}")
 
 
+@pytest.mark.filterwarnings(NOISE)
+@pytest.mark.slow_cases(WHY_SLOW, cases=("integrations.md:*",))
 @pytest.mark.parametrize("block", list(pasted_blocks()))
 def test_blocks_run_by_themselves(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -39,6 +39,12 @@ def test_parts_of_a_pipeline_convert_one_by_one(example):
     assert all(part[0].effective_recipe() == mf.recipes.from_name("fp8_current") for part in parts)
 
 
+def test_settings_build_their_converter(example):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    example["Settings"]("mxfp8").build(parallel_dims=None, model_compile_enabled=True).convert(model)
+    assert model[0].effective_recipe() == mf.recipes.from_name("mxfp8")
+
+
 def test_names_are_known_once(example):
     with pytest.raises(ValueError, match="'float9'"):
         example["build"](["float9"], example["JobConfig"]())

@@ -105,3 +105,25 @@ def test_generation_with_a_cache_is_that_without(llama, family, recipe):  # feat
     assert torch.equal(kept.sequences, again.sequences)
     for step, other in zip(kept.logits, again.logits, strict=True):
         assert torch.allclose(step, other, atol=1e-4)
+
+
+LAYERS = {"Llama": {}, "Mistral": {}, "Qwen2": {"bias": True, "out_bias": False, "mlp_bias": False},
+          "Qwen3": {"qk_norm": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_layer_has_the_keys_and_values_of_theirs(llama, family):  # features M8
+    model = llama(family).eval()
+    plain = model.model.layers[0]
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 5)
+    layer = mf.TransformerLayer(32, 48, 4, 2, **LAYERS[family])
+    layer.load_state_dict(plain.state_dict())
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 9, 32)
+    embeddings = model.model.rotary_emb(x, torch.arange(9)[None])
+    theirs = plain(x, attention_mask=None, position_embeddings=embeddings)
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    for tables in (embeddings, mf.RotaryEmbedding(8)(9)):
+        assert torch.allclose(layer(x, position_embeddings=tables), theirs, atol=1e-5)

@@ -1,0 +1,64 @@
+"""docs/migration.md: the names of TransformerEngine, mapped to ours by the function that the page shows."""
+
+import pytest
+
+from tests.docs.code_blocks import code_blocks
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+
+HIDDEN, FFN, HEADS, GROUPS = 64, 96, 4, 2
+SIZES = {"query": HIDDEN, "key": HIDDEN // 2, "value": HIDDEN // 2}
+
+
+@pytest.fixture
+def rename(repository):
+    """The page's `from_transformer_engine`."""
+    (block,) = (
+        one for one in code_blocks(repository / "docs" / "migration.md", "python") if "def from_trans" in one.source
+    )
+    namespace = {}
+    exec(compile(block.source[: block.source.index("theirs =")], str(block.path), "exec"), namespace)
+    return namespace["from_transformer_engine"]
+
+
+def _theirs(bias):
+    """Parameters of its TransformerLayer with swiglu, RMSNorm and parameters that are not fused."""
+    attention, mlp = "self_attention.layernorm_qkv", "layernorm_mlp"
+    made = {f"{part}.layer_norm_weight": torch.randn(HIDDEN) for part in (attention, mlp)}
+    made |= {f"{attention}.{name}_weight": torch.randn(size, HIDDEN) for name, size in SIZES.items()}
+    made |= {
+        "self_attention.proj.weight": torch.randn(HIDDEN, HIDDEN), f"{mlp}.fc1_weight": torch.randn(2 * FFN, HIDDEN),
+        f"{mlp}.fc2_weight": torch.randn(HIDDEN, FFN), f"{attention}._extra_state": None,
+        "self_attention.core_attention._extra_state": None, f"{mlp}._extra_state": None,
+    }  # fmt: skip
+    if bias:
+        made |= {
+            key[: -len("weight")] + "bias": torch.randn(value.shape[0])
+            for key, value in made.items()
+            if value is not None and "layer_norm" not in key
+        }
+    return made
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_comes_over(rename, bias):  # features B5
+    theirs = _theirs(bias)
+    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=bias, eps=1e-5)
+    layer.load_state_dict(rename(theirs))
+    gate, up = theirs["layernorm_mlp.fc1_weight"].chunk(2)
+    assert torch.equal(layer.mlp.gate_proj.weight, gate)
+    assert torch.equal(layer.mlp.up_proj.weight, up)
+    assert torch.equal(layer.self_attn.v_proj.weight, theirs["self_attention.layernorm_qkv.value_weight"])
+    assert torch.equal(layer.post_attention_layernorm.weight, theirs["layernorm_mlp.layer_norm_weight"])
+
+
+def test_a_fused_linear_comes_over(rename):
+    theirs = {"layer_norm_weight": torch.randn(8), "layer_norm_bias": torch.randn(8), "weight": torch.randn(4, 8),
+              "bias": torch.randn(4), "_extra_state": None}  # fmt: skip
+    module = mf.LayerNormLinear(8, 4)
+    module.load_state_dict(rename(theirs))
+    x = torch.randn(3, 8)
+    norm = torch.nn.functional.layer_norm(x, (8,), theirs["layer_norm_weight"], theirs["layer_norm_bias"])
+    assert torch.allclose(module(x), norm @ theirs["weight"].T + theirs["bias"], atol=1e-5)
