@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import microfloat.jax as mj
-from microfloat.errors import InvalidTypeError, NotSupportedError
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP4BlockScaling, get_default_recipe
 
 PLAIN = (((1,), (1,)), ((), ()))
@@ -80,6 +80,18 @@ def test_nesting_precedence_and_restoration():
                 np.testing.assert_array_equal(dot(X, W, PLAIN), pinned(MXFP4))
         assert mj.get_autocast_recipe() == FP8
     assert mj.get_autocast_recipe() is None
+
+
+def test_einsum_in_high_precision_is_that_of_jax():
+    """Equations that no recipe can run included."""
+    square = X[:8, :8]
+    np.testing.assert_allclose(
+        mj.einsum()("ii,ij->j", square, W[:, :4]), jnp.einsum("ii,ij->j", square, W[:, :4]), rtol=1e-6
+    )
+    with mj.autocast(enabled=False):
+        np.testing.assert_array_equal(mj.einsum(FP8)("mk,nk->nm", X, W), jnp.einsum("mk,nk->nm", X, W))
+    with mj.autocast(FP8), pytest.raises(InvalidValueError, match="a label twice"):
+        mj.einsum()("ii,ij->j", square, W[:, :4])
 
 
 def test_every_op_joins():

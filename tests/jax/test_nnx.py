@@ -381,3 +381,10 @@ def test_layers_without_a_recipe_join_the_autocast():
     assert mnnx.convert(layer, "mxfp8").rows[0].action == "converted"
     mnnx.revert(layer)
     np.testing.assert_array_equal(layer(x), plain(x))
+
+
+def test_an_einsum_without_a_recipe_is_that_of_flax():
+    layer, plain = (kind.Einsum("mk,kn->nm", (32, 16), rngs=nnx.Rngs(0)) for kind in (mnnx, nnx))
+    np.testing.assert_array_equal(layer(X), plain(X))
+    with mj.autocast("mxfp8"):
+        assert 0 < relative_error(layer(X), plain(X)) < 0.1

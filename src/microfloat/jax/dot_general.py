@@ -226,11 +226,14 @@ class Einsum:
     op: DotGeneral
 
     def __call__(
-        self, equation: str, lhs: Array, rhs: Array, precision: object = None,
-        preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, **options: Any,
+        self, equation: str, lhs: Array, rhs: Array, precision: Any = None,
+        preferred_element_type: DTypeLike | None = None, *, out_sharding: Any = None, **options: Any,
     ) -> Array:  # fmt: skip
         """The einsum of two operands under the recipe; `options` are `state`, `key` and `seed` of `DotGeneral`."""
-        dot = partial(self.op, precision=precision, preferred_element_type=preferred_element_type, **options)
+        numbers = {"precision": precision, "preferred_element_type": preferred_element_type}
+        if recipe_here(self.op.recipe) is None:
+            return jnp.einsum(equation, lhs, rhs, **numbers, out_sharding=out_sharding)
+        dot = partial(self.op, **numbers, **options)
         return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
 
 

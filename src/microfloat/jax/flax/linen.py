@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax.array import check_array
-from microfloat.jax.autocast import get_autocast_recipe
+from microfloat.jax.autocast import get_autocast_recipe, recipe_here
 from microfloat.jax.dimensions import DimensionNumbers, einsum_by
-from microfloat.jax.dot_general import DotGeneral, dot_general, words_of
+from microfloat.jax.dot_general import DotGeneral, dot_general, einsum, words_of
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
     SLOT_NAMES,
@@ -89,6 +89,8 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
         preferred_element_type: DTypeLike | None = None, **_: object,
     ) -> Array:  # fmt: skip
         """The einsum under the recipe; the first operand is the input, the second the kernel."""
+        if recipe_here(op.recipe) is None and (op.recipe is None or not op.recipe.is_delayed):
+            return einsum()(equation, lhs, rhs, precision, preferred_element_type)
 
         def dot(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
             return _run(self, op, dimension_numbers, precision, preferred_element_type, lhs, rhs)

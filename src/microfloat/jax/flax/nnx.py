@@ -28,7 +28,7 @@ from microfloat.jax import scaling
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.dimensions import einsum_by
-from microfloat.jax.dot_general import dot_general, place, words_of
+from microfloat.jax.dot_general import dot_general, einsum, place, words_of
 from microfloat.jax.flax.state import (
     SLOT_NAMES,
     Threaded,
@@ -189,6 +189,9 @@ class EinsumOp(DotGeneral):
         key: Array | None = None,
     ) -> Array:
         """The einsum of two operands under the recipe; the first is always the input, the second the kernel."""
+        if recipe_here(self.recipe) is None:
+            options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+            return einsum()(equation, lhs, rhs, precision, **options)
         dot = partial(super().__call__, precision=precision, preferred_element_type=preferred_element_type, key=key)
         return place(einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs)), out_sharding)
 
