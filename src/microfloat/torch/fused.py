@@ -55,6 +55,7 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
     torch.Size([2, 8])
     """
+    check_rows("x", x)
     if not layers:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:

@@ -1,0 +1,32 @@
+"""Every feature that a release is not made without is named by a test of torch, as ``features M5``."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+MODULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "M10", "M12", "M13", "M17", "M18")
+TRAINING = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12", "S13", "S14")
+COMPILED = ("G1", "G2", "G3", "G4", "G5", "G7")
+TENSORS = ("Q3", "Q4", "Q5", "Q7", "Q8", "Q15")
+OTHERS = ("P14", "P17", "J4", "J13", "J14", "J19")
+
+
+@pytest.fixture(scope="module")
+def named():
+    """The features that tests name."""
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        if path != Path(__file__):
+            for listed in re.findall(r"features ((?:[A-Z]\d+(?:, | and | to )?)+)", path.read_text(encoding="utf-8")):
+                numbers = re.findall(r"[A-Z]\d+", listed)
+                found |= set(numbers)
+                for first, last in re.findall(r"([A-Z]\d+) to ([A-Z]\d+)", listed):
+                    found |= {f"{first[0]}{number}" for number in range(int(first[1:]), int(last[1:]) + 1)}
+    return found
+
+
+@pytest.mark.parametrize("feature", [*MODULES, *TRAINING, *COMPILED, *TENSORS, *OTHERS])
+def test_a_test_names_the_feature(named, feature):
+    assert feature in named
