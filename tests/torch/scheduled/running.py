@@ -8,7 +8,7 @@ from microfloat.recipes import Float8CurrentScaling
 from tests.torch.scheduled.setting import assert_same, inputs, make, recipe_of
 
 
-def graphs_and_streams(device):
+def graphs_and_streams(device):  # features G4
     """GPU only: a captured forward + backward replays to the same bits; a side stream gives the same."""
     for name in ("fp8_current", "delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact"):
         recipe = recipe_of(name)
