@@ -19,7 +19,8 @@ def named():
     found = set()
     for path in TESTS.rglob("*.py"):
         if path != Path(__file__):
-            for listed in re.findall(r"[Ff]eatures ((?:[A-Z]\d+(?:, | and | to )?)+)", path.read_text(encoding="utf-8")):
+            text = path.read_text(encoding="utf-8")
+            for listed in re.findall(r"[Ff]eatures ((?:[A-Z]\d+(?:, | and | to )?)+)", text):
                 numbers = re.findall(r"[A-Z]\d+", listed)
                 found |= set(numbers)
                 for first, last in re.findall(r"([A-Z]\d+) to ([A-Z]\d+)", listed):

@@ -1,4 +1,4 @@
-"""optax.MultiSteps in every place: the state moves once per step, by the largest amax of its microbatches: features J19."""
+"""optax.MultiSteps in every place: the state moves once per step, by the largest amax of them all: features J19."""
 
 import jax
 import jax.numpy as jnp
