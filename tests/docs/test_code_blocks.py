@@ -65,6 +65,9 @@ def missing_in(block, root):
 
 @pytest.mark.filterwarnings(NOISE)
 @pytest.mark.slow_cases(WHY_SLOW, cases=("docs/integrations.md",))
+# torch's own, of what it compiles and exports.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pages
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
