@@ -1,5 +1,7 @@
 """`ragged_dot(recipe)` against a dot_general per group and against the oracle: features J4, jax.md 7 row 24."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -306,3 +308,18 @@ def test_sharding_by_jit_changes_nothing():
             found = run(mj.ragged_dot("mxfp8"), x, w, SIZES[:2] + (0, 60), dy)
         for one, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_options_of_the_op():
+    """Residuals in high precision give the same bits, exact sums those of float64; native units are asked for."""
+    recipe = MXFP8BlockScaling()
+    low, high = (run(mj.ragged_dot(recipe, residuals=kind), X, W, SIZES, DY) for kind in ("low", "high"))
+    jax.tree.map(np.testing.assert_array_equal, low, high)
+    gemms = (replace(gemm, accumulate="exact") for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    for one, wanted in zip(run(mj.ragged_dot(CustomRecipe(*gemms)), X, W, SIZES, DY), low, strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotSupportedError, match="backend: got 'native'"):
+            mj.ragged_dot(recipe, backend="native")(X, W, SIZES)
+    empty = run(mj.ragged_dot(recipe), X[:, :0], W[:, :0], SIZES, DY)
+    assert [one.shape for one in empty] == [(T, N), (T, 0), (len(SIZES), 0, N)]

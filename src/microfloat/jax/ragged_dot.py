@@ -169,9 +169,8 @@ class _Blocks(NamedTuple):
 
     def result(self, y_BPC: Array) -> Array:
         """The rows of all blocks in the order of x [T, C], zeros beyond the last group."""
-        return jnp.take(
-            y_BPC.reshape(-1, y_BPC.shape[2]), self.position, axis=0, mode="fill", fill_value=0
-        )  # fmt: skip
+        blocks, size, cols = y_BPC.shape
+        return jnp.take(y_BPC.reshape(blocks * size, cols), self.position, axis=0, mode="fill", fill_value=0)
 
     def of_group(self, values_G: Array) -> Array:
         """Each block's own of one value per group."""
