@@ -26,7 +26,7 @@ from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
-from microfloat.torch.joined import Unit, can_join, is_bare, joined, units_of
+from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
@@ -76,7 +76,7 @@ def project(
         if join and torch.compiler.is_compiling() and can_join(layers):
             call: Any = JointCall(layers[0], *joined(layers))
             return (call.forward(value),)
-        return tuple(layer(value, is_first_microbatch) for layer in layers)
+        return tuple(call_layer(layer, value, is_first_microbatch) for layer in layers)
     outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
     _end(runs, units)
     return outputs
@@ -100,7 +100,7 @@ def activation_linear(
     units = _units(x, [layer], False)
     runs = None if units is None else _begin(x, units, [(x, up)], is_first_microbatch)
     if units is None or runs is None:
-        return layer(activated(x, up, activation), is_first_microbatch)
+        return call_layer(layer, activated(x, up, activation), is_first_microbatch)
     y = apply(ActivationRun(runs[0], activation, None), x, up, *_tensors(units))
     _end(runs, units)
     return y
@@ -140,8 +140,9 @@ def mlp(
     )  # fmt: skip
     if units is None or runs is None:
         value = norm.module(x)
-        made = [layer(value, is_first_microbatch) for layer in outer]
-        return down(activated(made[0], made[1] if len(made) > 1 else None, activation), is_first_microbatch)
+        made = [call_layer(layer, value, is_first_microbatch) for layer in outer]
+        value = activated(made[0], made[1] if len(made) > 1 else None, activation)
+        return call_layer(down, value, is_first_microbatch)
     link = GradientLink()
     first, *second = apply(
         NormRun(runs[:-1], norm.kind, norm.eps, link), x, norm.weight, norm.bias, *_tensors(units[:-1])

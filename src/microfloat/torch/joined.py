@@ -16,7 +16,7 @@ from microfloat.recipes import Recipe
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
-__all__ = ["Unit", "can_join", "is_bare", "join_", "joined", "units_of"]
+__all__ = ["Unit", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of"]
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -24,6 +24,13 @@ def is_bare(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and not (
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     )
+
+
+def call_layer(layer: Any, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+    """What a layer makes of x; one that is not ours any more, after `revert` or with adapters, takes x alone."""
+    if is_first_microbatch is None or not isinstance(layer, Linear):
+        return layer(x)
+    return layer(x, is_first_microbatch)
 
 
 class Unit(NamedTuple):

@@ -519,11 +519,51 @@ def test_cross_attention_and_parallel_layers():
         (lambda: mf.LayerNormLinear(8, 8, split={"a": 3, "b": 3}), "add up to out_features = 8"),
         (lambda: mf.LayerNormLinear(8, 8, split={"norm": 8}), "split"),
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 3, 32), torch.ones(2, 9)), "attention_mask"),
+        (lambda: mf.TransformerLayer(32, 48, 4)(torch.ones(1, 3, 32), context=torch.ones(1, 3, 32)), "cross_attention="),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(make, match):
     with pytest.raises(InvalidValueError, match=match):
         make()
+
+
+def test_position_embeddings_are_a_pair():
+    rotary = mf.RotaryEmbedding(8)
+    with pytest.raises(InvalidTypeError, match=r"position_embeddings: got RotaryEmbedding, .*\(cos, sin\)"):
+        mf.TransformerLayer(32, 48, 4)(torch.randn(1, 3, 32), position_embeddings=rotary)
+
+
+class _Listening(nn.Linear):
+    """Another module in a Linear's place, as adapters are: it takes x alone."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("first", [None, True])
+def test_replaced_hooked_and_reverted_parts_are_called(first):  # features M17
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 32)
+    for make in (
+        lambda: mf.TransformerLayer(32, 48, 4, 2, bias=True, recipe="fp8_row"),
+        lambda: mf.LayerNormMLP(32, 48, activation="clamped_swiglu", recipe="fp8_row"),
+        lambda: mf.LayerNormMLP(32, 48, recipe="fp8_row"),
+        lambda: mf.LayerNormLinear(32, 48, split={"a": 32, "b": 16}, recipe="fp8_row"),
+    ):
+        module = make()
+        want, heard = module(x, is_first_microbatch=first), []
+        for name, layer in list(module.named_modules()):
+            layer.register_forward_hook(lambda part, *_, name=name, heard=heard: heard.append(name))
+        assert torch.allclose(module(x, is_first_microbatch=first), want, atol=1e-5)
+        parts = {name for name, layer in module.named_modules() if isinstance(layer, (mf.Linear, mf.RMSNorm))}
+        assert parts <= set(heard)
+        plain = copy.deepcopy(module)
+        mf.revert(plain)
+        assert _relative(plain(x, is_first_microbatch=first), want) < 0.1
+        for name, layer in list(module.named_modules()):
+            if isinstance(layer, mf.Linear):
+                module.set_submodule(name, _Listening(layer.in_features, layer.out_features))
+        assert module(x, is_first_microbatch=first).shape == want.shape
 
 
 # ----------------------------------------------------------------------------------------------------- meta, compile

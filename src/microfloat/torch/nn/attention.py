@@ -17,7 +17,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
-from microfloat.torch.joined import join_
+from microfloat.torch.joined import call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 
@@ -182,19 +182,21 @@ class MultiheadAttention(nn.Module):
             q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
             cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
+        return call_layer(self.o_proj, y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
 
     def projected(
         self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None, first: bool | None = None
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v as the Linears give them; one tensor where they are one product."""
         if context is not None:
-            layers = [self.q_proj]
-            q = self.q_proj(x, first) if norm is None else project(x, norm_of(norm, x), layers, False, first)[0]
-            return q, self.k_proj(context, first), self.v_proj(context, first)
+            if norm is None:
+                q = call_layer(self.q_proj, x, first)
+            else:
+                (q,) = project(x, norm_of(norm, x), [self.q_proj], False, first)
+            return q, call_layer(self.k_proj, context, first), call_layer(self.v_proj, context, first)
         layers = self.q_proj, self.k_proj, self.v_proj
         if norm is None:
-            return tuple(layer(x, first) for layer in layers)
+            return tuple(call_layer(layer, x, first) for layer in layers)
         return project(x, norm_of(norm, x), layers, True, first)
 
     def rotated(
@@ -226,5 +228,8 @@ def heads_of(
         parts[:2] = norms[0](parts[0]), norms[1](parts[1])
     if position_embeddings is None:
         return tuple(parts)
+    if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+        needed = "the pair (cos, sin) that RotaryEmbedding gives for positions"
+        raise invalid_type("position_embeddings", type(position_embeddings), needed)
     cos, sin = position_embeddings
     return rotate_heads(parts, split if is_joint else None, cos, sin, interleaved)

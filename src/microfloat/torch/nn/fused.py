@@ -17,7 +17,7 @@ from microfloat.errors import invalid_value, unknown_name
 from microfloat.recipes import Recipe
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
-from microfloat.torch.joined import join_
+from microfloat.torch.joined import call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import make_norm
 
@@ -105,7 +105,7 @@ class LayerNormLinear(nn.Module):
         value = None
         if self.return_norm_output:
             value = self.norm(x)
-            made = tuple(layer(value, is_first_microbatch) for layer in self.layers)
+            made = tuple(call_layer(layer, value, is_first_microbatch) for layer in self.layers)
         else:
             made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch)
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -159,12 +159,14 @@ def _run_mlp(module: Any, x: torch.Tensor, norm: nn.Module | None, first: bool |
     if norm is not None and kind.function != "clamped":
         return mlp(x, norm_of(norm, x), outer, module.down_proj, kind.function, first)
     if norm is None:
-        made = tuple(layer(x, first) for layer in outer)
+        made = tuple(call_layer(layer, x, first) for layer in outer)
     else:
         made = project(x, norm_of(norm, x), outer, False, first)
     if kind.function == "clamped":
-        return module.down_proj(clamped_swiglu(made[0], made[1]), first)
-    return module.down_proj(activated(made[0], made[1] if kind.gated else None, kind.function), first)
+        value = clamped_swiglu(made[0], made[1])
+    else:
+        value = activated(made[0], made[1] if kind.gated else None, kind.function)
+    return call_layer(module.down_proj, value, first)
 
 
 class LayerNormMLP(nn.Module):

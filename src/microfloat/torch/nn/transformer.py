@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch.nn.attention import MultiheadAttention
 from microfloat.torch.nn.fused import MLP
@@ -72,6 +73,9 @@ class TransformerLayer(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`."""
         x = hidden_states
+        if context is not None and not hasattr(self, "cross_attn"):
+            remedy = "Make the layer with cross_attention=True."
+            raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
         h = x + self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
             cache=cache, norm=self.input_layernorm, is_first_microbatch=is_first_microbatch,
