@@ -519,7 +519,7 @@ def test_cross_attention_and_parallel_layers():
         (lambda: mf.LayerNormLinear(8, 8, split={"a": 3, "b": 3}), "add up to out_features = 8"),
         (lambda: mf.LayerNormLinear(8, 8, split={"norm": 8}), "split"),
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 3, 32), torch.ones(2, 9)), "attention_mask"),
-        (lambda: mf.TransformerLayer(32, 48, 4)(torch.ones(1, 3, 32), context=torch.ones(1, 3, 32)), "cross_attention="),
+        (lambda: mf.TransformerLayer(32, 48, 4)(torch.ones(1, 3, 32), context=torch.ones(1, 3, 32)), "cross_attention"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(make, match):
