@@ -651,7 +651,7 @@ def scale_orders(device):
             (source.key, constants), source.tiles(rows, columns), (0, 0, 0, 0.0, 0.0, *source.sizes), constants, warps
         )
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
-        launch(stream, x, codes[0], scales[0], codes[1], scales[1], None)
+        launch(stream, x, codes[0], scales[0], codes[1], scales[1], None, None, None)
         for got, scale, want in zip(codes, scales, wanted, strict=True):
             assert torch.equal(got.cpu(), want.codes.view(torch.uint8))
             laid_out = {
