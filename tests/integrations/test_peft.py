@@ -114,3 +114,26 @@ def test_adapters_inside_our_modules(peft, make):
     assert {name.split(".")[-2] for name, p in module.named_parameters() if p.grad is not None and p.grad.any()} >= {
         "default"
     }
+
+
+def test_adapters_around_weights_that_are_stored_quantized(peft):
+    """Base weights exist as codes alone; merging quantizes the sum."""
+    torch.manual_seed(0)
+    with mf.quantized_model_init(recipe="nvfp4"):
+        model = torch.nn.Sequential()
+        model.add_module("proj", mf.Linear(64, 64))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["proj"]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(8, 64)
+    with mf.autocast(recipe="nvfp4"):
+        y = model(x)
+        y.sum().backward()
+        base = model.base_model.model.proj.base_layer
+        assert isinstance(base.weight.data, mf.QuantizedTensor)
+        assert base.weight.grad is None
+        merged = model.merge_and_unload()
+        assert isinstance(merged.proj.weight.data, mf.QuantizedTensor)
+        z = merged(x)
+    assert float(((z - y).norm() / y.norm()).detach()) < 0.25  # E2M1
