@@ -6,13 +6,12 @@ import pickle
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.torch.fusing import Fused  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow("needs transformers, whose import takes ten seconds"),
+    pytest.mark.slow("needs a training package that make test does not install"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -33,6 +32,8 @@ def _model(family):
         sizes["head_dim"] = 16
     if family == "Mistral":
         sizes["sliding_window"] = 8
+    # Imported here, since collecting the tests must not.
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = getattr(transformers, f"{family}Config")(**sizes)
     return getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
 
@@ -146,7 +147,7 @@ def test_padding_masks_and_unconverted_layers():
     assert _relative(got[mask.bool()], want[mask.bool()]) < 0.1
 
 
-def test_other_gated_mlps_are_fused():
+def test_other_gated_mlps_are_fused(transformers):
     config = transformers.GemmaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
