@@ -262,16 +262,16 @@ class GroupedSchedule(Schedule):
 
     def _why_one_by_one(self, x: torch.Tensor, bias: torch.Tensor | None) -> str:
         """Why each group runs a schedule of its own."""
-        kinds = {route.kind for route in self.routes}
-        if self._programs is None or kinds not in ({"blocks"}, {"fp8"}):
-            kind = next(iter(sorted(kinds - {"blocks"})), "blocks")
+        kinds = [route.kind for route in self.routes if route.kind != "blocks"]
+        if self._programs is None or kinds:
+            kind = kinds[0] if kinds else "blocks"
             return f"no kernel multiplies all groups by the route {kind!r} of the {self.backend.name} backend"
         gemms_of = [getattr(self.recipe, name) for name in GEMMS]
         casts = [cast for gemm in gemms_of for cast in gemm.casts if cast is not None]
         if len(casts) < 6 or any(gemm.from_fprop for gemm in gemms_of):
             return "the kernel that multiplies all groups reads quantized operands alone"
-        if kinds == {"blocks"} and any(cast.format.element.name == "E5M2" for cast in casts):
-            return "the kernel that multiplies all groups takes blocks of E4M3 alone"
+        if any(cast.format.element.name == "E5M2" for cast in casts):
+            return "the kernel that multiplies all groups takes E4M3 alone"
         lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
         if lacks:
             return lacks
@@ -419,8 +419,7 @@ class GroupedSchedule(Schedule):
 
     def _has_tiles(self, name: str) -> bool:
         route, cast = getattr(self.routes, name), getattr(self.recipe, name).rhs
-        whole = (_SIDE, _SIDE), (None, None)  # a scale of the tensor is that of each of its tiles
-        return route.rhs == "tiles" or (route.rhs == "codes" and cast.format.block in whole)
+        return route.rhs == "tiles" or (route.rhs == "codes" and cast.format.block == (_SIDE, _SIDE))
 
     def _rows_of_tile(self, name: str) -> int:
         return OWN_GEMMS[self._has_tiles(name)].tile[0]
@@ -432,8 +431,4 @@ class GroupedSchedule(Schedule):
         plan = groups.plan(self._rows_of_tile("fprop" if name == "wgrad" else name), self._programs)
         part = plan.padded_begins if name == "wgrad" else plan.table
         work = gemms.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
-        (codes, scale), (b_codes, b_scale) = a[:2], b[:2]
-        if not scale.dim():
-            scale = scale.expand(codes.shape[1] // _SIDE, len(codes)).contiguous().t()
-            b_scale = b_scale.expand(*(size // _SIDE for size in reversed(b_codes.shape))).contiguous().t()
-        return gemms.own_block_matmul(codes, scale, b_codes, b_scale, dtype, self._has_tiles(name), work)
+        return gemms.own_block_matmul(a[0], a[1], b[0], b[1], dtype, self._has_tiles(name), work)
