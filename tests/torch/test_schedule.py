@@ -45,6 +45,7 @@ CASES = [
     ("operands_are_checked_once_for_all", ()),
     ("a_computed_bias_is_not_dropped", ()),
     ("transforms_are_refused", ()),
+    *[("every_group_is_cast_alone", (name,)) for name in ("fp8_block", "mxfp8")],
     *[("all_groups_at_once", arguments) for arguments in (("fp8_block",), ("mxfp8",), ("fp8_block", "float32"))],
 ]
 

@@ -6,8 +6,9 @@ from unittest import mock
 import torch
 
 import microfloat.torch as mf
+from microfloat.passes import CastInputs
 from microfloat.recipes import RECIPES
-from microfloat.torch import gemms, grouped
+from microfloat.torch import backends, gemms, grouped, program, schedule
 from microfloat.torch.nn import grouped_linear
 from tests.torch.scheduled.setting import block_gemms, native_on
 
@@ -90,6 +91,44 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
         for got, wanted in ((y[own], own_y), (dx[own], own_dx), (dw[group], own_dw)):
             largest = float(wanted.abs().max()) if wanted.numel() else 0.0
             torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-9 * largest)
+
+
+def every_group_is_cast_alone(device, name):
+    """features Q15: codes and scales of padded groups are, byte for byte, those of each group's own cast."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(SIZES) + BEHIND, 256, generator=generator).bfloat16().to(device)
+    ends = torch.tensor(SIZES, device=device).cumsum(0, dtype=torch.int32)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    recipe = RECIPES[name]()
+    with native_on(device):
+        backend = backends.choose("native", x.device)
+        entries = schedule.entries_of(recipe, backend.routes(recipe, x.device, None), "x", True, True)
+        plan = program.plan_groups(ends, len(x), 192)
+        stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+
+        def cast(matrix, in_groups=0, groups=None):
+            step = schedule.CastStep(backend, matrix, entries, 0, in_groups)
+            inputs = CastInputs(folded=counts, tiles=counts, groups=groups)
+            return step(matrix, stream, program.scratch(x.get_device()), inputs)
+
+        row, row_scale, _, column, column_scale, _ = cast(x, len(SIZES), plan.whole)
+        begins = plan.padded_begins[: len(SIZES) + 1].tolist()
+        assert begins == [0, 256, 256, 384, 512, 896]  # tiles of 128
+        begin = 0
+        for size, first, last in zip(SIZES, begins, begins[1:], strict=False):
+            own, begin = x[begin : begin + size].clone(), begin + size
+            if not size:
+                continue
+            want_row, want_row_scale, _, want_column, want_column_scale, _ = cast(own)
+            assert torch.equal(row[first : first + size].view(torch.uint8), want_row.view(torch.uint8))
+            assert torch.equal(row_scale[first : first + size], want_row_scale)
+            codes, wanted = column[first:last].view(torch.uint8), want_column.view(torch.uint8)  # turned
+            assert torch.equal(codes[:size], wanted)
+            assert not codes[size:].any()
+            blocks = slice(first // 128, last // 128)
+            scales = column_scale[blocks] if name == "mxfp8" else column_scale[:, blocks]
+            wanted = want_column_scale[: len(scales)] if name == "mxfp8" else want_column_scale
+            assert torch.equal(scales, wanted)
 
 
 def _of_one(device, layer, x, dy):
