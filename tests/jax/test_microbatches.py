@@ -9,7 +9,7 @@ from flax import nnx
 
 import microfloat.jax as mj
 import microfloat.jax.nnx as mnnx
-from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.jax import fp8_ops, linen
 from microfloat.recipes import DelayedScaling
 from tests.jax.compare import relative_error
@@ -191,3 +191,10 @@ def test_gradients_over_microbatches_are_those_of_one_batch():
     for count, error in ((5, "batch: got an array of shape"), (0, "count: got 0")):
         with pytest.raises(InvalidValueError, match=error):
             mj.scaling.microbatched(gradient, count)((w, state), x)
+
+
+def test_averages_of_amaxes_are_refused():
+    """optax's own MultiSteps around the state would average it; it is told at init, before a step is lost."""
+    variables = {"params": {"w": jnp.ones(2)}, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": jnp.ones(1)}}
+    with pytest.raises(NotSupportedError, match=r"linen\.MultiSteps"):
+        optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3).init(variables)

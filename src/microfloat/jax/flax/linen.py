@@ -7,6 +7,7 @@ its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -243,7 +244,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
     The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
     Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
-    Inside of one it could not: optax averages every gradient. `MultiSteps` of this module does not.
+    Inside of one it is refused, since optax averages every gradient. `MultiSteps` of this module does not.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
     check_transformation(tx)
@@ -257,6 +258,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
         rest, _ = split(params)
         if OVERWRITE_WITH_GRADIENT not in params:
             return tx.init(rest)
+        _refuse_averages()
         return collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -271,6 +273,18 @@ def overwrite_with_gradient(tx: Any) -> Any:
         return _replaced(updates, rest), new_state
 
     return type(tx)(init, update)
+
+
+def _refuse_averages() -> None:
+    """NotSupportedError where `optax.MultiSteps.init` calls: an average looks like a gradient later."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is optax.MultiSteps.init.__code__:
+            raise NotSupportedError(
+                "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed their maximum. "
+                "Write microfloat.jax.linen.MultiSteps, or overwrite_with_gradient(optax.MultiSteps(tx, k))."
+            )
+        frame = frame.f_back
 
 
 class MultiSteps(optax.MultiSteps):
