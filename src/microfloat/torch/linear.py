@@ -45,6 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
 
 
@@ -175,24 +176,22 @@ class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
 
     `x`, `w`, `dy`: the inputs of the three casts; `kept`: the weight's operands from an earlier call; `delayed`: the
-    state of delayed scaling; `is_alone`: no autocast will update that state; `into`: what dw is added to; `path`: the
-    name of the layer in its model.
+    state of delayed scaling; `into`: what dw is added to; `path`: the name of the layer in its model.
     """
 
-    __slots__ = ("bias_dtype", "delayed", "dy", "into", "is_alone", "kept", "path", "schedule", "w", "x")
+    __slots__ = ("bias_dtype", "delayed", "dy", "into", "kept", "path", "schedule", "w", "x")
 
     def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
         self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
         self.kept: Parts | None = None
         self.delayed: _Delayed | None = None
-        self.is_alone = False
         self.into: MainGrad | None = None
         self.path = ""
 
     def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
         schedule = self.schedule
-        if torch._C._len_torch_dispatch_stack():
+        if _dispatch_modes():
             with schedule.scope():
                 y, saved = _named_forward(self, x, weight, bias)
         elif schedule.shields:
@@ -278,14 +277,13 @@ def begin(
         counts.note(schedule.noted)
         inputs = counts.inputs(schedule.device)
     if schedule.is_stochastic:
-        is_named = torch._C._len_torch_dispatch_stack() > 0
-        inputs = schedule.seeded(inputs, apart or is_named or is_first_microbatch is not None)
+        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or _dispatch_modes() > 0)
     run = Run(schedule, *inputs)
     if layer is not None:
         run.path = layer._path
-        if schedule.wants_dw and getattr(layer, "fuse_wgrad_accumulation", False):
+        if schedule.wants_dw and layer.fuse_wgrad_accumulation:
             run.into = MainGrad(weight, is_first_microbatch is True)
-    if schedule.is_delayed and torch._C._len_torch_dispatch_stack():
+    if schedule.is_delayed and _dispatch_modes():
         with _disable_current_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif schedule.is_delayed:
@@ -474,6 +472,7 @@ class _Delayed(NamedTuple):
     records: bool
     late: scaling.Late | None  # of a forward inside a backward: what it records if its own backward runs
     recorded: tuple[Cast | None, Cast | None]  # the casts of x and w that this forward has recorded for
+    is_alone: bool  # no autocast will update the state
 
     def kept_layer(self) -> nn.Module:
         """The layer that holds the state."""
@@ -533,14 +532,14 @@ def _begin_delayed(
             late["w"] = w_cast, w_history
     elif records and region is not None:
         scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
-    run.is_alone = region is None and recomputed is None
     closed = scaling.CLOSED_REGION if region is None else region
-    run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast))
+    is_alone = region is None and recomputed is None
+    run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast), is_alone)
 
 
 def end(run: Run, layer: nn.Module) -> None:
     """After a forward that no autocast will update: do what the exit of its region would."""
-    if run.is_alone and run.delayed is not None:
+    if run.delayed is not None and run.delayed.is_alone:
         scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
 
 

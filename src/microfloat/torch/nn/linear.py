@@ -324,7 +324,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
 class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
-    _followed, _path, _number = False, "", -1
+    _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, pinned: Any, token: str | None, backend: str
