@@ -198,7 +198,7 @@ class _CompiledLinear(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         wants_dx, wants_dw = x.requires_grad and has_grad, weight.requires_grad and has_grad
         records = has_grad and dy_history is not None
-        weights = weight.part_list() if stored else [weight]
+        weights = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
         y, *saved = torch.ops.microfloat.linear_forward(
             x,
             weights,
@@ -523,4 +523,4 @@ def _in_torch_operations(
         )
     routes = module.routes(recipe, x.device, None)
     schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
-    return schedule.forward(x, weight, bias, *map(CastInputs, scales))[0]
+    return schedule.forward(x, weight, bias, CastInputs(scales[0]), CastInputs(scales[1]))[0]

@@ -279,10 +279,11 @@ def begin(
     if schedule.is_stochastic:
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or _dispatch_modes() > 0)
     run = Run(schedule, *inputs)
-    if layer is not None:
-        run.path = layer._path
-        if schedule.wants_dw and layer.fuse_wgrad_accumulation:
-            run.into = MainGrad(weight, is_first_microbatch is True)
+    if layer is None:  # of a function, which keeps nothing between calls
+        return run
+    run.path = layer._path
+    if schedule.wants_dw and layer.fuse_wgrad_accumulation:
+        run.into = MainGrad(weight, is_first_microbatch is True)
     if schedule.is_delayed and _dispatch_modes():
         with _disable_current_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)

@@ -119,7 +119,7 @@ def update_quantized(
             "src", f"{src.numel()} elements from offset {offset} on", f"at most {param.numel() - offset} of them",
             f"The parameter has shape {tuple(param.shape)}.",
         )  # fmt: skip
-    q = param.detach()
+    q: Any = param.detach()
     if group is not None:
         if q.cast.chooses_by_error or q.hadamard is not None or q.axis != q.dim() - 1:
             raise NotSupportedError(

@@ -451,7 +451,7 @@ class Schedule:
 
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """The parts that `forward` makes of x and of w, one after the other, without those that are the tensors."""
         x_made = self.x_cast(self._matrix(x), *self.resources(), x_inputs)[:6]
         w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
