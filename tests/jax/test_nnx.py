@@ -14,8 +14,10 @@ import microfloat.jax as mj
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, NotSupportedError, PlacementError
 from microfloat.jax import nnx as mnnx
 from microfloat.recipes import (
+    CustomRecipe,
     DelayedScaling,
     Float8CurrentScaling,
+    Gemm,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Placement,
@@ -109,6 +111,10 @@ def test_placement_and_report():
     assert report.skipped == {"second": "filter returned False"}
     assert report.share == pytest.approx((32 * 32 + 32) / (32 * 32 + 32 + 32 * 16 + 16))
     assert "1 of 2 linear layers run in low precision: 66.7% of the model's parameters." in str(report)
+    again = mnnx.convert(model, Placement([("first:wgrad", None)]))  # features S13: the other GEMMs stay
+    recipe = NVFP4BlockScaling()
+    assert model.first.dot_general.recipe == CustomRecipe(recipe.fprop, recipe.dgrad, Gemm(None, None))
+    assert again.rows[0].reason == "wgrad: high precision by 'first:wgrad'"
     only = mnnx.convert(Model(nnx.Rngs(0)), Placement([("second", DELAYED)]))
     assert only.skipped == {"first": "no pattern of the placement matches"}
     with pytest.raises(TypeError, match="model: got int"):

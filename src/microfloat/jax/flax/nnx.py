@@ -13,6 +13,7 @@ its gradient is its new value.
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -313,6 +314,8 @@ def convert(
         pinned = chosen[name] if reason is None else None
         made[name] = reason, pinned and target.op(pinned, rngs=rngs, stacked=_stacked(layer))
     rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
+    if isinstance(recipe, Placement):
+        rows = [replace(row, reason=row.reason or recipe.of_gemms(row.name)) for row in rows]
     report = ConversionReport(tuple(rows), _share(model, [layer for _, layer, _ in layers], rows))
     _LOG.info("%s", report)
     return report
