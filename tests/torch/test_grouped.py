@@ -370,6 +370,15 @@ def test_state_copies_and_text():
     assert mf.convert(model, "mxfp8", exclude=()).unseen == ()
 
 
+def test_explained():
+    """`explain` of a model has a row for a grouped layer, and says how its groups run."""
+    model = torch.nn.Sequential(mf.GroupedLinear(2, 128, 128, recipe="mxfp8"), mf.GroupedLinear(2, 8, 8))
+    first, second = mf.explain(model)
+    assert first.shape == (128, 128)
+    assert "one group after the other" in first.reason
+    assert second.recipe is None
+
+
 def test_meta_and_reset():
     layer = mf.GroupedLinear(2, 8, 4, True, device="meta").to_empty(device="cpu")
     layer.reset_parameters()

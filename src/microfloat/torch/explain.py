@@ -24,10 +24,13 @@ from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of
 from microfloat.support import Notes, Support, text_table, wrapped
+from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
 from microfloat.torch.gemms import own_gemm_serves
+from microfloat.torch.grouped import why_one_by_one
 from microfloat.torch.linear import backend_name
+from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.small import Prediction, check_shape, predict
 
@@ -340,10 +343,10 @@ def _absent(recipe: Recipe, name: str) -> GemmRow:
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:
     """A row for each nn.Linear, as `named_modules` has them. `backend`: where neither layer nor autocast names one."""
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear | GroupedLinear):
             continue
         shape = (layer.in_features, layer.out_features)
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, Linear | GroupedLinear):
             yield LayerRow(name, shape, None, f"{type(layer).__name__} that was not converted: high precision")
             continue
         recipe = layer.effective_recipe()
@@ -355,6 +358,11 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             recipe, layer.weight.device if device is None else device, None, backend if own == "auto" else own
         )
         reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
+        if isinstance(layer, GroupedLinear) and device is None:
+            there = backends.choose(own, layer.weight.device)
+            routes, place = there.routes(recipe, layer.weight.device, None), layer.weight.device
+            why = why_one_by_one(recipe, routes, there.name, place, shape, layer.bias is not None, is_bfloat16=True)
+            reasons |= {f"one group after the other: {why}": None} if why else {}
         yield LayerRow(name, shape, answer, "; ".join(reasons))
 
 

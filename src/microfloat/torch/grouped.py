@@ -50,7 +50,9 @@ from microfloat.torch.seeds import draw_seed
 if TYPE_CHECKING:
     from microfloat.torch.program import GroupPlan
 
-__all__ = ["GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped"]
+__all__ = [
+    "GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped", "why_one_by_one",
+]  # fmt: skip
 
 _MOST_SCHEDULES = 512
 _SIDE = 128
@@ -188,6 +190,34 @@ def find_grouped(
     return schedule
 
 
+def why_one_by_one(
+    recipe: Recipe, routes: Routes, backend: str, device: torch.device, features: tuple[int, int], has_bias: bool,
+    is_bfloat16: bool,
+) -> str:  # fmt: skip
+    """Why each group of a call runs a schedule of its own, "" where launches serve all groups."""
+    kinds = [route.kind for route in routes if route.kind != "blocks"]
+    if kinds:
+        return f"no kernel multiplies all groups by the route {kinds[0]!r} of the {backend} backend"
+    products = [getattr(recipe, name) for name in GEMMS]
+    casts = [cast for gemm in products for cast in gemm.casts if cast is not None]
+    if len(casts) < 6 or any(gemm.from_fprop for gemm in products):
+        return "the kernel that multiplies all groups reads quantized operands alone"
+    if any(cast.format.element.name == "E5M2" for cast in casts):
+        return "the kernel that multiplies all groups takes E4M3 alone"
+    lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
+    if lacks:
+        return lacks
+    if any(size % _SIDE for size in features):
+        return f"in_features and out_features are no multiples of {_SIDE}"
+    if has_bias:
+        return "the kernel that multiplies all groups adds no bias"
+    if not is_bfloat16:
+        return "the kernel that multiplies all groups gives bfloat16"
+    if backends.chip_of(device).capability != (9, 0) or not gemms.own_gemm_is_there():
+        return "the kernel that multiplies all groups needs a Hopper and Triton 3.6"
+    return ""
+
+
 class _Sum:
     """Takes the gradient of one group's weight in float32, as a `MainGrad` does, and hands it on."""
 
@@ -242,7 +272,11 @@ class GroupedSchedule(Schedule):
         self.delayed = delayed[0], delayed[1]
         self._steps: dict[tuple, CastStep] = {}
         self._schedules: dict[tuple, Schedule] = {}
-        self.reason = self._why_one_by_one(x, bias)
+        is_bfloat16 = self.rows > 0 and self.dtype == self.x_dtype == torch.bfloat16
+        features, device = (self.in_features, self.out_features), x.device
+        self.reason = why_one_by_one(recipe, routes, backend.name, device, features, bias is not None, is_bfloat16)
+        if not self.reason and self._programs is None:
+            self.reason = "kernels are left out"
         self._counts = None if self.reason else torch.zeros(2, dtype=torch.int64, device=x.device)
         self._describe()
 
@@ -259,31 +293,6 @@ class GroupedSchedule(Schedule):
         self.products = {name: _Words("", why, (None, None)) for name in GEMMS if wanted[name]}  # type: ignore
         self.x_saved, self.w_saved = saved_parts(self.recipe, self.wants_dx, self.wants_dw)
         self._pair = None, None
-
-    def _why_one_by_one(self, x: torch.Tensor, bias: torch.Tensor | None) -> str:
-        """Why each group runs a schedule of its own."""
-        kinds = [route.kind for route in self.routes if route.kind != "blocks"]
-        if self._programs is None or kinds:
-            kind = kinds[0] if kinds else "blocks"
-            return f"no kernel multiplies all groups by the route {kind!r} of the {self.backend.name} backend"
-        gemms_of = [getattr(self.recipe, name) for name in GEMMS]
-        casts = [cast for gemm in gemms_of for cast in gemm.casts if cast is not None]
-        if len(casts) < 6 or any(gemm.from_fprop for gemm in gemms_of):
-            return "the kernel that multiplies all groups reads quantized operands alone"
-        if any(cast.format.element.name == "E5M2" for cast in casts):
-            return "the kernel that multiplies all groups takes E4M3 alone"
-        lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
-        if lacks:
-            return lacks
-        if self.in_features % _SIDE or self.out_features % _SIDE:
-            return f"in_features and out_features are no multiples of {_SIDE}"
-        if bias is not None:
-            return "the kernel that multiplies all groups adds no bias"
-        if not self.rows or self.dtype != torch.bfloat16 or self.x_dtype != self.dtype:
-            return "the kernel that multiplies all groups gives bfloat16"
-        if backends.chip_of(x.device).capability != (9, 0) or not gemms.own_gemm_is_there():
-            return "the kernel that multiplies all groups needs a Hopper and Triton 3.6"
-        return ""
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed; `apart` changes nothing, since no launch draws it."""

@@ -76,6 +76,13 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
         with mock.patch.object(grouped_linear, "groups_of", return_value=groups):
             together = _results(layer, x, dy, sizes)
         assert groups._sizes is None
+        # What compiled code casts again in backward is what forward saves.
+        inputs, weight = CastInputs(groups=groups), layer.weight.detach()
+        wanted = layer.schedule(x.requires_grad_())
+        _, saved = wanted.forward(x.detach(), weight, None, inputs, inputs)
+        for first, again in zip(saved, wanted.saved_anew(x.detach(), weight, inputs, inputs), strict=True):
+            assert first is again is None or torch.equal(first.float(), again.float())
+        x = x.detach()
         apart, begin = [], 0
         for group, size in enumerate(SIZES):
             one = mf.Linear(256, 384, bias=False, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native")
