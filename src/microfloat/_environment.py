@@ -8,7 +8,7 @@ __all__ = ["toggle"]
 
 
 def toggle(name: str) -> bool:
-    """Whether the environment variable `name` is switched on: "1" is on; unset, "" and "0" are off.
+    """True if the environment variable `name` is switched on: "1" is on; unset, "" and "0" are off.
 
     Raises InvalidValueError for any other value, so that a typing mistake never changes numerics in silence.
     """

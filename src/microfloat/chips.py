@@ -43,7 +43,7 @@ class Chip:
 
     @property
     def is_tried(self) -> bool:
-        """Whether the paths for it have run on such a chip, with the bytes and within the tolerances of the tests."""
+        """True if the paths for it have run on such a chip, with the bytes and within the tolerances of the tests."""
         return self.capability == (9, 0)
 
     @property

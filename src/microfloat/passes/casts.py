@@ -88,7 +88,7 @@ def cast_passes(
 
 
 def _copy_tails(passes: Passes, matrix: Matrix) -> int:
-    """Where the rows of groups that fill no tile are copied to; see `kernels.casts.groups`."""
+    """Position of the copies of rows of groups that fill no tile; see `kernels.casts.groups`."""
     rows, columns, warps = tables.TILES["tails"]
     shape = ((matrix.groups + 1) * GROUP_ROWS, matrix.columns)
     tails = passes.add(Buffer(shape, (matrix.stride_r, 1), matrix.dtype))
@@ -479,7 +479,7 @@ class _Casting:
         ))  # fmt: skip
 
     def _nvfp4_amaxes(self, source: int, both: Both) -> tuple[int, int]:
-        """Where the amax stands that the first level of each operand needs: of the matrix, of its Hadamard transform,
+        """Position of the amax that the first level of each operand needs: of the matrix, of its Hadamard transform,
         or of every operand row.
         """
         passes, matrix = self.passes, self.matrix
@@ -536,13 +536,13 @@ _Matrices = list[tuple[Matrix, Both]]
 
 
 def _most_programs(matrix: Matrix) -> int:
-    """How many programs surely run at once. One in the interpreter, where they run one after another."""
+    """The number of programs that surely run at once. One in the interpreter, where they run one after another."""
     device = matrix.device
     return 1 if device.number < 0 else device.multiprocessors * _COOPERATING
 
 
 def _fit_together(matrices: list[Matrix]) -> bool:
-    """Whether one launch is to measure and cast these matrices."""
+    """True if one launch is to measure and cast these matrices."""
     elements = sum(matrix.rows * matrix.columns for matrix in matrices)
     fit = elements <= _MOST_TOGETHER and not any(matrix.index64 for matrix in matrices)
     return fit and all(matrix.device.cooperates for matrix in matrices)
@@ -580,7 +580,7 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
 
 
 def _fit_values_together(matrices: _Matrices) -> bool:
-    """Whether one launch is to measure and cast these matrices to NVFP4 values: no row operand is transformed, nor the
+    """True if one launch is to measure and cast these matrices to NVFP4 values: no row operand is transformed, nor the
     column operand of a second matrix, and no amax is one of rows.
     """
     for number, (matrix, both) in enumerate(matrices):

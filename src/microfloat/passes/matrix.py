@@ -49,7 +49,7 @@ class Device(NamedTuple):
 
 
 def specialization(value: int) -> int:
-    """What Triton makes of an integer argument: 1, a multiple of 16, other; and whether it fits in 32 bits."""
+    """Triton's treatment of an integer argument: 1, a multiple of 16, other; and whether it fits in 32 bits."""
     kind = 2 if value == 1 else (value & 15 == 0)
     return kind if value <= INT32_MAX else kind + 4
 
@@ -89,8 +89,8 @@ class Matrix:
 
     @property
     def kind(self) -> int:
-        """How its elements may be read (`kernels.device.convert`): column operands read two words at once, so rows must
-        begin at multiples of 8 bytes; else element by element.
+        """The form in which its elements are read (`kernels.device.convert`). Column operands read two words at once,
+        so rows must begin at multiples of 8 bytes; else element by element.
         """
         in_words = self.stride_c == 1 and not self.columns & 1 and not self._row_stride & 3 and self.alignment >= 8
         return _KINDS.get(self.dtype, 0) if in_words else 0
@@ -127,7 +127,7 @@ class Matrix:
         return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
 
     def tiles(self, tile_rows: int, tile_columns: int) -> int:
-        """How many tiles of this size cover it."""
+        """The number of tiles of this size that cover it."""
         return -(-self.rows // tile_rows) * -(-self.columns // tile_columns)
 
     def how(self, tile_rows: int, tile_columns: int, *, units: bool = False) -> How:

@@ -215,7 +215,7 @@ def _mode(given: str) -> int:
 
 
 def _records(passes: Passes, records: tuple[bool, bool], numbers: KernelCast, given: str) -> list[int]:
-    """Where each amax is recorded. The scale of a gradient under a given one depends on it."""
+    """Position at which each amax is recorded. The scale of a gradient under a given one depends on it."""
     needed = numbers.cast.is_gradient and given == "scale_enc"
     return [
         at if is_given else passes.add(Buffer((1,), (1,), "float32", cleared=True)) if needed else At.NOTHING
@@ -290,7 +290,7 @@ def _by_clusters(
 
 
 def _pieces(matrix: Matrix, work: Producer, casts: tuple, per_tensor: bool) -> Pieces | None:
-    """How clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
+    """The pieces in which clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
     words, largest = convert.WORDS_BF16.value, matrix.device.largest_cluster
     if not largest or matrix.kind != words or work.parameter_dtype != matrix.dtype:
         return None

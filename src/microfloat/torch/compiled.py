@@ -158,7 +158,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def _describe(weight: QuantizedTensor) -> str:
-    """What operators are told of a stored weight besides its parts: dtype, in features and Cast, as text."""
+    """Text that tells operators of a stored weight besides its parts: dtype, in features and Cast, as text."""
     return f"{_DTYPES[weight.dtype]} {weight.shape[1]} {weight.token}"
 
 

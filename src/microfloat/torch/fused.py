@@ -68,7 +68,7 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
 def project(
     x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """What each layer makes of norm(x); with `join` one tensor for all of them, where they are one product."""
+    """The output of each layer for norm(x); with `join` one tensor for all of them, where they are one product."""
     units = _units(x, layers, join, norm)
     runs = None if units is None else _begin(x, units, [(x, norm)] * len(units), is_first_microbatch)
     if units is None or runs is None:
@@ -161,7 +161,7 @@ def _tensors(units: Sequence[Unit]) -> list[torch.Tensor | None]:
 def _units(
     x: torch.Tensor, layers: Sequence[Linear], join: bool, norm: "NormOf | None" = None
 ) -> list[Unit] | None:  # fmt: skip
-    """What is multiplied at once; None where the modules must run by themselves."""
+    """The units that are multiplied; None where the modules must run by themselves."""
     if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
         return None
     # Somebody may have put another module in a layer's place, as PEFT does, or listens to calls, as tensor parallelism.

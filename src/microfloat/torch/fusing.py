@@ -132,7 +132,7 @@ def _computes_gated_mlp(kind: type) -> bool:
 
 
 def _why_not(module: Any) -> str:
-    """What keeps a block of a known class from being fused, "" if nothing does."""
+    """The reason not to fuse a block of a known class, "" if there is none."""
     if isinstance(module, nn.Sequential):
         return "" if any(_steps(module)) else "nothing here stands right before a Linear"
     holder = module.mlp if hasattr(module, "mlp") else module
@@ -232,7 +232,7 @@ class _Sequential(nn.Module):
     """The modules one after another, norms and activations with the Linear that follows them."""
 
     def forward(self, input: Any) -> Any:
-        """What the last module gives."""
+        """The output of the last module."""
         me: Any = self
         if not me._is_whole():
             return super().forward(input)

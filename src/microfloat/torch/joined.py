@@ -27,7 +27,7 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def call_layer(layer: Any, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-    """What a layer makes of x; one that is not ours any more, after `revert` or with adapters, takes x alone."""
+    """The output of a layer for x; one that is not ours any more, after `revert` or with adapters, takes x alone."""
     if is_first_microbatch is None or not isinstance(layer, Linear):
         return layer(x)
     return layer(x, is_first_microbatch)

@@ -121,7 +121,7 @@ def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
-    """Where the codes of an operand begin from element `element0` of its row `row0` on; `length` elements a row."""
+    """Pointer to the codes of an operand from element `element0` of its row `row0` on; `length` elements a row."""
     if CAST.OUTPUT == CODES and element_bits(CAST.MB, CAST.BIAS) == 4:
         return out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + element0 // 2
     else:

@@ -64,7 +64,7 @@ TILE = tl.constexpr(128)
 
 @triton.constexpr_function
 def folds(row, column, tile, kind, even):
-    """Whether a pass of `fold` over bfloat16 words in whole tiles (`even`) is one of squares: nearest E4M3 both ways, a
+    """True if a pass of `fold` over bfloat16 words in whole tiles (`even`) is one of squares: nearest E4M3 both ways, a
     scale for every row of 128 elements.
     """
     if tile or row is None or column is None or kind != WORDS_BF16 or not even:
@@ -141,7 +141,7 @@ def fold_one(x, factor):
 
 @triton.jit
 def lossy_elements(lossy, HW: tl.constexpr):
-    """How many, from sums of what `fold_quad` gives: masks of 16 bits, up to 64 in either half, or counts."""
+    """The number, from sums of what `fold_quad` gives: masks of 16 bits, up to 64 in either half, or counts."""
     if HW:
         minus = -lossy
         return 2 * (minus & 0xFFFF) + (minus >> 16)
@@ -372,7 +372,7 @@ def fold_rows(
 
 @triton.jit
 def count_halves(words):
-    """How many halves of a two-dimensional tensor of float16 pairs, summed."""
+    """The number of halves of a two-dimensional tensor of float16 pairs, summed."""
     low, high = low_half(words, WORDS_F16), high_half(words, WORDS_F16)
     return tl.sum(tl.sum(low + high, 1), 0).to(tl.int32)
 
@@ -519,7 +519,7 @@ def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, 
 
 @triton.jit
 def lossy_of_four(values, BIAS: tl.constexpr):
-    """How many of four shifted values are lossy."""
+    """The number of lossy ones of four shifted values."""
     a, b, c, d = values
     return is_lossy(a, BIAS) + is_lossy(b, BIAS) + is_lossy(c, BIAS) + is_lossy(d, BIAS)
 

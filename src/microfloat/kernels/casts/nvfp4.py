@@ -199,7 +199,7 @@ def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
 
 @triton.constexpr_function
 def can_lower(cast):
-    """Whether a cast wants elements times 2^-14: it is stochastic, and has one amax that says whether that is exact."""
+    """True if a cast wants elements times 2^-14: it is stochastic, and has one amax that says whether that is exact."""
     if cast is None:
         return False
     cast = Nvfp4Cast(*cast)
@@ -208,7 +208,7 @@ def can_lower(cast):
 
 @triton.jit
 def is_modest(amax_ptr, CAST: tl.constexpr):
-    """Whether elements times 2^-14 are exact in a cast that wants them. The factor of a block takes that on wherever it
+    """True if elements times 2^-14 are exact in a cast that wants them. The factor of a block takes that on wherever it
     stays normal: it is at least ``6 / A``, so always unless A exceeds 2^110.
     """
     if can_lower(CAST):

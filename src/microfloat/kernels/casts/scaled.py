@@ -117,7 +117,7 @@ def cast_tile_columns(
 
 @triton.constexpr_function
 def converts_once(row, column, source, even, rows):
-    """Whether a pass over tiles of so many rows converts each element once, since its code is the same byte in both
+    """True if a pass over tiles of so many rows converts each element once, since its code is the same byte in both
     operands: one cast to the nearest code, one factor for the tensor; whole tiles (`even`), so that codes of a row are
     stored four at a time.
 

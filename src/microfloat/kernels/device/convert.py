@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def element_bits(mb, bias):
-    """How many bits a code has: sign, exponent (its bias is 2^(e - 1) - 1) and mantissa."""
+    """The number of bits of a code: sign, exponent (its bias is 2^(e - 1) - 1) and mantissa."""
     return 1 + (bias + 1).bit_length() + mb
 
 

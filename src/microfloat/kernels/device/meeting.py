@@ -66,7 +66,7 @@ def offer_count(count, scratch_ptr, HW: tl.constexpr):
 
 @triton.jit
 def arrive(count_ptr, HW: tl.constexpr):
-    """How many programs had arrived (as far as one thread needs to know it): after all offers, before the stores."""
+    """The programs that had arrived (as far as one thread needs to know it): after all offers, before the stores."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, -1; "

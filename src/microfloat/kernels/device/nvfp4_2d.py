@@ -32,7 +32,7 @@ SIGNS = tl.constexpr(-2004318072)  # 0x88888888: the signs of an oct
 
 @triton.constexpr_function
 def codes_are_shared(row, column):
-    """Whether the codes of both operands are the same: one rule for 16 x 16 tiles, codes rounded to the nearest and not
+    """True if the codes of both operands are the same: one rule for 16 x 16 tiles, codes rounded to the nearest and not
     transformed. Under four over six sums of errors run along rows first, so that the operands may differ.
     """
     row, column = Nvfp4Cast(*row), Nvfp4Cast(*column)
@@ -43,7 +43,7 @@ def codes_are_shared(row, column):
 
 @triton.constexpr_function
 def takes(row, column, kind, even, rows):
-    """Whether a pass of `nvfp4` over bfloat16 words, `rows` of them to a program and no part of one (`even`), is one of
+    """True if a pass of `nvfp4` over bfloat16 words, `rows` of them to a program and no part of one (`even`), is one of
     this module. `row`, `column`: its casts.
     """
     if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
@@ -139,7 +139,7 @@ def in_lanes(x):
 
 @triton.jit
 def encoding(factor, value, decode, bad, HW: tl.constexpr):
-    """What `magnitude_codes` needs of a tile: (largest word, factor, three units).
+    """The arguments of `magnitude_codes` for a tile: (largest word, factor, three units).
 
     Hardware forms: magnitudes are clamped to 6 scales, rounded down to bfloat16. What is larger than that has the code
     7, with the clamp and without, and no product reaches 7, where the rounding of `code_bits` would go wrong. In a tile

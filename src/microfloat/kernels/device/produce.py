@@ -203,7 +203,7 @@ def produce_rows(
     source, r, w, rows, cols, COUNT: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, ALIGN: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """What `produce_pair` gives for rows r, r + 1, ..., COUNT of them; of GATE_GRADIENTS those of gate and of up."""
+    """Values as of `produce_pair` for rows r, r + 1, ..., COUNT of them; of GATE_GRADIENTS those of gate and of up."""
     if PRODUCER == GATE_GRADIENTS:
         gate, up = (), ()
         for p in tl.static_range(COUNT):

@@ -33,7 +33,7 @@ from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, scale_offset
 
 @triton.constexpr_function
 def takes(row, column, kind, even):
-    """Whether a pass of `blocks` over bfloat16 words in whole tiles (`even`) is one of squares.
+    """True if a pass of `blocks` over bfloat16 words in whole tiles (`even`) is one of squares.
 
     `row`, `column`: its casts. MX blocks of 32 along either axis, rounded to the nearest code, one byte to a code.
     """

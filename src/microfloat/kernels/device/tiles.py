@@ -83,7 +83,7 @@ def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr, plan_ptr
 
 @triton.jit
 def tiles_of(R, C, BM: tl.constexpr, BN: tl.constexpr):
-    """How many tiles of BM x BN a matrix has: side by side, and in all."""
+    """The number of tiles of BM x BN in a matrix: side by side, and in all."""
     across = (C + BN - 1) // BN
     return across, ((R + BM - 1) // BM) * across
 
@@ -248,7 +248,7 @@ def transpose_quads(codes, GROUPS: tl.constexpr, Q: tl.constexpr, W: tl.constexp
 
 @triton.jit
 def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
-    """Where the scale of `block` of `row` (global indices of the operand) is stored."""
+    """Offset at which the scale of `block` of `row` (global indices of the operand) is stored."""
     if LAYOUT == SCALE_COLUMN_MAJOR:
         return block * rows + row
     else:

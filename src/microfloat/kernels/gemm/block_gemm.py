@@ -48,7 +48,7 @@ scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 
 def output_layout(bytes_per_element: int) -> gl.NVMMASharedLayout:
-    """How a piece of C of 128 bytes a row lies in shared memory."""
+    """The layout in shared memory of a piece of C of 128 bytes a row."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * bytes_per_element, rank=2)
 
 
@@ -63,7 +63,7 @@ def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _row_tiles(M, plan_ptr, ROWS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr):
-    """How many rows of tiles there are. The plan of FPROP and DGRAD begins with their number."""
+    """The number of rows of tiles. The plan of FPROP and DGRAD begins with their number."""
     if GROUPED == 0:
         return gl.cdiv(M, ROWS)
     elif GROUPED == WGRAD:
@@ -192,7 +192,7 @@ def _multiply(
     plan_ptr, M, N, K, WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """What one warpgroup does: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
+    """The work of one warpgroup: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32]
     )

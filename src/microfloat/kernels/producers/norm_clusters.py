@@ -42,7 +42,7 @@ def _area_text(size, ctas):
 
 @triton.constexpr_function
 def exchange_bytes(rounds, ctas, rows):
-    """What the sums of so many rows take of an area."""
+    """The bytes of an area that the sums of so many rows take."""
     return rounds * (ctas + 1) * rows * 4
 
 
@@ -282,7 +282,7 @@ def word_of(words, units, j: tl.constexpr, p: tl.constexpr, USE: tl.constexpr, B
 
 @triton.jit
 def term(word, shift, there, USE: tl.constexpr, MAY_MISS: tl.constexpr):
-    """What words add to the sums of their rows."""
+    """The terms that words add to the sums of their rows."""
     low, high = low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
     if USE == VALUES:
         return low + high

@@ -38,7 +38,7 @@ class Backend(Protocol):
     amax: Callable[[torch.Tensor], torch.Tensor]
 
     def routes(self, recipe: Recipe, device: torch.device, counts: "FoldCounts | None") -> Routes:
-        """How the operands of each GEMM enter it on `device`; `counts`: of folding in earlier steps, or None."""
+        """The forms in which operands enter each GEMM on `device`; `counts`: of folding in earlier steps, or None."""
         ...
 
     def why_no_program(self, row: OperandSpec | None, column: OperandSpec | None) -> str:

@@ -87,7 +87,7 @@ class GroupedLinear(RecipeLayer):
             raise self._with_path(error) from None
 
     def schedule(self, x: torch.Tensor) -> GroupedSchedule:
-        """What a call with `x` would run here and now, whatever the sizes of its groups; ``print`` shows it."""
+        """The schedule of a call with `x` here and now, whatever the sizes of its groups; ``print`` shows it."""
         self._check_input(x)
         recipe, state = self.effective_recipe(), ambient()
         recipe = HIGH_PRECISION if recipe is None else canonical(recipe)

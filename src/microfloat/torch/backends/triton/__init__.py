@@ -331,7 +331,7 @@ class _Inputs:
 
     @property
     def matrix(self) -> Matrix:
-        """What passes know of them: the alignment is that of the least aligned; vectors with gaps have none."""
+        """The inputs as passes know them: the alignment is that of the least aligned; vectors with gaps have none."""
         matrix = matrix_of(self.x)
         for other in (self.y, self.z):
             if other is not None:
