@@ -134,3 +134,47 @@ def test_compiled_code_leaves_it_to_eager_mode():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a compiled backward cannot see"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "nvfp4"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attention", "layer"])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_every_module_accumulates(name, kind, flagged):
+    """LayerNormLinear with joint weights, LayerNormMLP, attention and the layer of them: every weight, its own part."""
+    options = {"recipe": name, "dtype": torch.float32}
+    make_one = {
+        "linear": lambda **o: mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, **options, **o),
+        "mlp": lambda **o: mf.LayerNormMLP(32, 48, activation="swiglu", **options, **o),
+        "attention": lambda **o: mf.MultiheadAttention(32, 4, 2, **options, **o),
+        "layer": lambda **o: mf.TransformerLayer(32, 48, 4, 2, **options, **o),
+    }[kind]
+    torch.manual_seed(0)
+    plain = make_one()
+    module = make_one(fuse_wgrad_accumulation=True)
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 5, 32)
+    for one in (plain, module):
+        layers = [layer for layer in one.modules() if isinstance(layer, mf.Linear)]
+        for layer in layers if one is module else ():
+            layer.weight.main_grad = torch.ones_like(layer.weight)
+            if flagged:
+                layer.weight.grad_added_to_main_grad = False
+        for first in (True, False):
+            torch.manual_seed(5)
+            one(x, is_first_microbatch=first).square().sum().backward()
+    wanted = dict(plain.named_parameters())
+    for key, layer in module.named_modules():
+        if isinstance(layer, mf.Linear):
+            weight, want = layer.weight, wanted[f"{key}.weight"].grad
+            if flagged:
+                assert weight.grad_added_to_main_grad
+                assert not weight.grad.any()
+            else:
+                assert weight.grad is None
+            torch.testing.assert_close(weight.main_grad, want, rtol=1e-5, atol=1e-6)
+    assert (
+        any(
+            parameter.grad is not None for key, parameter in module.named_parameters() if "norm" in key or "bias" in key
+        )
+        or kind == "attention"
+    )

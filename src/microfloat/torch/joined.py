@@ -63,7 +63,7 @@ def can_join(layers: Sequence[Linear]) -> bool:
         and weight.dtype == first.dtype and weight.device == first.device and weight.shape[1] == first.shape[1]
         and weight.requires_grad == first.requires_grad and (layer.bias is None) == (head.bias is None)
         and layer._pin_token == head._pin_token and layer.backend == head.backend
-        and not layer.fuse_wgrad_accumulation and is_bare(layer)
+        and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation and is_bare(layer)
         for layer in layers
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     if torch.compiler.is_compiling():
         return torch.cat(weights), bias
-    whole: Any = _Join.apply(*weights) if _are_neighbours(weights) else torch.cat(weights)
+    whole: Any = _Join.apply(*weights)
     whole.joined_of = weights  # by which kept operands of it are found again
     return whole, bias
 
@@ -96,6 +96,9 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [weight.shape[0] for weight in weights]
+        ctx.set_materialize_grads(False)
+        if not _are_neighbours(weights):
+            return torch.cat(weights)
         first = weights[0]
         shape = (sum(ctx.rows), first.shape[1])
         # Not a view, for autograd: nobody writes to it.
@@ -103,8 +106,8 @@ class _Join(torch.autograd.Function):
         return whole.set_(first.untyped_storage(), first.storage_offset(), shape, (shape[1], 1))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients[0].split(ctx.rows)
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return (None,) * len(ctx.rows) if gradients[0] is None else gradients[0].split(ctx.rows)
 
 
 @torch.no_grad()

@@ -324,7 +324,15 @@ class MainGrad:
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
         """Add a float32 gradient; returns what autograd is to pass on."""
-        weight = self.weight
+        weights: tuple[Any, ...] = getattr(self.weight, "joined_of", ())
+        if not weights:
+            return self._add(self.weight, dw)
+        parts = dw.split([weight.shape[0] for weight in weights])
+        passed = [self._add(weight, part) for weight, part in zip(weights, parts, strict=True)]
+        zeros = next((part for part in passed if part is not None), None)
+        return None if zeros is None else zeros[:1, :1].expand(dw.shape)
+
+    def _add(self, weight: Any, dw: torch.Tensor) -> torch.Tensor | None:
         main_grad = getattr(weight, "main_grad", None)
         needed = f"a tensor of shape {tuple(weight.shape)}, float32 or {weight.dtype}, on {weight.device}"
         if not isinstance(main_grad, torch.Tensor):

@@ -121,7 +121,7 @@ class MultiheadAttention(nn.Module):
         bias: bool = False, out_bias: bool | None = None, qk_norm: bool = False, window: int | None = None,
         causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
         interleaved: bool = False, device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None,
-        backend: str = "auto",
+        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -136,7 +136,10 @@ class MultiheadAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, size
         self.window, self.causal, self.dropout, self.interleaved = window, causal, dropout, interleaved
         source = hidden_size if kv_hidden_size is None else kv_hidden_size
-        options = {"device": device, "dtype": dtype, "recipe": recipe, "backend": backend}
+        options: dict[str, Any] = {
+            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }  # fmt: skip
         self.q_proj = Linear(hidden_size, num_heads * size, bias, **options)
         self.k_proj = Linear(source, num_kv_heads * size, bias, **options)
         self.v_proj = Linear(source, num_kv_heads * size, bias, **options)

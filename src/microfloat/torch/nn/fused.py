@@ -66,7 +66,7 @@ class LayerNormLinear(nn.Module):
         self, in_features: int, out_features: int, bias: bool = True, *, normalization: str = "LayerNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
         split: Mapping[str, int] | None = None, device: Any = None, dtype: Any = None,
-        recipe: Recipe | str | None = None, backend: str = "auto",
+        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         parts = {"linear": out_features} if split is None else dict(split)
@@ -78,7 +78,11 @@ class LayerNormLinear(nn.Module):
         self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self._parts = tuple(parts)
         for name, size in parts.items():
-            self.add_module(name, Linear(in_features, size, bias, device, dtype, recipe=recipe, backend=backend))
+            layer = Linear(
+                in_features, size, bias, device, dtype, recipe=recipe, backend=backend,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            )  # fmt: skip
+            self.add_module(name, layer)
         self._join()
 
     @property
@@ -121,9 +125,11 @@ class MLP(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, recipe, backend)
+        options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
 
     def forward(
         self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
@@ -139,13 +145,12 @@ class MLP(nn.Module):
 
 def _build_mlp(
     module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Any, dtype: Any,
-    recipe: Any, backend: str,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Give `module` the Linears of an MLP."""
     if activation not in ACTIVATIONS:
         raise unknown_name("activation", activation, ACTIVATIONS)
     module.activation = activation
-    options = {"recipe": recipe, "backend": backend}
     if ACTIVATIONS[activation].gated:
         module.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
     module.up_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
@@ -185,11 +190,12 @@ class LayerNormMLP(nn.Module):
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         normalization: str = "LayerNorm", eps: float = 1e-5, zero_centered_gamma: bool = False,
         return_norm_output: bool = False, recompute: bool = False, device: Any = None, dtype: Any = None,
-        recipe: Recipe | str | None = None, backend: str = "auto",
+        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, recipe, backend)
+        options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
         self.return_norm_output, self.recompute = return_norm_output, recompute
 
     def reset_parameters(self) -> None:

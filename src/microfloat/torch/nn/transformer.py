@@ -38,10 +38,13 @@ class TransformerLayer(nn.Module):
         zero_centered_gamma: bool = False, qk_norm: bool = False, window: int | None = None, causal: bool = True,
         cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, interleaved: bool = False,
         device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {**where, "recipe": recipe, "backend": backend}
+        options: dict[str, Any] = {
+            **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }  # fmt: skip
         attention: dict[str, Any] = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
         }  # fmt: skip
