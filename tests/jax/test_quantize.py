@@ -180,6 +180,7 @@ def test_dequantize_undoes_hadamard():
 
 
 # features Q3
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "nvfp4"))
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_a_pair_of_axes_gives_what_two_calls_give(name):
     x = np.random.default_rng(8).standard_normal((70, 45)).astype(np.float32)
@@ -213,6 +214,7 @@ def test_the_inputs_of_a_pair():
 
 
 # features S12
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "nvfp4"))
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_the_gradient_of_fake_quantize_goes_straight_through(name):
     x = np.random.default_rng(9).standard_normal((6, 40)).astype(np.float32)

@@ -80,9 +80,7 @@ def loop(recipe, state=None):
     return y, dx, np.stack(dw)
 
 
-@pytest.mark.slow_cases(
-    "further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4", "delayed", "mxfp8_dequantized")
-)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "delayed"))
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_is_a_matrix_of_its_own(name):
     """Features J4, jax.md 7 row 24: what a dot per group gives, in every recipe, and zeros for rows of no group."""
@@ -98,7 +96,7 @@ def test_every_group_is_a_matrix_of_its_own(name):
     assert not np.asarray(dw)[1].any()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4", "row_scales"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_row", "mxfp8", "nvfp4", "row_scales"])
 def test_codes_of_a_group_are_those_of_its_matrix(name):
     """Byte for byte, over blocks of rows, for x and dy along both axes: the oracle's, or the group's noise."""
@@ -223,6 +221,7 @@ def test_signature_dtypes_and_errors():
         jax.hessian(lambda x: jnp.sum(op(x, W, SIZES) ** 2))(jnp.asarray(X))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_transformations():
     """vmap over everything, scan over layers, remat that keeps the codes: results of the plain call."""
     op, sizes = mj.ragged_dot(NVFP4BlockScaling()), jnp.asarray([SIZES, SIZES[::-1]])
@@ -294,6 +293,7 @@ def test_experts_of_other_devices_are_other_matrices():
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 @MESH
 def test_sharding_by_jit_changes_nothing():
     """Automatic and explicit meshes."""
