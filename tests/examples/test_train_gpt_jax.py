@@ -86,6 +86,7 @@ def test_an_interrupted_run_ends_with_the_same_losses(tmp_path, interrupt, recip
         assert losses(tmp_path / "halves", name) == losses(tmp_path / "whole", name)
 
 
+@pytest.mark.slow("a further run of the JAX example")
 def test_delayed_state_moves_and_is_in_the_checkpoint(tmp_path):
     assert train(tmp_path, "--recipe delayed --steps 6") == 0
     trainer = trainer_of(tmp_path, "--recipe delayed --steps 6")
@@ -98,6 +99,7 @@ def test_delayed_state_moves_and_is_in_the_checkpoint(tmp_path):
     assert all((history > 0).sum() == 6 for history in histories.values())
 
 
+@pytest.mark.slow("a further run of the JAX example")
 def test_where_the_recipe_goes(tmp_path):
     import microfloat.jax.nnx as mnnx
 

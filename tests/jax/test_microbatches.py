@@ -153,6 +153,7 @@ def test_nnx_optimizer(jitted):
         np.testing.assert_array_equal(np.asarray(model.dot_general.input_amax_history[...]), [0.5, 0, 0, 5])
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_gradients_over_microbatches_are_those_of_one_batch():
     """Features J19: the mean of gradients and values, the maximum of amaxes; plain JAX and Flax, with a key."""
     recipe = DelayedScaling(amax_history_len=4)
