@@ -78,7 +78,7 @@ def pytest_collection_finish(session):
     """Refuse versions under which pytest-xdist scatters the tests of a group, which then make everything twice."""
     grouped = next((item for item in session.items if item.get_closest_marker("xdist_group")), None)
     if session.config.getoption("loadgroup", False) and grouped is not None and "@" not in grouped.nodeid:
-        raise pytest.UsageError("this pytest-xdist does not group tests under this pytest: use those of constraints.txt")
+        raise pytest.UsageError("this pytest-xdist groups no tests under this pytest: install those of constraints.txt")
 
 
 def pytest_deselected(items):
