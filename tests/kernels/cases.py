@@ -19,7 +19,7 @@ from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import attention, fused, program, reference
+from microfloat.torch import attention, backends, fused, program, reference
 from microfloat.torch.backends import triton
 from tests.torch.scheduled.setting import native_on
 
@@ -572,6 +572,17 @@ def rotary(device, dtype, interleaved):
             far = (outputs.float() - wanted.float()).abs() > unit * wanted.float().abs().clamp_min(2.0**-6)
             assert not far.any(), f"{heads} heads of {size}, {rotated} rotated, inverse {inverse}"
             assert torch.equal(outputs.split(split, 2)[2], inputs.split(split, 2)[2])
+        # The same through autograd, from one tensor and from three.
+        with contextlib.nullcontext() if device == "cuda" else backends.pretend(chip="h200"):
+            for is_joint in (True, False):
+                again = joint.clone().requires_grad_()
+                made = [again] if is_joint else list(again.split(split, 2))
+                y = attention.rotate_heads(made, split if is_joint else None, cos, sin.double(), interleaved)
+                assert type(y[0].grad_fn).__name__ == "_RotateBackward"
+                torch.cat(y, 2).backward(grad)
+                for got, wanted in ((torch.cat(y, 2).detach(), want.detach()), (again.grad, leaf.grad)):
+                    bound = unit * wanted.float().abs().clamp_min(2.0**-6)
+                    assert not ((got.float() - wanted.float()).abs() > bound).any()
 
 
 def fused_casts(device, name):

@@ -71,3 +71,32 @@ def test_a_sequential_without_such_pairs_stays():
     assert type(model) is nn.Sequential
     with pytest.raises(InvalidTypeError, match="fuse"):
         mf.convert(model, "mxfp8", fuse="yes")
+
+
+def _gated(product):
+    """A class as transformers' models have it, whose forward is the given one."""
+
+    def init(self):
+        nn.Module.__init__(self)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.act_fn = nn.SiLU()
+
+    names = {"__module__": "transformers.models.own.modeling_own", "__init__": init, "forward": product}
+    return type("OwnMLP", (nn.Module,), names)()
+
+
+@pytest.mark.parametrize(
+    ("product", "fused"),
+    [
+        (lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)), True),
+        (lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)), False),
+        (lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x)), False),
+    ],
+)
+def test_an_mlp_is_known_by_what_it_computes(product, fused):
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([_gated(product)]), torch.randn(4, 32)
+    plain = model[0](x).detach()
+    report = mf.convert(model, "mxfp8", fuse=True)
+    assert [row.action for row in report.blocks] == ["fused"] * fused
+    assert float((model[0](x).detach() - plain).norm() / plain.norm()) < 0.1

@@ -129,7 +129,7 @@ def _launch(
     else:
         outputs = [part.new_empty((batch, length, part.shape[2], size)) for part in parts[:2]] + parts[2:]
     backend = backends.choose("auto", parts[0].device)
-    cos, sin = (table if table.stride() == cos.stride() else table.contiguous() for table in (cos, sin.to(cos.dtype)))
+    sin = sin.to(cos.dtype)
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     backend.producers.rotate(parts, outputs, cos, sin, inverse=inverse, interleaved=interleaved)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from microfloat.torch.fused import NormOf, activation_linear, mlp, norm_linear, project
-from microfloat.torch.joined import is_bare, join_
+from microfloat.torch.joined import can_join, is_bare, join_
 from microfloat.torch.nn.attention import heads_of
 from microfloat.torch.nn.linear import Linear
 
@@ -87,8 +87,10 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
         module.__class__ = made
         if issubclass(made, _DecoderLayer):
             attention: Any = module.self_attn
-            joined = join_((attention.q_proj, attention.k_proj, attention.v_proj))
-            yield name, "norms, q/k/v, rotary embedding and MLP" + ("" if joined else " (q/k/v as three products)")
+            layers = attention.q_proj, attention.k_proj, attention.v_proj
+            join_(layers)
+            apart = "" if can_join(layers) else " (q/k/v as three products)"
+            yield name, f"norms, q/k/v, rotary embedding and MLP{apart}"
             inside |= children
         else:
             yield name, "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
@@ -123,12 +125,22 @@ def _fused_class(kind: type) -> Any:
     return type(kind.__name__, (base, Fused, kind), namespace)
 
 
+def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _gated_with_a_name(self: Any, x: torch.Tensor) -> torch.Tensor:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
 def _computes_gated_mlp(kind: type) -> bool:
-    """True if the forward of a class is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by the names it reads."""
-    forward: Any = vars(kind).get("forward")
-    code = getattr(forward, "__code__", None)
-    names = {"down_proj", "act_fn", "gate_proj", "up_proj"}
-    return code is not None and set(code.co_names) == names and code.co_argcount == 2
+    """True if the forward of a class is one of the two above, by its bytecode: names alone would not tell a swap."""
+    code = getattr(vars(kind).get("forward"), "__code__", None)
+    return code is not None and any(
+        (code.co_code, code.co_names) == (known.__code__.co_code, known.__code__.co_names)
+        for known in (_gated, _gated_with_a_name)
+    )
 
 
 def _why_not(module: Any) -> str:
