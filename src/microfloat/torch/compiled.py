@@ -29,8 +29,8 @@ from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_buffers", "check_caller",
-    "compiled_linear", "export", "live_amaxes", "token_of_high_precision",
+    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_caller",
+    "compiled_linear", "delayed_state", "export", "live_amaxes", "recorded", "token_of_high_precision",
 ]  # fmt: skip
 
 Maybe = torch.Tensor | None
@@ -121,16 +121,26 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     state: tuple[Maybe, ...] = (None, None, None, None)
     number = -1
     if context.is_delayed(token):
-        check_buffers(layer)
-        state = (
-            layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
-            layer.scaling_dy_amax_history,
-        )  # fmt: skip
+        state = delayed_state(layer)
         number = layer._number  # a constant of compiled code, which only state makes one layer's own
     outputs = _CompiledLinear.apply(
         x, weight, layer.bias, seed, *state, stored, token, pinned, backend, compute, number,
         torch.is_grad_enabled(),
     )  # fmt: skip
+    return recorded(layer, outputs, token, number)
+
+
+def delayed_state(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Encode scales of x and w as they are now, and the scale and history of dy, which backward reads."""
+    check_buffers(layer)
+    return (
+        layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
+        layer.scaling_dy_amax_history,
+    )  # fmt: skip
+
+
+def recorded(layer: Any, outputs: Any, token: str, number: int) -> torch.Tensor:
+    """y, after the amaxes that came with it, if any, have gone to the layer's histories."""
     if not isinstance(outputs, tuple):
         return outputs
     y, live = outputs

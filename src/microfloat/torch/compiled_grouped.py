@@ -19,9 +19,10 @@ from microfloat.torch.compiled import (
     MARKER,
     Maybe,
     cast_inputs,
-    check_buffers,
     check_caller,
+    delayed_state,
     live_amaxes,
+    recorded,
     token_of_high_precision,
 )
 from microfloat.torch.grouped import GroupedSchedule, Groups, find_grouped, groups_of
@@ -66,22 +67,12 @@ def compiled_grouped(
     if context.is_delayed(token):
         if layer is None:
             raise NotSupportedError("recipe: got delayed scaling for a function. Use microfloat.torch.GroupedLinear.")
-        check_buffers(layer)
-        state = (
-            layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
-            layer.scaling_dy_amax_history,
-        )  # fmt: skip
+        state = delayed_state(layer)
         number = layer._number
     outputs = _CompiledGrouped.apply(
         x, weight, bias, ends, seed, *state, token, pinned, backend, compute, number, torch.is_grad_enabled()
     )
-    if not isinstance(outputs, tuple):
-        return outputs
-    y, live = outputs
-    record = torch.ops.microfloat.record_amax_
-    record(layer.scaling_x_amax_history, live, token, "x", number)
-    record(layer.scaling_w_amax_history, live, token, "w", number)
-    return y
+    return recorded(layer, outputs, token, number)
 
 
 class _CompiledGrouped(torch.autograd.Function):
