@@ -32,11 +32,11 @@ setup-demo:
 	@$(SETUP) torch,examples
 
 setup-test:
-	@$(SETUP) torch,triton,jax,examples,dev
+	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev
 
 # The packages of tests/integrations, which skip in `make test` where they are not installed.
 setup-test-all:
-	@$(SETUP) torch,triton,jax,examples,dev,integrations
+	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev,integrations
 
 demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)

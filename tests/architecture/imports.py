@@ -15,6 +15,7 @@ LAYERS = (
     ("recipes",),
     ("layout",),
     ("metrics", "reference"),
+    ("cpu", "pictures"),
     ("kernels", "checkpoint"),
     ("passes",),
     ("routes",),
@@ -28,6 +29,8 @@ NUMERIC = frozenset({"numpy", "ml_dtypes"})
 # What a layer may import from outside the standard library, where it is not just NUMERIC.
 THIRD_PARTY = {
     "kernels": frozenset({"triton"}),
+    "cpu": NUMERIC | {"numba"},
+    "pictures": NUMERIC | {"matplotlib"},
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
