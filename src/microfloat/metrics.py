@@ -1,65 +1,92 @@
 """Measures of what quantization did to an array: one definition each, NumPy arrays in, floats out.
 
-In every formula x is the original, y what it became, both of one shape; sums run over all elements in float64.
+In every formula x is the reference and q what became of it (codes, decoded), both of one shape. Sums and shares are
+those of the elements whose reference is finite, in float64; `non_finite` counts the others. Source: docs/watching.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import SCALE_E4M3, SCALE_E8M0, ElementFormat, ScaleFormat, decode, get_element
 
 __all__ = [
-    "Difference", "ScaleHistogram", "at_limit", "bias", "block_dynamic_range", "clip", "cosine", "crest_factor",
-    "first_difference", "rel_mse", "relative_error", "scale_histogram", "sqnr_db", "underflow",
+    "BlockRange", "Difference", "GemmError", "NonFinite", "ScaleHistogram", "SRNoise", "at_limit", "bias",
+    "block_dynamic_range", "clip", "cosine", "crest", "crest_factor", "first_difference", "gemm_error", "max_ulp",
+    "non_finite", "rel_mse", "relative_error", "scale_histogram", "sqnr_db", "sr_noise", "underflow", "zeros",
 ]  # fmt: skip
 
 
-def sqnr_db(x: np.ndarray, y: np.ndarray) -> float:
-    """Signal to quantization noise in decibels: ``10 log10(sum x^2 / sum (y - x)^2)``; inf where y equals x."""
-    signal, noise = _energies(x, y)
+def sqnr_db(x: np.ndarray, q: np.ndarray) -> float:
+    """Signal to quantization noise in decibels: ``10 log10(sum x^2 / sum (x - q)^2)``.
+
+    inf where q equals x; NaN where x is all zero and q is not, since there is no signal to compare with.
+    """
+    signal, noise = _energies(x, q)
     if noise == 0:
         return float("inf")
     with np.errstate(divide="ignore"):
-        return float(10 * np.log10(signal / noise))
+        return float(10 * np.log10(signal / noise)) if signal else float("nan")
 
 
-def rel_mse(x: np.ndarray, y: np.ndarray) -> float:
-    """Relative mean squared error: ``sum (y - x)^2 / sum x^2``; 0 where y equals x, inf where only x is zero."""
-    signal, noise = _energies(x, y)
-    return _ratio(noise, signal)
+def rel_mse(x: np.ndarray, q: np.ndarray) -> float:
+    """Relative mean squared error: ``sum (x - q)^2 / sum x^2``; 0 where q equals x, inf where only x is zero."""
+    signal, noise = _energies(x, q)
+    if noise == 0:
+        return 0.0
+    return noise / signal if signal else float("inf")
 
 
-def relative_error(x: np.ndarray, y: np.ndarray) -> float:
-    """Frobenius norm of the error against that of the original: ``||y - x|| / ||x||``, the root of `rel_mse`."""
-    return float(np.sqrt(rel_mse(x, y)))
+def relative_error(x: np.ndarray, q: np.ndarray) -> float:
+    """Frobenius norm of the error against that of the reference: ``||x - q|| / ||x||``, the root of `rel_mse`."""
+    return float(np.sqrt(rel_mse(x, q)))
 
 
-def bias(x: np.ndarray, y: np.ndarray) -> float:
-    """Shrinkage or growth along the original: ``<y, x> / <x, x> - 1``; 0 for unbiased rounding and for zero x."""
-    a, b = _pair(x, y)
+def bias(x: np.ndarray, q: np.ndarray) -> float:
+    """Shrinkage or growth along the reference: ``<q, x> / <x, x> - 1``; 0 for unbiased rounding and for zero x."""
+    a, b = _pair(x, q)
     energy = float((a * a).sum())
     return float((b * a).sum()) / energy - 1.0 if energy else 0.0
 
 
-def cosine(x: np.ndarray, y: np.ndarray) -> float:
-    """Cosine of the angle between the two as vectors: ``<x, y> / (||x|| ||y||)``; 1 if both are zero, 0 if one is."""
-    a, b = _pair(x, y)
+def cosine(x: np.ndarray, q: np.ndarray) -> float:
+    """Cosine of the angle between the two as vectors: ``<x, q> / (||x|| ||q||)``; 1 if both are zero, 0 if one is."""
+    a, b = _pair(x, q)
     norms = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     if norms == 0:
         return 1.0 if not (a.any() or b.any()) else 0.0
     return float((a * b).sum()) / norms
 
 
-def underflow(x: np.ndarray, y: np.ndarray) -> float:
-    """Fraction of the non-zero elements of x that are zero in y: ``#(x != 0, y == 0) / #(x != 0)``; 0 if none is."""
-    a, b = _pair(x, y)
-    return _fraction((a != 0) & (b == 0), a != 0)
+class GemmError(NamedTuple):
+    """The error of a product: Frobenius norm of the difference over that of the reference, and the cosine of both."""
+
+    relative_error: float
+    cosine: float
+
+
+def gemm_error(x: np.ndarray, q: np.ndarray) -> GemmError:
+    """Relative Frobenius error and cosine of a product q (y, dx or dw) against x, the same GEMM in float32."""
+    return GemmError(relative_error(x, q), cosine(x, q))
+
+
+def underflow(x: np.ndarray, q: np.ndarray) -> float:
+    """Share of elements that were flushed to zero: ``#(x != 0, q == 0) / #x``."""
+    a, b = _pair(x, q)
+    return _share((a != 0) & (b == 0))
+
+
+def zeros(x: np.ndarray, q: np.ndarray) -> float:
+    """Share of elements that are zero in q, whatever they were: ``#(q == 0) / #x``."""
+    return _share(_pair(x, q)[1] == 0)
 
 
 def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
-    """Fraction of the elements beyond the largest representable magnitude: ``#(|x| > limit) / #x``.
+    """Share of elements beyond the largest magnitude that their block can hold: ``#(|x| > limit) / #x``.
 
     `limit` broadcasts against x: ``element.max * scale`` (times the tensor scale), one per block or one per element.
     """
@@ -68,30 +95,53 @@ def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
         limits = np.broadcast_to(limits, a.shape)
     except ValueError:
         raise invalid_value("limit", f"shape {limits.shape}", f"a shape that broadcasts to {a.shape}") from None
-    return _fraction(np.abs(a) > limits, np.ones(a.shape, bool))
+    counted = np.isfinite(a)
+    return _share(np.abs(a[counted]) > limits[counted])
 
 
 def at_limit(codes: np.ndarray, element: ElementFormat | str) -> float:
-    """Fraction of unpacked codes that are +-max: the saturated ones and those that hit the maximum exactly."""
+    """Share of unpacked codes that are +-max: the saturated ones and those that hit the maximum exactly."""
     fmt = get_element(element)
-    values = decode(codes, fmt)
-    return _fraction(np.abs(values) == np.float32(fmt.max), np.ones(values.shape, bool))
+    return _share(np.abs(decode(codes, fmt)) == np.float32(fmt.max))
 
 
-def crest_factor(x: np.ndarray) -> float:
+class NonFinite(NamedTuple):
+    """Counts of the elements that no other metric counts."""
+
+    nan: int
+    inf: int
+
+
+def non_finite(x: np.ndarray) -> NonFinite:
+    """The number of NaNs and of infinities of either sign."""
+    a = _array("x", x)
+    return NonFinite(int(np.isnan(a).sum()), int(np.isinf(a).sum()))
+
+
+def crest(x: np.ndarray) -> float:
     """Peak over root mean square: ``max|x| / sqrt(sum x^2 / #x)``; 1 for equal magnitudes, 0 for zero or empty x."""
     a = np.abs(_array("x", x))
+    a = a[np.isfinite(a)]
     peak = float(a.max(initial=0.0))
-    if peak == 0 or not np.isfinite(peak):
-        return 0.0 if peak == 0 else float("nan")
-    return peak / (float(np.sqrt(np.mean((a / peak) ** 2))) * peak)
+    return peak / (float(np.sqrt(np.mean((a / peak) ** 2))) * peak) if peak else 0.0
 
 
-def block_dynamic_range(x: np.ndarray, block: int = 32, *, largest: bool = False) -> float:
-    """Binades that one block has to span: ``mean over blocks of log2(max|x| / min non-zero |x|)``.
+crest_factor = crest
+
+
+class BlockRange(NamedTuple):
+    """Binades that blocks span: the median block, the 99th percentile, and the widest one."""
+
+    median: float
+    p99: float
+    max: float
+
+
+def block_dynamic_range(x: np.ndarray, block: int = 32) -> BlockRange:
+    """Binades from the smallest to the largest magnitude of a block: ``log2(max|x| / min non-zero |x|)``.
 
     Blocks are `block` consecutive elements of the last axis (the last one may be short); those without a non-zero
-    finite element do not count. `largest`: the maximum over the blocks in place of their mean. 0 if no block counts.
+    finite element do not count. Percentiles are interpolated linearly. Zeros if no block counts.
     """
     if isinstance(block, bool) or not isinstance(block, int | np.integer):
         raise invalid_type("block", type(block), "an int")
@@ -100,20 +150,20 @@ def block_dynamic_range(x: np.ndarray, block: int = 32, *, largest: bool = False
     a = np.abs(np.atleast_1d(_array("x", x)))
     a = np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % block)]).reshape(-1, block)
     counts = (a > 0) & np.isfinite(a)
-    a = a[counts.any(axis=1)]
-    counts = counts[counts.any(axis=1)]
+    a, counts = a[counts.any(axis=1)], counts[counts.any(axis=1)]
     if not len(a):
-        return 0.0
+        return BlockRange(0.0, 0.0, 0.0)
     spans = np.log2(np.where(counts, a, 0).max(axis=1)) - np.log2(np.where(counts, a, np.inf).min(axis=1))
-    return float(spans.max() if largest else spans.mean())
+    return BlockRange(*(float(number) for number in np.percentile(spans, [50, 99, 100])))
 
 
 @dataclass(frozen=True)
 class ScaleHistogram:
     """The spread of stored block scales: ``fractions[i]`` of them lie in ``[2^exponents[i], 2^(exponents[i] + 1))``.
 
-    `zero`, `nan`: fractions of scales that are zero or NaN; `at_lowest`, `at_highest`: at the format's limits (E8M0:
-    2^-127 and 2^127; E4M3: 2^-9 and 448; FP32: the clamps 2^-126 and below, 2^126 and above).
+    `zero`, `nan`: shares of scales that are zero or NaN; `at_lowest`, `at_highest`: at the format's limits (E8M0:
+    2^-127 and 2^127; E4M3: 2^-9 and 448; FP32: the clamps 2^-126 and below, 2^126 and above). `counts`: the number of
+    scales that each byte encodes, 256 of them; empty for float32.
     """
 
     exponents: tuple[int, ...]
@@ -122,28 +172,30 @@ class ScaleHistogram:
     nan: float
     at_lowest: float
     at_highest: float
+    counts: tuple[int, ...] = ()
 
 
 def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) -> ScaleHistogram:
     """Distribution of stored scales over powers of two; uint8 bytes need their `scale_format`, float32 does not."""
-    stored = np.asarray(scale)
+    stored, numbers = np.asarray(scale), ()
     if stored.dtype == np.uint8:
         if scale_format not in (SCALE_E8M0, SCALE_E4M3):
             raise invalid_value("scale_format", scale_format, "SCALE_E8M0 or SCALE_E4M3 for scale bytes")
         values, lowest, highest = _scale_values(stored, scale_format)
+        numbers = tuple(np.bincount(stored.reshape(-1), minlength=256).tolist())
     else:
         values, lowest, highest = _array("scale", stored), 2.0**-126, 2.0**126
     values = values.reshape(-1)
-    every = np.ones(values.shape, bool)
     counted = np.isfinite(values) & (values > 0)
     exponents, counts = np.unique(np.frexp(values[counted])[1] - 1, return_counts=True)
     return ScaleHistogram(
         tuple(int(exponent) for exponent in exponents),
         tuple(float(count) / values.size for count in counts),
-        _fraction(values == 0, every),
-        _fraction(np.isnan(values), every),
-        _fraction(counted & (values <= lowest), every),
-        _fraction(counted & (values >= highest), every),
+        _share(values == 0),
+        _share(np.isnan(values)),
+        _share(counted & (values <= lowest)),
+        _share(counted & (values >= highest)),
+        numbers,
     )
 
 
@@ -153,27 +205,83 @@ def _scale_values(stored: np.ndarray, scale_format: ScaleFormat) -> tuple[np.nda
     return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127)), 2.0**-127, 2.0**127
 
 
+def max_ulp(x: np.ndarray, q: np.ndarray, dtype: np.dtype | str | None = None) -> float:
+    """Largest distance in units of the last place: ``max |q - x| / ulp(x)``, the spacing that `dtype` has at x.
+
+    `dtype`: float32, float16, bfloat16 or another float of NumPy or ml_dtypes; None is q's. NaN where a q of a finite x
+    is NaN; 0 for equal and for empty arrays.
+    """
+    info = _finfo(np.asarray(q).dtype if dtype is None else dtype)
+    a, b = _pair(x, q)
+    exponents = np.maximum(np.frexp(a)[1] - 1, int(info.minexp))  # subnormals have the spacing of the first binade
+    with np.errstate(invalid="ignore"):
+        return float((np.abs(b - a) / np.ldexp(1.0, exponents - int(info.nmant))).max(initial=0.0))
+
+
+def _finfo(dtype: np.dtype | str) -> Any:
+    try:
+        named = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        return ml_dtypes.finfo(named)
+    except (TypeError, ValueError):
+        raise invalid_type("dtype", dtype, "a floating-point dtype, such as 'bfloat16'") from None
+
+
+class SRNoise(NamedTuple):
+    """Noise of stochastic rounding: mean and standard deviation of q - x, and the mean in standard errors."""
+
+    mean: float
+    std: float
+    z: float
+
+
+def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise:
+    """Mean and deviation of ``q_k - x`` over K >= 2 draws with independent keys, and the z-score of the mean.
+
+    `draws` [K, ...x]: q under each key. The deviation is the root of the mean, over elements, of their variance over
+    the keys; ``z = mean / (std / sqrt(K n))``, since the draws of n elements are independent: |z| above 4 is a bias.
+    """
+    a, many = _array("x", x), _array("draws", np.asarray(draws))
+    if many.ndim != a.ndim + 1 or many.shape[1:] != a.shape or len(many) < 2:
+        raise invalid_value("draws", f"shape {many.shape}", f"shape (K, *{a.shape}) with K >= 2, a draw for each key")
+    errors = (many - a)[:, np.isfinite(a)]
+    if not errors.size:
+        return SRNoise(0.0, 0.0, 0.0)
+    mean, std = float(errors.mean()), float(np.sqrt(errors.var(axis=0, ddof=1).mean()))
+    if std == 0:
+        return SRNoise(mean, 0.0, 0.0 if mean == 0 else float(np.copysign(np.inf, mean)))
+    return SRNoise(mean, std, mean / (std / float(np.sqrt(errors.size))))
+
+
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two arrays differ (C order), the raw bits of both there, and the count of differences."""
+    """The first index where two arrays differ (C order): the codes of both there, the values, and the count of all.
+
+    `value_a` and `value_b` are None where nothing says what the codes mean.
+    """
 
     index: tuple[int, ...]
     a: int
     b: int
     count: int
     width: int
+    value_a: float | None = None
+    value_b: float | None = None
 
     def __str__(self) -> str:
         digits = 2 * self.width
         return f"index {self.index}: {self.a:#0{digits + 2}x} != {self.b:#0{digits + 2}x} ({self.count} differ)"
 
 
-def first_difference(a: np.ndarray, b: np.ndarray) -> Difference | None:
+def first_difference(
+    a: np.ndarray, b: np.ndarray, element: ElementFormat | str | None = None
+) -> Difference | None:  # fmt: skip
     """The first element whose bytes differ, None if the arrays are equal byte for byte (NaN payloads and -0 count).
 
-    Raises InvalidValueError for arrays of different shape or dtype: those have no common index.
+    `element`: the format of unpacked codes, for the values; arrays of floats need none. Raises InvalidValueError for
+    arrays of different shape or dtype: those have no common index.
     """
-    first, second = np.asarray(a), np.asarray(b)
+    arrays = np.asarray(a), np.asarray(b)
+    first, second = arrays
     if first.shape != second.shape or first.dtype != second.dtype:
         raise invalid_value(
             "b",
@@ -184,12 +292,17 @@ def first_difference(a: np.ndarray, b: np.ndarray) -> Difference | None:
     if first.dtype.hasobject or first.dtype.itemsize not in (1, 2, 4, 8):
         raise invalid_type("a", first.dtype, "elements of 1, 2, 4 or 8 bytes")
     bits = np.dtype(f"u{first.dtype.itemsize}")
-    first, second = (np.ascontiguousarray(array).view(bits).reshape(array.shape) for array in (first, second))
+    first, second = (np.ascontiguousarray(array).view(bits).reshape(array.shape) for array in arrays)
     places = np.argwhere(first != second)
     if not len(places):
         return None
     index = tuple(int(position) for position in places[0])
-    return Difference(index, int(first[index]), int(second[index]), len(places), bits.itemsize)
+    values: tuple[float | None, ...] = (None, None)
+    if element is not None:
+        values = tuple(float(decode(codes[index].reshape(1), get_element(element))[0]) for codes in (first, second))
+    elif arrays[0].dtype.kind not in "iub":
+        values = tuple(float(array[index]) for array in arrays)
+    return Difference(index, int(first[index]), int(second[index]), len(places), bits.itemsize, *values)
 
 
 def _array(argument: str, value: np.ndarray | float) -> np.ndarray:
@@ -202,26 +315,21 @@ def _array(argument: str, value: np.ndarray | float) -> np.ndarray:
         raise invalid_type(argument, array.dtype, "an array of real numbers") from None
 
 
-def _pair(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    a, b = _array("x", x), _array("y", y)
+def _pair(x: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both as float64 vectors of the elements whose reference is finite."""
+    a, b = _array("x", x), _array("q", q)
     if a.shape != b.shape:
-        raise invalid_value("y", f"shape {b.shape}", f"shape {a.shape}, as x has", "Dequantize it first.")
-    return a, b
+        raise invalid_value("q", f"shape {b.shape}", f"shape {a.shape}, as x has", "Dequantize it first.")
+    counted = np.isfinite(a)
+    return a[counted], b[counted]
 
 
-def _energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(sum x^2, sum (y - x)^2)."""
-    a, b = _pair(x, y)
+def _energies(x: np.ndarray, q: np.ndarray) -> tuple[float, float]:
+    """(sum x^2, sum (x - q)^2)."""
+    a, b = _pair(x, q)
     with np.errstate(all="ignore"):
         return float((a * a).sum()), float(((b - a) ** 2).sum())
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    if numerator == 0:
-        return 0.0
-    return numerator / denominator if denominator else float("inf")
-
-
-def _fraction(part: np.ndarray, whole: np.ndarray) -> float:
-    total = int(whole.sum())
-    return int(part.sum()) / total if total else 0.0
+def _share(part: np.ndarray) -> float:
+    return int(part.sum()) / part.size if part.size else 0.0

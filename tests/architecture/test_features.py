@@ -10,7 +10,7 @@ MODULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "M10", "M12", "M13", 
 TRAINING = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12", "S13", "S14")
 COMPILED = ("G1", "G2", "G3", "G4", "G5", "G7")
 TENSORS = ("Q3", "Q4", "Q5", "Q7", "Q8", "Q15")
-OTHERS = ("P14", "P17", "J4", "J13", "J14", "J19")
+OTHERS = ("O1", "P14", "P17", "J4", "J13", "J14", "J19")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every metric against its equation, worked by hand, and at its edges."""
+"""Every metric against its equation, worked by hand, and at its edges (features O1)."""
 
 import math
 
@@ -12,7 +12,10 @@ from hypothesis.extra import numpy as hnp
 from microfloat import formats, metrics, reference
 from microfloat.errors import InvalidTypeError, InvalidValueError
 
-PAIRED = [metrics.sqnr_db, metrics.rel_mse, metrics.relative_error, metrics.bias, metrics.cosine, metrics.underflow]
+PAIRED = [
+    metrics.sqnr_db, metrics.rel_mse, metrics.relative_error, metrics.bias, metrics.cosine, metrics.underflow,
+    metrics.zeros,
+]  # fmt: skip
 paired = pytest.mark.parametrize("metric", PAIRED, ids=lambda metric: metric.__name__)
 
 
@@ -23,13 +26,16 @@ def test_worked_by_hand():
     assert metrics.relative_error(x, y) == 1 / 5
     assert metrics.bias(x, y) == pytest.approx(21 / 25 - 1, rel=1e-15)
     assert metrics.cosine(x, y) == pytest.approx(21 / (5 * math.sqrt(18)), rel=1e-15)
-    assert metrics.underflow([0, 1, 2, -3, 4], [0, 0, 2, -0.0, 4]) == 2 / 4
+    assert metrics.underflow([0, 1, 2, -3, 4], [0, 0, 2, -0.0, 4]) == 2 / 5
+    assert metrics.zeros([0, 1, 2, -3, 4], [0, 0, 2, -0.0, 4]) == 3 / 5
+    assert metrics.gemm_error(x, y) == (1 / 5, metrics.cosine(x, y))
     assert metrics.clip([1, -5, 6, 7], 6.0) == 1 / 4
     assert metrics.clip([[1, -5], [6, 7]], [[4], [6]]) == 2 / 4
     assert metrics.at_limit(np.uint8([0x7E, 0xFE, 0x7D, 0x7F]), "E4M3") == 2 / 4
-    assert metrics.crest_factor([3, -4, 0, 0]) == pytest.approx(4 / 2.5, rel=1e-15)
-    assert metrics.block_dynamic_range([1, 8, 0, 2, 4, 4], block=4) == (3 + 0) / 2
-    assert metrics.block_dynamic_range([1, 8, 0, 2, 4, 4], block=4, largest=True) == 3
+    assert metrics.crest([3, -4, 0, 0]) == pytest.approx(4 / 2.5, rel=1e-15)
+    spans = metrics.block_dynamic_range([1, 8, 0, 2, 4, 4, 0, 0, 1, 2], block=4)
+    assert spans == (1, 1 + 0.98 * 2, 3)
+    assert spans == (spans.median, spans.p99, spans.max)
 
 
 @paired
@@ -58,14 +64,16 @@ def test_equal_arrays():
 
 def test_zero_and_empty_arrays():
     zero, one, empty = np.zeros(3), np.ones(3), np.zeros(0)
-    assert metrics.sqnr_db(zero, one) == -math.inf
+    assert math.isnan(metrics.sqnr_db(zero, one))
     assert metrics.sqnr_db(zero, zero) == math.inf
     assert (metrics.rel_mse(zero, one), metrics.rel_mse(zero, zero)) == (math.inf, 0)
     assert (metrics.cosine(zero, zero), metrics.cosine(zero, one)) == (1, 0)
     assert (metrics.bias(zero, one), metrics.underflow(zero, one)) == (0, 0)
-    assert [metric(empty, empty) for metric in PAIRED] == [math.inf, 0, 0, 0, 1, 0]
-    assert (metrics.clip(empty, 1.0), metrics.crest_factor(empty), metrics.block_dynamic_range(empty)) == (0, 0, 0)
-    assert (metrics.crest_factor(zero), metrics.block_dynamic_range(zero)) == (0, 0)
+    assert (metrics.zeros(one, zero), metrics.zeros(zero, one), metrics.underflow(one, zero)) == (1, 0, 1)
+    assert [metric(empty, empty) for metric in PAIRED] == [math.inf, 0, 0, 0, 1, 0, 0]
+    assert (metrics.clip(empty, 1.0), metrics.crest(empty), metrics.max_ulp(empty, empty)) == (0, 0, 0)
+    assert metrics.block_dynamic_range(empty) == metrics.block_dynamic_range(zero) == (0, 0, 0)
+    assert metrics.crest(zero) == 0
     assert metrics.at_limit(np.zeros(0, np.uint8), "E2M1") == 0
 
 
@@ -75,9 +83,50 @@ def test_nan_and_infinity_are_not_hidden():
         y = np.float32([1, bad, 3])
         assert not math.isfinite(metrics.rel_mse(x, y))
         assert not metrics.sqnr_db(x, y) > 0
-        assert math.isnan(metrics.crest_factor(y))
-    assert metrics.underflow(np.float32([np.nan, 1]), np.float32([0, 1])) == 1 / 2
-    assert metrics.block_dynamic_range(np.float32([np.inf, np.nan, 1, 2]), block=4) == 1
+        assert not math.isfinite(metrics.max_ulp(x, y, "float32"))
+    assert metrics.block_dynamic_range(np.float32([np.inf, np.nan, 1, 2]), block=4) == (1, 1, 1)
+
+
+def test_references_that_are_not_finite_are_counted_apart():
+    x, q = np.float32([np.nan, 1, -np.inf, 4, 0.5]), np.float32([0, 1, -448, 3, 0])
+    kept = [1, 3, 4]
+    for metric in (*PAIRED, metrics.gemm_error, metrics.max_ulp):
+        assert metric(x, q) == metric(x[kept], q[kept]), metric.__name__
+    assert metrics.clip(x, 2.0) == 1 / 3
+    assert metrics.crest(x) == metrics.crest(x[kept])
+    assert metrics.non_finite(x) == (1, 1)
+    assert metrics.non_finite(q) == (0, 0)
+    assert metrics.sr_noise(x, [q, q + 1, q - 1]) == metrics.sr_noise(x[kept], [q[kept], q[kept] + 1, q[kept] - 1])
+
+
+def test_units_of_the_last_place():
+    assert metrics.max_ulp([1.0, 3.0], np.float32([1 + 2**-22, 3])) == 2
+    assert metrics.max_ulp([1.0, 2.5], [1.0, 2.0], "bfloat16") == 0.5 / 2.0**-6
+    assert metrics.max_ulp([2.0**-20], [0.0], "float16") == 2.0**-20 / 2.0**-24  # among subnormals
+    assert metrics.max_ulp(np.float32([8]), np.array([9], BF16)) == 1 / 2.0**-4
+    with pytest.raises(InvalidTypeError, match="dtype: got int8, needed a floating-point dtype"):
+        metrics.max_ulp([1], [1], np.dtype("int8"))
+
+
+def test_noise_of_stochastic_rounding_and_its_bias():
+    from microfloat.recipes import Cast
+
+    x = np.random.default_rng(3).standard_normal((256, 256)).astype(np.float32)
+
+    def noise(rule):
+        cast = Cast("nvfp4", rule, "stochastic")
+        return metrics.sr_noise(x * np.sign(x), [
+            reference.dequantize(reference.quantize(x, cast, seed=seed)) * np.sign(x) for seed in range(8)
+        ])  # fmt: skip
+
+    plain, enlarged = noise("two_level"), noise("two_level_17_16")
+    assert plain.z < -6  # block scales that were rounded down clip the maximum of their block
+    assert abs(enlarged.z) < 4
+    assert 0 < plain.std < enlarged.std
+    assert metrics.sr_noise([1.0, 2.0], [[1, 2], [1, 2]]) == (0, 0, 0)
+    assert metrics.sr_noise([1.0, 2.0], [[2, 3], [2, 3]]) == (1, 0, math.inf)
+    with pytest.raises(InvalidValueError, match=r"draws: got shape \(1, 2\), needed shape \(K, \*\(2,\)\)"):
+        metrics.sr_noise([1.0, 2.0], [[1.0, 2.0]])
 
 
 finite = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1e6, 1e6, width=32))
@@ -89,7 +138,7 @@ def test_metrics_of_a_quantized_array_do_not_depend_on_its_scale(x, power):
     scaled = [np.ldexp(values.astype(np.float64), power) for values in (x, y)]
     for metric in PAIRED:
         assert metric(*scaled) == pytest.approx(metric(x, y), rel=1e-9, abs=1e-12)
-    assert metrics.crest_factor(scaled[0]) == pytest.approx(metrics.crest_factor(x), rel=1e-9)
+    assert metrics.crest(scaled[0]) == pytest.approx(metrics.crest(x), rel=1e-9)
 
 
 @given(x=finite)
@@ -99,7 +148,7 @@ def test_relations_between_metrics(x):
     if 0 < metrics.rel_mse(x, y) < math.inf:
         assert metrics.sqnr_db(x, y) == pytest.approx(-10 * math.log10(metrics.rel_mse(x, y)), abs=1e-9)
     assert -1 - 1e-12 <= metrics.cosine(x, y) <= 1 + 1e-12
-    assert metrics.crest_factor(x) == 0 or 1 - 1e-12 <= metrics.crest_factor(x) <= math.sqrt(x.size) + 1e-9
+    assert metrics.crest(x) == 0 or 1 - 1e-12 <= metrics.crest(x) <= math.sqrt(x.size) + 1e-9
 
 
 def test_clip_and_limits_of_a_quantized_tensor():
@@ -176,6 +225,12 @@ def test_where_two_arrays_first_differ(a, b, index, text):
     difference = metrics.first_difference(a, b)
     assert difference.index == index
     assert str(difference) == text
+    if a.dtype == np.uint8:
+        assert difference.value_a is difference.value_b is None
+        difference = metrics.first_difference(a, b, "E4M3")
+        assert (difference.value_a, difference.value_b) == (3 * 2.0**-9, (1 + 1 / 8) * 2.0**-6)
+    else:
+        assert np.array_equal([difference.value_a, difference.value_b], [a[index], b[index]], equal_nan=True)
 
 
 def test_strides_do_not_matter():
@@ -200,7 +255,7 @@ def test_arrays_that_have_no_common_index():
 
 @paired
 def test_shapes_must_agree(metric):
-    with pytest.raises(InvalidValueError, match=r"y: got shape \(3,\), needed shape \(2,\), as x has"):
+    with pytest.raises(InvalidValueError, match=r"q: got shape \(3,\), needed shape \(2,\), as x has"):
         metric(np.zeros(2), np.zeros(3))
 
 
@@ -209,7 +264,7 @@ def test_numbers_are_needed(bad):
     with pytest.raises(InvalidTypeError, match=r"x: got .*needed an array of real numbers"):
         metrics.rel_mse(bad, bad)
     with pytest.raises(InvalidTypeError, match="x: got"):
-        metrics.crest_factor(bad)
+        metrics.crest(bad)
 
 
 def test_blocks_and_limits_that_are_refused():
