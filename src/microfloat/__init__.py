@@ -14,15 +14,15 @@ from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement
 from microfloat.support import Support
 
 if TYPE_CHECKING:
-    from microfloat import metrics, reference
+    from microfloat import checkpoint, metrics, reference
 
 __all__ = [
     "Cast", "Current", "Delayed", "Gemm", "Hadamard", "Placement", "Recipe", "Support",
-    "__version__", "formats", "metrics", "recipes", "reference",
+    "__version__", "checkpoint", "formats", "metrics", "recipes", "reference",
 ]  # fmt: skip
 __all__ += formats.__all__
 
-_LOADED_WHEN_USED = ("metrics", "reference")  # nothing else needs them, and importing should cost little
+_LOADED_WHEN_USED = ("checkpoint", "metrics", "reference")  # nothing else needs them, and importing should cost little
 
 _FRONT_ENDS = ("torch", "jax")
 

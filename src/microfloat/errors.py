@@ -6,6 +6,7 @@ All derive from :class:`MicrofloatError` and from the built-in class a PyTorch o
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -15,6 +16,7 @@ __all__ = [
     "MissingPackageError",
     "NotSupportedError",
     "PlacementError",
+    "checkpoint_error",
     "invalid_type",
     "invalid_value",
     "missing_package",
@@ -47,10 +49,15 @@ class MissingPackageError(MicrofloatError, ModuleNotFoundError):
 
 
 class CheckpointError(MicrofloatError, ValueError):
-    """A file is truncated, corrupted, or not what it claims to be."""
+    """A file is truncated, corrupted, or not what it claims to be; `findings` lists all that is wrong with it."""
+
+    def __init__(self, message: str, findings: Iterable[Any] = ()) -> None:
+        super().__init__(message)
+        self.findings = list(findings)
 
 
 _MOST_SHOWN = 200
+_MOST_LISTED = 20
 
 
 def _shown(got: object) -> str:
@@ -76,6 +83,16 @@ def invalid_type(argument: str, got: object, needed: str, remedy: str = "") -> I
     """Build (not raise) the error for a bad type of `argument`; `got` that is a class is shown by its name."""
     shown = got.__name__ if isinstance(got, type) else got
     return InvalidTypeError(_compose(argument, shown, needed, remedy))
+
+
+def checkpoint_error(path: object, findings: Iterable[Any]) -> CheckpointError:
+    """Build the error for a checkpoint: one line for each finding (its text is `str(finding)`), all of them kept."""
+    findings = list(findings)
+    lines = [str(finding) for finding in findings[:_MOST_LISTED]]
+    if len(findings) > _MOST_LISTED:
+        lines.append(f"... and {len(findings) - _MOST_LISTED} more; all stand in the error's `findings`")
+    count = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
+    return CheckpointError("\n  ".join([f"{_shown(path)}: {count} found.", *lines]), findings)
 
 
 def missing_package(package: str, part: str, extra: str) -> MissingPackageError:

@@ -1,0 +1,242 @@
+"""The family of a checkpoint: what its configuration announces, what its tensors show, and both as evidence."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from microfloat.checkpoint.config import Announcement, announced
+from microfloat.checkpoint.container import Container
+from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, torchao
+from microfloat.checkpoint.families.row import BYTES, FP8
+from microfloat.checkpoint.folder import Folder, locate
+from microfloat.checkpoint.records import Detection, Finding, Stored
+from microfloat.errors import unknown_name
+
+__all__ = ["Contents", "contents_of", "detect"]
+
+_EXTRAS = frozenset(
+    (
+        "k_scale",
+        "v_scale",
+        "q_scale",
+        "prob_scale",
+        "output_scale",
+        "pre_quant_scale",
+        "svdquant_lora_a",
+        "svdquant_lora_b",
+    )
+)
+_SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and what was found on the way."""
+
+    entries: dict[str, Entry]
+    plain: dict[str, Stored]
+    findings: list[Finding]
+    announcements: list[Announcement]
+
+    @property
+    def families(self) -> Counter[str]:
+        """How many parameters each family has."""
+        return Counter(entry.family.name for entry in self.entries.values())
+
+
+def detect(path: str | os.PathLike[str]) -> Detection:
+    """The family of the checkpoint at `path`, a file or a directory, with the evidence in words.
+
+    Evidence is read in this order: the quantization_config of config.json, hf_quant_config.json, the metadata of the
+    file, and names, dtypes and shapes of the tensors; never the names of files. Raises CheckpointError for files that
+    are damaged.
+    """
+    folder = locate(path)
+    tensors = folder.open()
+    return detection_of(folder, tensors, contents_of(folder, tensors))
+
+
+def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Contents:
+    """Group the tensors of a checkpoint into parameters; `format` names the family where the evidence is ambiguous."""
+    names = [family.name for family in FAMILIES]
+    if format != "auto" and format not in names:
+        raise unknown_name("format", format, ["auto", *dict.fromkeys(names)])
+    announcements = announced(folder.configs)
+    return _Grouping(tensors, announcements, format).contents()
+
+
+class _Grouping:
+    """Assigns every tensor to a parameter, by names and dtypes; configurations decide between equal matches."""
+
+    def __init__(self, tensors: Container, announcements: list[Announcement], format: str) -> None:
+        self.tensors, self.announcements, self.format = tensors, announcements, format
+        self.stored = tensors.stored
+        self.claimed: set[str] = set()
+        self.entries: dict[str, Entry] = {}
+        self.findings: list[Finding] = []
+
+    def contents(self) -> Contents:
+        described, found = torchao.entries_of(self.tensors)
+        self.findings += found
+        for entry in described:
+            self._add(entry)
+        for name, stored in self.stored.items():
+            if name not in self.claimed:
+                self._match(name, stored)
+        self._attach_extras()
+        left = {name: stored for name, stored in self.stored.items() if name not in self.claimed}
+        states = [name for name in left if name.rpartition(".")[2] == "_extra_state"]
+        if states:
+            message = f"{len(states)} entries of TransformerEngine's _extra_state, which hold no weights, are ignored."
+            self.findings.append(Finding("extra-state", "warn", states[0], message))
+        for name in states:
+            del left[name]
+        self.findings += [
+            Finding("orphan", "info", name, "a scale that belongs to no weight; it is read as a plain tensor.")
+            for name in left if name.endswith(_SCALE_SUFFIXES) and name.rpartition(".")[2] not in _EXTRAS
+        ]  # fmt: skip
+        return Contents(self.entries, left, self.findings, self.announcements)
+
+    def _add(self, entry: Entry) -> None:
+        self.entries[entry.name] = entry
+        self.claimed.update(stored.name for stored in entry.tensors.values())
+
+    def scheme_of(self, module: str) -> Scheme:
+        """What the first configuration says about a module."""
+        scheme = self.announcements[0].scheme_of(module) if self.announcements else Scheme()
+        return scheme if self.format == "auto" else scheme._replace(families=(self.format,))
+
+    def _match(self, name: str, codes: Stored) -> None:
+        best: list[tuple[tuple[int, ...], Entry]] = []
+        for family in FAMILIES:
+            suffix, dtypes = family.codes
+            if codes.dtype in dtypes and name.endswith(suffix) and (parameter := name[: len(name) - len(suffix)]):
+                made = self._as_family(family, parameter, codes)
+                if made is not None:
+                    best.append(made)
+        if not best:
+            return
+        score, entry = max(best, key=lambda one: one[0])
+        rivals = tuple(dict.fromkeys(other.family.name for rank, other in best if rank[:3] == score[:3]))
+        self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
+
+    def _as_family(self, family: Family, parameter: str, codes: Stored) -> tuple[tuple[int, ...], Entry] | None:
+        """The entry of a parameter read as `family`, with its score; None where nothing speaks for it."""
+        module = module_of(parameter)
+        found = {"codes": codes}
+        for role, suffix in (("scale", family.scale[0]), ("tensor_scale", family.tensor_scale)):
+            if suffix is not None:
+                stored = self.stored.get(parameter + suffix) or self.stored.get(f"{parameter}_weight{suffix}")
+                if stored is not None:
+                    found[role] = stored
+        for last in family.input_scales:
+            stored = self.stored.get(_joined(module, last)) or self.stored.get(f"{parameter}_{last}")
+            if stored is not None:
+                found.setdefault("input_scale", stored)
+        scheme = self.scheme_of(module)
+        scale = found.get("scale")
+        right = scale is not None and scale.dtype in family.scale[1]
+        preferred = family.name in scheme.families
+        is_weight = parameter.rpartition(".")[2] == "weight"
+        if not (right or "tensor_scale" in found or family.codes[0]):
+            if not is_weight or not (codes.dtype in FP8 or (preferred and codes.dtype in BYTES)):
+                return None
+            if scale is not None and codes.dtype in BYTES:
+                return None
+        fits = right and scale is not None and family.layout_of(codes, scale, scheme) is not None
+        order = len(scheme.families) - scheme.families.index(family.name) if preferred else 0
+        style = scale is not None and _style(family.name, codes, scale)
+        score = (int(right), int(fits), int("tensor_scale" in found), order, int(style))
+        return score, Entry(parameter, family, found, scheme=scheme)
+
+    def _attach_extras(self) -> None:
+        """Give every quantized parameter the other tensors of its module that belong to it."""
+        siblings: dict[str, list[str]] = {}
+        for name in self.stored:
+            if name not in self.claimed:
+                siblings.setdefault(name.rpartition(".")[0], []).append(name)
+        for parameter, entry in list(self.entries.items()):
+            folder, _, leaf = parameter.rpartition(".")
+            extras = {}
+            for name in siblings.get(folder, ()):
+                last = name.rpartition(".")[2]
+                is_known = last in _EXTRAS and leaf == "weight"
+                if name not in self.claimed and (is_known or (last.startswith(f"{leaf}_") and last != f"{leaf}_bias")):
+                    extras[last] = self.stored[name]
+                    self.claimed.add(name)
+                    if not is_known:
+                        message = f"{entry.family.name} knows no {name}; it is kept with the extras of its module."
+                        self.findings.append(Finding("orphan", "info", parameter, message))
+            if extras:
+                self.entries[parameter] = replace(entry, extras=extras)
+
+
+def module_of(parameter: str) -> str:
+    """The module of a parameter: its name without "weight"; a stacked parameter is its own module."""
+    folder, _, leaf = parameter.rpartition(".")
+    return folder if leaf == "weight" else parameter
+
+
+def _joined(module: str, last: str) -> str:
+    return f"{module}.{last}" if module else last
+
+
+def _style(family: str, codes: Stored, scale: Stored) -> bool:
+    """The shape of FP8 scales is the one that this producer writes."""
+    rank = len(scale.shape)
+    styles = {
+        "modelopt:fp8": rank == 0, "modelopt:fp8_pc_pt": rank == 1 and scale.shape != (1,), "modelopt:fp8_pb_wo": False,
+        "ct:fp8": scale.shape == (1,) or rank >= 2, "deepseek:fp8": rank == 2,
+    }  # fmt: skip
+    return styles.get(family, False)
+
+
+def detection_of(folder: Folder, tensors: Container, contents: Contents) -> Detection:
+    """What `contents` and the announcements say together."""
+    counts = contents.families
+    evidence = [announcement.text for announcement in contents.announcements]
+    if any(name.startswith("torchao") for name in counts) or "tensor_names" in tensors.metadata:
+        evidence.append("metadata: tensor_names, as torchao writes it")
+    evidence += [_shown(family, count, contents.entries.values()) for family, count in counts.most_common()]
+    first = contents.announcements[0] if contents.announcements else None
+    if first is not None and first.refusal:
+        return Detection(first.method, None, [*evidence, first.refusal], 1.0, (first.method,))
+    if not counts:
+        families = tuple(name for group in (first.families if first else []) for name in group)
+        if families:
+            return Detection(families[0], None, [*evidence, "no tensor is quantized"], 0.3, families)
+        return Detection("plain", None, [*evidence, "no tensor is quantized"], 1.0 if tensors else 0.5, ("plain",))
+    producers = {family.partition(":")[0] for family in counts}
+    leading = counts.most_common(1)[0][0]
+    likely = tuple(dict.fromkeys(name for entry in contents.entries.values() for name in entry.candidates))
+    if len(counts) > 1 and len(producers) == 1 and leading != "torchao":
+        family = f"{leading.partition(':')[0]}:mixed"
+    else:
+        family = leading
+    formats = {_format_of(entry) for entry in contents.entries.values()}
+    fmt = formats.pop() if len(formats) == 1 else None
+    if first is not None:
+        named = {name for group in first.families for name in group}
+        confidence = 1.0 if set(counts) <= named else 0.5
+    elif leading == "torchao":
+        confidence = 1.0
+    else:
+        confidence = 0.9 if len(likely) == 1 else 0.5
+    candidates = (family, *(name for name in likely if name != family)) if confidence < 1 else (family,)
+    return Detection(family, fmt, evidence, confidence, candidates)
+
+
+def _format_of(entry: Entry) -> Any:
+    if entry.format is not None:
+        return entry.format
+    scale = entry.tensors.get("scale")
+    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
+    return made[0] if made else entry.family.format
+
+
+def _shown(family: str, count: int, entries: Iterable[Entry]) -> str:
+    entry = next(one for one in entries if one.family.name == family)
+    parts = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
+    return f"tensors: {count} x {family}, for instance {parts}"

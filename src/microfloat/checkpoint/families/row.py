@@ -1,0 +1,217 @@
+"""The row of a family, the tensors of one parameter, and the decoding that the rows share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from microfloat.checkpoint.container import Container, byte_shape
+from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
+from microfloat.formats import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    SCALE_E8M0,
+    SCALE_FP32,
+    ElementFormat,
+    ScaledFormat,
+)
+from microfloat.reference import from_blocked
+
+__all__ = ["Entry", "Family", "Scheme", "decode_parts", "fp8_format"]
+
+Shape = tuple[int, ...]
+BYTES = ("U8", "I8", "F4")
+FP8 = ("F8_E4M3", "F8_E5M2")
+E8M0 = ("U8", "F8_E8M0")
+REAL = ("F32", "BF16", "F16", "F64")
+_TILES = ((128, 128), (1, 128), (1, 32))  # of FP8 where no configuration says its tile
+_INCOMPLETE = "The file is damaged, or an exporter left tensors out; export the model again."
+
+
+class Scheme(NamedTuple):
+    """What a configuration says about one module: its families, the likeliest first, its tile, its activations."""
+
+    families: tuple[str, ...] = ()
+    tile: tuple[int, int] | None = None
+    activation: str = "none"
+    activation_format: ScaledFormat | None = None
+
+
+NO_SCHEME = Scheme()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The tensors of one parameter by role: "codes", "scale", "tensor_scale", "input_scale"; and those beside them."""
+
+    name: str
+    family: "Family"
+    tensors: Mapping[str, Stored]
+    extras: Mapping[str, Stored] = field(default_factory=dict)
+    scheme: Scheme = NO_SCHEME
+    candidates: tuple[str, ...] = ()
+    format: ScaledFormat | None = None  # where metadata states it
+    shape: Shape | None = None
+    swizzled: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table: how a parameter P is stored.
+
+    * `codes`, `scale`, `tensor_scale`: what is appended to P, and the dtypes; `tensor_scale` None for one level.
+    * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
+    * `input_scales`: last parts of the names of a static scale of the module's input.
+    * `method`, `announced`: quant_method of a configuration, and its words for this row (quant_algo, format).
+    """
+
+    name: str
+    format: ScaledFormat | None
+    codes: tuple[str, tuple[str, ...]]
+    scale: tuple[str, tuple[str, ...]]
+    tensor_scale: str | None = None
+    divides: bool = False
+    input_scales: tuple[str, ...] = ("input_scale",)
+    method: str = ""
+    announced: tuple[str, ...] = ()
+    writes: bool = False
+    decode: "Callable[[Entry, Container], Record]" = field(default=lambda entry, tensors: decode_parts(entry, tensors))
+    encode: "Callable[[Family, Record], dict[str, tuple[str, np.ndarray]]] | None" = None  # name -> (dtype, array)
+
+    def shape_of(self, codes: Stored) -> Shape:
+        """Logical shape of stored codes."""
+        shape = byte_shape(codes)
+        bits = 8 if self.format is None else self.format.element.bits
+        return (*shape[:-1], shape[-1] * 8 // bits) if shape else shape
+
+    def layout_of(self, entry_codes: Stored, scale: Stored, scheme: Scheme) -> tuple[ScaledFormat, Shape] | None:
+        """The format of a parameter and the shape of its record's scales, or None where the shapes do not fit."""
+        shape, stored = self.shape_of(entry_codes), byte_shape(scale)
+        if self.format is None:
+            return fp8_format(entry_codes.dtype, scale.dtype, shape, stored, scheme.tile)
+        if not shape or (len(entry_codes.shape) and byte_shape(entry_codes)[-1] * 8 % self.format.element.bits):
+            return None
+        grid = (*shape[:-1], -(-shape[-1] // self.format.block[1]))  # type: ignore[operator]
+        return (self.format, grid) if stored == grid else None
+
+
+def fp8_format(
+    codes: str, scale: str, shape: Shape, stored: Shape, tile: tuple[int, int] | None
+) -> tuple[ScaledFormat, Shape] | None:
+    """The format of FP8 codes from the shape of their scales, and the shape that the scales of a record have.
+
+    Tiles are those that a configuration names, counted with edges: a tile is never derived by division.
+    """
+    element = E5M2 if codes == "F8_E5M2" else E4M3
+    bytewise = scale in E8M0
+    leading, rows, length = shape[:-2], shape[-2] if len(shape) > 1 else 1, shape[-1] if shape else 1
+    if len(stored) == len(leading) + 4 and stored[-3] == stored[-1] == 1:
+        stored = (*stored[:-4], stored[-4], stored[-2])  # ModelOpt writes tiles as [rows, 1, columns, 1]
+    count = int(np.prod(stored, dtype=object))
+
+    def tiled(size: tuple[int, int]) -> tuple[ScaledFormat, Shape] | None:
+        grid = (*leading, -(-rows // size[0]), -(-length // size[1]))
+        return (_format(element, size, bytewise), grid) if stored == grid else None
+
+    if tile is not None and (made := tiled(tile)):
+        return made
+    if count == 1 or (leading and count == int(np.prod(leading, dtype=object))):
+        return _format(element, (None, None), bytewise), () if count == 1 else (*leading, 1, 1)
+    if stored in ((*leading, rows), (*leading, rows, 1)):
+        return _format(element, (1, None), bytewise), (*leading, rows, 1)
+    return next((made for size in _TILES if tile is None and (made := tiled(size))), None)
+
+
+def _format(element: ElementFormat, block: tuple[int | None, int | None], bytewise: bool) -> ScaledFormat:
+    """The stock format of these numbers, or one of its own name."""
+    scale = SCALE_E8M0 if bytewise else SCALE_FP32
+    for fmt in FORMATS.values():
+        if (fmt.element, fmt.block, fmt.scale) == (element, block, scale):
+            return fmt
+    text = "tensor" if block == (None, None) else "row" if block == (1, None) else f"{block[0]}x{block[1]}"
+    suffix = ("" if element == E4M3 else "_e5m2") + ("_e8m0" if bytewise else "")
+    return ScaledFormat(f"fp8_{text}{suffix}", element, scale, block)
+
+
+def decode_parts(entry: Entry, tensors: Container) -> Record:
+    """The record of an entry by the numbers of its family's row; it names its `problem` where tensors do not fit."""
+    family, stored = entry.family, entry.tensors
+    codes, scale = stored["codes"], stored.get("scale")
+    shape = entry.shape or family.shape_of(codes)
+    divisors: dict[str, np.ndarray] = {}
+    record = Record(
+        entry.name, tensors.raw(codes), None, None, entry.format or family.format, shape,
+        activation=activation_of(entry, tensors, divisors),
+        extras={name: tensors.array(extra) for name, extra in entry.extras.items()},
+        source=Source(family.name, stored, divisors),
+    )  # fmt: skip
+    missing = missing_roles(entry)
+    if missing or scale is None:
+        return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=missing[0])
+    fitting = (entry.format, byte_shape(scale)) if entry.format else family.layout_of(codes, scale, entry.scheme)
+    if fitting is None:
+        return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=misfit(entry))
+    fmt, grid = fitting
+    return replace(
+        record, format=fmt, scale=scale_array(tensors, scale, fmt, grid),
+        tensor_scale=global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors),
+    )  # fmt: skip
+
+
+def scale_array(tensors: Container, scale: Stored, fmt: ScaledFormat, grid: Shape) -> np.ndarray:
+    """Scales as a record holds them: bytes, or float32, in `grid`."""
+    if fmt.scale.bits == 8:
+        return tensors.raw(scale).reshape(grid)
+    return tensors.array(scale).astype(np.float32, copy=False).reshape(grid)
+
+
+def global_scale(
+    tensors: Container, stored: Stored | None, role: str, divides: bool, divisors: dict[str, np.ndarray]
+) -> np.ndarray | None:
+    """A multiplier of shape (), or [E, 1, 1] for experts; a stored divisor is kept in `divisors`."""
+    if stored is None:
+        return None
+    array = tensors.array(stored).astype(np.float32, copy=False)
+    array = array.reshape(()) if array.size == 1 else array.reshape(-1, 1, 1)
+    if not divides:
+        return array
+    divisors[role] = array
+    with np.errstate(all="ignore"):
+        return np.asarray(np.float32(1) / array)
+
+
+def activation_of(entry: Entry, tensors: Container, divisors: dict[str, np.ndarray]) -> Activation:
+    """The activation of a module: what its configuration says, or static where a scale is stored."""
+    scale = global_scale(tensors, entry.tensors.get("input_scale"), "input_scale", entry.family.divides, divisors)
+    scheme = "static" if scale is not None else entry.scheme.activation
+    return {"scheme": scheme, "scale": scale, "format": entry.scheme.activation_format}
+
+
+def missing_roles(entry: Entry) -> list[Finding]:
+    """A finding for each scale that the family needs and the checkpoint lacks."""
+    needed = {"scale": entry.family.scale[0], "tensor_scale": entry.family.tensor_scale}
+    return [
+        Finding(
+            "missing-scale", "error", entry.name,
+            f"{entry.family.name} codes ({entry.tensors['codes'].name}) without {entry.name + suffix}.", _INCOMPLETE,
+        )
+        for role, suffix in needed.items() if suffix is not None and role not in entry.tensors
+    ]  # fmt: skip
+
+
+def misfit(entry: Entry) -> Finding:
+    """The finding about scales whose shape does not fit the codes."""
+    codes, scale = entry.tensors["codes"], entry.tensors["scale"]
+    tile = f", tiles of {list(entry.scheme.tile)}" if entry.scheme.tile else ""
+    message = (
+        f"{entry.family.name}: {scale.name} is {scale.dtype}{list(scale.shape)}, which fits no blocks of "
+        f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}."
+    )
+    return Finding("shape", "error", entry.name, message, _INCOMPLETE)
+
+
+def unswizzled(scale: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """Scales [rows, cols] from the tiles in which a GPU reads them, stored in any shape."""
+    return from_blocked(scale.reshape(-1), rows, cols)

@@ -1,0 +1,139 @@
+"""`load`: a checkpoint as a lazy mapping of records over mapped memory."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from microfloat.arguments import check_choice
+from microfloat.checkpoint.container import Container
+from microfloat.checkpoint.detect import Contents, contents_of, detection_of
+from microfloat.checkpoint.folder import Folder, locate
+from microfloat.checkpoint.integrity import code_findings, scale_findings, structure_findings, without_nan
+from microfloat.checkpoint.records import Detection, Finding, Record
+from microfloat.errors import checkpoint_error, invalid_value
+
+__all__ = ["Checkpoint", "load"]
+
+
+class Checkpoint(Mapping[str, Record]):
+    """Records by the names of their parameters; each is made when it is asked for, over mapped memory.
+
+    * `detection`: the family with its evidence. `path`, `files`: where it was read.
+    * `config`: the contents of config.json; `configs`: of every configuration, by file name. `metadata`: of the files.
+    * `findings`: all that is wrong or worth knowing. The first access reads every code once.
+    """
+
+    def __init__(
+        self, folder: Folder, tensors: Container, contents: Contents, pattern: str | None, dequantize: Any, nan: str
+    ) -> None:
+        self.path = folder.path
+        self.files = list(folder.files)
+        self.configs: dict[str, Any] = folder.configs
+        self.config: dict[str, Any] = folder.configs.get("config.json") or {}
+        self.metadata = tensors.metadata
+        self.detection: Detection = detection_of(folder, tensors, contents)
+        self.tensors = tensors
+        self.contents = contents
+        matches = _matcher(pattern)
+        order = {name: index for index, name in enumerate(tensors.stored)}
+        first = {name: entry.tensors["codes"].name for name, entry in contents.entries.items()}
+        names = [name for name in (*contents.entries, *contents.plain) if matches(name)]
+        self._names = {name: None for name in sorted(names, key=lambda name: order[first.get(name, name)])}
+        self._dequantize, self._nan = dequantize, nan
+
+    def __getitem__(self, name: str) -> Record:
+        if name not in self._names:
+            raise KeyError(name)
+        record = self._record(name)
+        if self._nan == "zero":
+            record = without_nan(record)
+        if self._dequantize is False or record.format is None:
+            return record
+        values = record.dequantize(np.float32 if self._dequantize is True else self._dequantize)
+        return Record(name, values, logical_shape=values.shape, extras=record.extras, activation=record.activation)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {self.detection.family}, {len(self)} records)"
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Findings about names, shapes and scales, then about codes."""
+        return [*self.scale_findings, *(one for name in self._quantized() for one in code_findings(self._record(name)))]
+
+    @cached_property
+    def scale_findings(self) -> list[Finding]:
+        """The findings that need no look at codes; all errors are among them."""
+        records = (self._record(name) for name in self._quantized())
+        found = [*structure_findings(self.contents, self._names), *scale_findings(records, self._nan)]
+        return found
+
+    def _quantized(self) -> Iterator[str]:
+        return (name for name in self._names if name in self.contents.entries)
+
+    def _record(self, name: str) -> Record:
+        """One record, as it is stored."""
+        entry = self.contents.entries.get(name)
+        if entry is not None:
+            return entry.family.decode(entry, self.tensors)
+        array = self.tensors.array(self.contents.plain[name])
+        return Record(name, array, logical_shape=self.contents.plain[name].shape)
+
+
+def load(
+    path: str | os.PathLike[str], *, format: str = "auto", pattern: str | None = None, dequantize: Any = False,
+    nan: str = "keep", strict: bool = True,
+) -> Checkpoint:  # fmt: skip
+    """Open the checkpoint at `path`: a safetensors file, an index, or a directory. Nothing large is read.
+
+    * `format`: the family, such as "ct:nvfp4", where the evidence of `detect` is ambiguous; "auto" takes its first.
+    * `pattern`: the records to show: a shell pattern over their names, or a regular expression after "re:".
+    * `dequantize`: True, or a dtype, gives every record as a plain array of float32 or of that dtype.
+    * `nan`: "zero" replaces NaN codes and NaN scales by zeros, "keep" leaves them.
+    * `strict`: errors of integrity raise; False leaves them in `findings`, and records without usable scales raise when
+      they are dequantized.
+
+    Raises CheckpointError, which lists all findings, for damaged files and unknown formats of others.
+    """
+    check_choice("nan", nan, ("keep", "zero"))
+    folder = locate(path)
+    tensors = folder.open()
+    contents = contents_of(folder, tensors, format)
+    if format == "auto":
+        refusals = [one for one in contents.announcements[:1] if one.refusal]
+        if refusals:
+            remedy = "Name the family with format= if the tensors are those of one, or convert it with its own library."
+            raise checkpoint_error(
+                path, [Finding("unsupported", "error", refusals[0].file, refusals[0].refusal, remedy)]
+            )
+    checkpoint = Checkpoint(folder, tensors, contents, pattern, dequantize, nan)
+    errors = [finding for finding in checkpoint.scale_findings if finding.severity == "error"]
+    if strict and errors:
+        raise checkpoint_error(path, errors)
+    for finding in contents.findings:
+        if finding.id == "extra-state":
+            warnings.warn(finding.message, stacklevel=2)
+    return checkpoint
+
+
+def _matcher(pattern: str | None) -> Callable[[str], bool]:
+    if pattern is None:
+        return lambda name: True
+    if not pattern.startswith("re:"):
+        return lambda name: fnmatchcase(name, pattern)
+    try:
+        compiled = re.compile(pattern[3:])
+    except re.error as error:
+        raise invalid_value("pattern", repr(pattern), "a regular expression after 're:'", f"{error}.") from None
+    return lambda name: compiled.fullmatch(name) is not None

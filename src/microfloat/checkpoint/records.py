@@ -1,0 +1,289 @@
+"""One tensor of a checkpoint in the library's own words, and what is said about it.
+
+``value = decode(codes) * scale * tensor_scale``. Legend: E = experts (leading axes), R = rows, C = contraction.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from microfloat.errors import checkpoint_error, invalid_type, invalid_value
+from microfloat.formats import E4M3, NVFP4_ROW, ElementFormat, ScaledFormat, decode
+from microfloat.layout import leading_axes
+from microfloat.reference import Quantized, unpack_fp6
+
+__all__ = ["Activation", "Detection", "Finding", "Record", "Source", "Stored"]
+
+SEVERITIES = ("error", "warn", "info")
+_CHUNK = 1 << 22  # elements that are decoded at a time
+
+
+class Finding(NamedTuple):
+    """Something that is wrong, or worth knowing, about one tensor: what was seen, and what to do."""
+
+    id: str
+    severity: str
+    tensor: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.severity} {self.id}: {self.tensor}: {self.message}" if self.tensor else self.message
+        return f"{text} {self.remedy}" if self.remedy else text
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The family of a checkpoint, its format (None where tensors differ), and what speaks for it.
+
+    `confidence` is 1.0 where a configuration and the tensors agree; `candidates` are all families that the evidence
+    allows, the best one first.
+    """
+
+    family: str
+    format: ScaledFormat | None
+    evidence: list[str]
+    confidence: float
+    candidates: tuple[str, ...] = ()
+
+
+class Stored(NamedTuple):
+    """A tensor as the header of a file describes it; `shape` counts elements, `start` is absolute, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+
+class Activation(TypedDict, total=False):
+    """The input of a layer: its `scheme` ("none", "static" or "dynamic"), the `scale` that multiplies, its `format`."""
+
+    scheme: str
+    scale: np.ndarray | None
+    format: ScaledFormat | None
+
+
+class Source(NamedTuple):
+    """The origin of a record: the family that it was read as, and its stored tensors by role.
+
+    Roles are "codes", "scale", "tensor_scale" and "input_scale". `divisors` holds the stored scale of each role where
+    the family divides by it: a second reciprocal would not give the same bits.
+    """
+
+    family: str
+    tensors: Mapping[str, Stored]
+    divisors: Mapping[str, np.ndarray]
+
+
+NO_ACTIVATION: Activation = {"scheme": "none", "scale": None, "format": None}
+
+
+class Parts(NamedTuple):
+    """The arrays of `QuantizedTensor.from_parts`: operand form, 4- and 6-bit codes packed, FP8 codes as bytes."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    tensor_scale: np.ndarray | None
+    format: ScaledFormat
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One parameter: ``value = decode(codes) * scale * tensor_scale``.
+
+    * `name`: of the parameter, as a model without quantization calls it.
+    * `codes`: the stored bytes, uint8, 4- and 6-bit codes packed along the last axis; the plain array without `format`.
+    * `scale`: uint8 bytes (E8M0, E4M3) or float32, [.., one for each block]; () per tensor, [R, 1] per row, with the
+      leading axes of 3-D codes before it. None in a damaged checkpoint that was loaded with ``strict=False``.
+    * `tensor_scale`: float32 multiplier, () or [E, 1, 1], or None. `format`: None for a plain tensor.
+    * `logical_shape`: of the parameter; `axis`, the contraction axis, is the last one in every family.
+    * `activation`: see `Activation`. `extras`: other tensors of the module, by the last part of their names.
+    * `problem`: the finding for which `dequantize` raises, else None.
+    """
+
+    name: str
+    codes: np.ndarray
+    scale: np.ndarray | None = None
+    tensor_scale: np.ndarray | None = None
+    format: ScaledFormat | None = None
+    logical_shape: tuple[int, ...] = ()
+    axis: int = -1
+    activation: Activation = field(default_factory=lambda: NO_ACTIVATION.copy())
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    source: Source | None = None
+    problem: Finding | None = None
+
+    def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
+        """The values in `dtype`, each rounded once to float32 (and from there to `dtype`).
+
+        Raises CheckpointError for a record whose scales are missing or of the wrong shape.
+        """
+        dtype = np.dtype(dtype)
+        if self.problem is not None:
+            raise checkpoint_error(self.name, [self.problem])
+        if self.format is None:
+            with np.errstate(all="ignore"):
+                return self.codes.astype(dtype)
+        shape = (*leading_axes(self.logical_shape, self._axis), self._length)
+        values = np.empty(shape, dtype)
+        with np.errstate(all="ignore"):
+            for window, part in self._chunks(values):
+                window[...] = part
+        return np.moveaxis(values, -1, self._axis).reshape(self.logical_shape)
+
+    def narrow(self, start: int, stop: int) -> "Record":
+        """The record of rows [start, stop) of the first axis, without a copy.
+
+        `start` must stand at the first row of a tile. Raises InvalidValueError otherwise.
+        """
+        if self.format is None:
+            return replace(self, codes=self.codes[start:stop], logical_shape=self.codes[start:stop].shape)
+        tile = (self.format.block[0] or 1) if len(self.logical_shape) == 2 else 1
+        if start % tile or self._axis != len(self.logical_shape) - 1 or len(self.logical_shape) < 2:
+            raise invalid_value("start", start, f"a multiple of {tile}, the rows of a tile, of a matrix or of experts")
+        rows = slice(start, stop)
+        scale, level = self.scale, self.tensor_scale
+        if scale is not None and scale.ndim == len(self.logical_shape):
+            scale = scale[start // tile : -(-stop // tile)]
+        if level is not None and level.ndim:
+            level = level[rows]
+        codes = self.codes[rows]
+        shape = (codes.shape[0], *self.logical_shape[1:])
+        return replace(self, codes=codes, scale=scale, tensor_scale=level, logical_shape=shape)
+
+    def parts(self) -> Parts:
+        """The arrays that `from_parts` of a front end takes with ``packed=True``; views where the layout allows it."""
+        fmt = self._known_format()
+        if self.problem is not None or self.scale is None:
+            raise checkpoint_error(self.name, [self.problem])
+        leading = leading_axes(self.logical_shape, self._axis)
+        scale, level = self.scale, self.tensor_scale
+        if fmt.is_tile and len(leading) > 1:
+            if leading[-1] % fmt.block[0]:  # type: ignore[operator]
+                raise invalid_value(
+                    self.name, f"{list(leading)} rows in tiles of {fmt.block[0]}", "experts of whole tiles",
+                    "Take one expert at a time: record.narrow(i, i + 1).",
+                )  # fmt: skip
+            scale = scale.reshape(-1, scale.shape[-1])
+        if fmt.is_per_tensor and scale.ndim:
+            # Experts with one scale each are rows with equal scales.
+            fmt = replace(fmt, name=fmt.name.replace("tensor", "row"), block=(1, None))
+            scale = np.broadcast_to(scale, (*leading, 1))
+        if level is not None and level.ndim:
+            fmt = NVFP4_ROW if fmt.block == NVFP4_ROW.block else fmt
+            level = np.ascontiguousarray(np.broadcast_to(level, (*leading, 1))).reshape(-1, 1)
+        return Parts(self.codes.reshape(*leading, self.codes.shape[-1]), np.ascontiguousarray(scale), level, fmt)
+
+    def to_quantized(self) -> Quantized:
+        """The oracle's Quantized of the same bytes; FP6 codes are unpacked."""
+        codes, scale, level, fmt = self.parts()
+        if fmt.element.bits == 6:
+            codes = unpack_fp6(codes, self._length)
+        return Quantized(codes, scale, level, fmt, self._axis, self.logical_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in (self.codes, self.scale, self.tensor_scale) if part is not None)
+
+    @property
+    def _axis(self) -> int:
+        return self.axis % max(len(self.logical_shape), 1)
+
+    @property
+    def _length(self) -> int:
+        return self.logical_shape[self._axis] if self.logical_shape else 1
+
+    def _known_format(self) -> ScaledFormat:
+        if self.format is None:
+            raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
+        return self.format
+
+    def _chunks(self, values: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Windows of `values`, and the float32 values of each: rows of one expert, few enough to stay in a cache."""
+        fmt, scale, level = self._known_format(), self.scale, self.tensor_scale
+        assert scale is not None
+        rows, length = values.shape[-2], values.shape[-1]
+        values_ERC = values.reshape(-1, rows, length)
+        codes_ERC = self.codes.reshape(len(values_ERC), rows, self.codes.shape[-1])
+        scale_EGH = _per_expert(scale, len(values_ERC), fmt.block == (None, None))
+        levels = None if level is None else np.broadcast_to(level.reshape(-1), len(values_ERC))
+        divisor = self.source.divisors.get("tensor_scale") if self.source else None
+        divisors = None if divisor is None else np.broadcast_to(divisor.reshape(-1), len(values_ERC))
+        tile = fmt.block[0] or rows or 1
+        step = max(_CHUNK // max(length, 1), 1)
+        step = -(-step // tile) * tile if fmt.is_tile else step
+        for expert, first in ((e, r) for e in range(len(values_ERC)) for r in range(0, rows, step)):
+            part = element_values(codes_ERC[expert, first : first + step], fmt.element, length)
+            grid = scale_EGH[expert]
+            if fmt.block[0] is not None:
+                grid = grid[first // tile : -(-(first + len(part)) // tile)]
+            scale_in_place(part, scale_values(grid, fmt), fmt.block)
+            if divisors is not None:
+                part /= divisors[expert]
+            elif levels is not None:
+                part *= levels[expert]
+            yield values_ERC[expert, first : first + step], part
+
+
+def _per_expert(scale: np.ndarray, experts: int, per_tensor: bool) -> np.ndarray:
+    """[E, G, H] of the scales of all experts."""
+    if per_tensor:
+        return np.broadcast_to(scale.reshape(-1, 1, 1), (experts, 1, 1))
+    return scale.reshape(experts, -1, scale.shape[-1])
+
+
+@functools.cache
+def _pairs(element: ElementFormat) -> np.ndarray:
+    """The values of two codes that lie in one word, the first in the low bits, as one uint64 each."""
+    words = np.arange(1 << 2 * element.bits)
+    pair = np.stack([words & ((1 << element.bits) - 1), words >> element.bits], -1)
+    return np.ascontiguousarray(decode(pair, element)).view(np.uint64).reshape(-1)
+
+
+def element_values(codes: np.ndarray, element: ElementFormat, length: int) -> np.ndarray:
+    """Stored codes [R, bytes] -> float32 [R, length]: one table lookup for a byte, or for two 6-bit codes."""
+    if element.bits == 8:
+        return decode(codes, element)
+    if element.bits == 4:
+        words = codes
+    else:
+        first, middle, last = (codes[..., i::3].astype(np.uint16) for i in range(3))
+        words = np.stack([first | (middle & 15) << 8, middle >> 4 | last << 4], -1).reshape(len(codes), -1)
+    return _pairs(element)[words].view(np.float32)[:, :length]
+
+
+@functools.cache
+def _scale_table(name: str) -> np.ndarray:
+    """float32 of every scale byte."""
+    if name == "E4M3":
+        return decode(np.arange(256), E4M3)
+    return np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
+
+
+def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
+    """Stored scales as float32."""
+    return scale if fmt.scale.bits == 32 else _scale_table(fmt.scale.name)[scale]
+
+
+def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:
+    """Multiply every block of `values_RC` by its scale; blocks at the edges are short."""
+    (rows, length), (block_rows, block_cols) = values_RC.shape, block
+    if block_cols is None:
+        values_RC *= scale_GH
+    elif block_rows == 1:
+        whole = length // block_cols
+        blocks = values_RC[:, : whole * block_cols].reshape(rows, whole, block_cols)
+        blocks *= scale_GH[:, :whole, None]
+        if length % block_cols:
+            values_RC[:, whole * block_cols :] *= scale_GH[:, whole:]
+    else:
+        assert block_rows is not None
+        for index, scale_H in enumerate(scale_GH):
+            values_RC[index * block_rows : (index + 1) * block_rows] *= np.repeat(scale_H, block_cols)[:length]
