@@ -3,9 +3,9 @@
 import math
 from dataclasses import replace
 
-import torch
-
 from microfloat import recipes
+from microfloat.cli.machine import LARGEST_DIFFERENCE
+from microfloat.torch.measure import difference
 
 __all__ = ["LARGEST_DIFFERENCE", "RECIPES", "difference", "sqnr_db"]
 
@@ -31,15 +31,6 @@ def _all() -> dict[str, recipes.Recipe]:
 
 
 RECIPES = _all()
-
-# Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
-# Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
-LARGEST_DIFFERENCE = 6e-3
-
-
-def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative Frobenius difference."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def sqnr_db(largest: float) -> float:

@@ -9,9 +9,7 @@ import dataclasses
 import datetime
 import json
 import platform
-import shutil
 import statistics
-import subprocess
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,7 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks._targets import Target, target_of
-from benchmarks._timing import Times
+from microfloat.cli import machine
+from microfloat.torch.measure import Times
 
 __all__ = ["Report", "Row", "merge", "printable_command", "wanted"]
 
@@ -105,8 +104,9 @@ class Report:
         self.extra: dict[str, Any] = {}
         self.earlier: dict[str, Any] | None = None  # what the file held before this run
         self.provenance = {
-            "device": device_name(options.device), "driver": _smi("driver_version"), "versions": versions(),
-            "date": datetime.date.today().isoformat(), "command": printable_command(arguments),
+            "device": device_name(options.device), "driver": next(iter(machine.smi("driver_version")), None),
+            "versions": versions(), "date": datetime.date.today().isoformat(),
+            "command": printable_command(arguments),
         }  # fmt: skip
         print(f"{self.provenance['command']}: {self.provenance['device']}, {self.provenance['versions']}", flush=True)
         if options.quick:
@@ -119,7 +119,7 @@ class Report:
     def add(self, row: Row) -> Row:
         """Judge, print and keep a row."""
         row.judge(counts=not self.options.quick)
-        row.clocks = None if row.skipped or self.options.quick else clocks()
+        row.clocks = None if row.skipped or self.options.quick else machine.clocks()
         self.rows.append(row)
         print(line(row), flush=True)
         self.save()
@@ -262,32 +262,5 @@ def device_name(device: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of what takes part."""
-    from microfloat import __version__
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "microfloat": __version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    for name in ("triton", "torchao"):
-        try:
-            from importlib.metadata import version
-
-            found[name] = version(name)
-        except ImportError:
-            continue
-    return found
-
-
-def clocks() -> dict[str, str] | None:
-    """SM and memory clock, power draw and temperature now."""
-    text = _smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
-    return None if text is None else dict(zip(("sm", "memory", "power", "celsius"), text.split(", "), strict=False))
-
-
-def _smi(query: str) -> str | None:
-    """One line of nvidia-smi, or None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    return lines[0] if done.returncode == 0 and lines else None
+    found = {**machine.versions("triton", "torchao"), "torch": torch.__version__, "cuda": torch.version.cuda}
+    return {name: version for name, version in found.items() if version is not None}

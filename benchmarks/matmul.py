@@ -5,18 +5,15 @@ Operands are cast before the clock runs. Shapes M x K x N: y [M, N] = x [M, K] @
 
 import argparse
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import torch
 
-from benchmarks._recipes import LARGEST_DIFFERENCE, difference, sqnr_db
+from benchmarks._recipes import LARGEST_DIFFERENCE, sqnr_db
 from benchmarks._report import Report, Row
-from benchmarks._timing import in_turn, rotations
-from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Gemm
-from microfloat.routes import Route, route_of
-from microfloat.torch import backends, gemms, reference
+from microfloat.torch import reference
+from microfloat.torch.measure import Maker, difference, in_turn, matrices, rotations
 
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 4096, 4096))
 SMALL = (256, 512, 384)
@@ -34,62 +31,6 @@ GEMMS = {
     "m.mxfp4.folded": Gemm(Cast("mxfp4"), Cast("mxfp4"), path="folded"),
     "m.nvfp4": Gemm(Cast("nvfp4"), Cast("nvfp4_2d")),
 }
-
-
-@dataclass(frozen=True)
-class Maker:
-    """How operands of one GEMM are made on a device, and multiplied."""
-
-    gemm: Gemm
-    device: str
-
-    @property
-    def backend(self) -> str:
-        return "native" if self.device == "cuda" else "reference"
-
-    def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
-        """x and w as this GEMM reads them."""
-        if self.backend == "reference":
-            return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
-        from microfloat.torch import program
-
-        stream, words = torch.cuda.current_stream().cuda_stream, program.scratch(torch.cuda.current_device())
-        made, turned = [], (False, self.route.turned)
-        for matrix, cast, form, turn in zip((x, w), self.gemm.casts, self.route.forms, turned, strict=True):
-            cast_once = program.cast_program(matrix, OperandSpec(cast, form, turn), None)  # type: ignore[arg-type]
-            parts = cast_once.run(stream, (None, matrix, words, *[None] * 10))[:3]
-            made.append(_Made(tuple(parts), matrix.shape[0], matrix.shape[1]))
-        return tuple(made)
-
-    @functools.cached_property
-    def route(self) -> Route:
-        """How the GEMM runs on the current GPU."""
-        return route_of(self.gemm, backends.chip_of(torch.device("cuda", torch.cuda.current_device())))
-
-    def multiply(self, a: Any, b: Any) -> torch.Tensor:
-        if self.backend == "reference":
-            return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
-        return _product(self.gemm, self.route, (a.rows, a.length, b.rows))(*a.parts, *b.parts, None)
-
-
-class _Made(NamedTuple):
-    """The parts of an operand of `rows` x `length`."""
-
-    parts: tuple
-    rows: int
-    length: int
-
-
-@functools.lru_cache(64)
-def _product(gemm: Gemm, route: Route, shape: tuple[int, int, int]) -> Any:
-    return gemms.product(gemm, route, shape, None, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
-
-
-def matrices(shape: tuple[int, int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal x [M, K], and w [N, K] scaled by 1 / sqrt(K)."""
-    m, k, n = shape
-    x = torch.randn(m, k, device=device).bfloat16()
-    return x, (torch.randn(n, k, device=device) / k**0.5).bfloat16()
 
 
 def check(maker: Maker) -> float:

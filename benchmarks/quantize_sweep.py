@@ -4,10 +4,10 @@ import argparse
 
 import torch
 
-from benchmarks._timing import copy_gbs, in_turn
 from benchmarks.quantize_rows import Case
 from microfloat.passes import tables
 from microfloat.torch import program
+from microfloat.torch.measure import copy_gbs, in_turn
 
 # Name in TILES -> ids that run it, and tiles to try: rows, columns, warps, registers of a thread (0: any).
 SWEEPS = {

@@ -16,58 +16,22 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from microfloat import reference
-from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, decode
+from microfloat.formats import FORMATS, ScaledFormat
+from microfloat.pictures import number_lines
+from microfloat.pictures.style import BLUE, GREEN, GREY, ORANGE, clean, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 import peers_table  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
-# Okabe and Ito's palette, which stays apart for colour-blind readers.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
-
-
-def magnitudes(element: ElementFormat) -> np.ndarray:
-    """All finite values >= 0."""
-    values = decode(np.arange(element.sign_code, dtype=np.uint8), element)
-    return values[np.isfinite(values)].astype(np.float64)
-
-
-def number_lines() -> Figure:
-    """Every value of every element format: on a line up to its maximum, and over powers of two."""
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    linear, binary = figure.subplots(1, 2)
-    for row, element in enumerate(reversed(ELEMENTS.values())):
-        values = magnitudes(element)
-        normal = values >= element.min_normal
-        for axes, position in ((linear, values / element.max), (binary, np.log2(np.maximum(values, 2.0**-40)))):
-            for mask, color in ((normal, BLUE), (~normal & (values > 0), ORANGE)):
-                axes.vlines(position[mask], row - 0.32, row + 0.32, color=color, linewidth=0.9)
-        linear.vlines(0, row - 0.32, row + 0.32, color="black", linewidth=1.2)
-        binary.text(
-            np.log2(element.max) + 0.7, row, f"{len(values)} magnitudes\nmax {element.max:g}", va="center", size=8
-        )
-    for axes in (linear, binary):
-        axes.set_yticks(range(len(ELEMENTS)), list(reversed(ELEMENTS)))
-        axes.tick_params(left=False)
-        axes.set_ylim(-0.6, len(ELEMENTS) - 0.4)
-        for side in ("left", "right", "top"):
-            axes.spines[side].set_visible(False)
-    linear.set(
-        xlabel="value / maximum", title="how dense: evenly spaced inside a power of two, twice as far in the next"
-    )
-    binary.set(xlabel="log2 of the value", title="how wide: exponent bits buy range", xlim=(-17.5, 21))
-    binary.plot([], [], color=BLUE, label="normal")
-    binary.plot([], [], color=ORANGE, label="subnormal")
-    binary.legend(frameon=False, loc="lower right")
-    return figure
 
 
 def blocks() -> Figure:
     """Which elements share a scale: the scales that one and the same matrix gets under eight formats."""
     names = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
     x_RC = example_matrix(160, 256)
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    figure = new_figure(12, 5.2)
     for axes, name in zip(figure.subplots(2, 4).flat, names, strict=True):
         fmt = FORMATS[name]
         image = axes.imshow(scale_picture(x_RC, fmt), cmap="viridis", aspect="equal", interpolation="nearest")
@@ -190,7 +154,7 @@ LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, (BLUE, "#BBBBBB", "#555555"), s
 
 def speed_and_loss() -> Figure:
     """Speed over bf16's on an H200 beside peers, and the loss of the demo under each recipe."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = new_figure(12, 4)
     speed, loss = figure.subplots(1, 2, width_ratios=(2.5, 1))
     draw_speed(speed)
     draw_loss(loss)
@@ -230,7 +194,7 @@ def draw_speed(axes: Axes) -> None:
     axes.set(ylim=(0, 2.45), xlim=(-0.8, left - 0.4), ylabel="times as fast as bf16")
     axes.set_title("speed, forward + backward, one H200", size=11)
     axes.legend(frameon=False, ncols=3, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13))
-    hide_spines(axes)
+    clean(axes)
 
 
 def draw_loss(axes: Axes) -> None:
@@ -244,13 +208,7 @@ def draw_loss(axes: Axes) -> None:
     axes.set(xlabel="step", ylabel="training loss - bf16's, nats per byte")
     axes.set_title("what it costs in loss: make demo", size=11)
     axes.legend(frameon=False, fontsize=9)
-    hide_spines(axes)
-
-
-def hide_spines(axes: Axes) -> None:
-    """Leave the two axes that carry figures."""
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
+    clean(axes)
 
 
 def main(folder: Path = FOLDER) -> None:

@@ -34,7 +34,7 @@ THIRD_PARTY = {
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
-    "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors"},
+    "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub"},
 }
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from benchmarks import _report
 from benchmarks._report import Report, Row, printable_command
 from benchmarks._targets import TARGETS, Target
-from benchmarks._timing import Times, in_turn, rotations
+from microfloat.torch.measure import Times, in_turn, rotations
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_calls_take_turns():
     order = []
     found = in_turn({"a": lambda i: order.append(("a", i)), "b": lambda i: order.append(("b", i))}, "cpu")
     assert set(found) == {"a", "b"}
-    assert order == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]

@@ -1,0 +1,40 @@
+"""The typer application: the list of commands."""
+
+from typing import Annotated
+
+import typer
+
+from microfloat._version import __version__
+from microfloat.cli.doctor import doctor
+from microfloat.cli.formats import formats
+from microfloat.cli.output import command
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="microfloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="FP8, MXFP8, MXFP6, MXFP4 and NVFP4: formats, checkpoints and speed, from a terminal.",
+    epilog="Every command takes --json, --no-color and --quiet. "
+    "Exit codes: 0 fine, 1 a problem was found, 2 wrong usage or environment.",
+)  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"microfloat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(no_args_is_help=False)(command(doctor))
+# Negative numbers are values to encode, no options.
+app.command(context_settings={"ignore_unknown_options": True})(command(formats))

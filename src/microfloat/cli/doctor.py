@@ -1,0 +1,210 @@
+"""`microfloat doctor`: what is installed, what runs here on which hardware, and if it computes what it should."""
+
+import importlib
+import re
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from microfloat.chips import chip_named
+from microfloat.cli.machine import LARGEST_DIFFERENCE, PACKAGES, gpus, versions
+from microfloat.cli.output import Column, Output
+from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedError, invalid_value
+from microfloat.recipes import from_name
+from microfloat.support import Support
+
+__all__ = ["doctor"]
+
+_FRONT_ENDS = ("torch", "jax")
+
+
+class Place(NamedTuple):
+    """A backend of a front end: the table's columns."""
+
+    front_end: str
+    backend: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.front_end}\n{self.backend}"
+
+
+PLACES = (
+    Place("torch", "native"), Place("torch", "triton"), Place("torch", "reference"),
+    Place("jax", "native"), Place("jax", "reference"), Place("numpy", "reference"),
+)  # fmt: skip
+# The recipes whose operands cover every family of formats; the others differ in what they do with them.
+RECIPES = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+
+
+def doctor(
+    output: Output,
+    check: Annotated[bool, typer.Option("--check", help="Cast and multiply 64x64 matrices on every backend.")] = False,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="cpu, cuda, or a GPU you may not have: h200, b200, sm_100.")
+    ] = "",
+) -> int:
+    """Tell what is installed, what runs on which hardware, and why.
+
+    microfloat doctor · doctor --check · doctor --device b200
+    """
+    kinds = ("cpu", "cuda", "gpu", "rocm", "tpu")
+    if device and not chip_named(device) and device.split(":")[0] not in kinds:
+        raise invalid_value("--device", repr(device), "cpu, cuda, or the name of a GPU such as h200, b200 or sm_100")
+    front_ends = {name: _import(name) for name in _FRONT_ENDS}
+    _packages(output, front_ends)
+    output.put(gpus=gpus())
+    if output.document["gpus"]:
+        columns = [Column(key) for key in ("gpu", "name", "architecture", "generation", "memory", "driver")]
+        output.table("gpus", output.document["gpus"], columns, "GPUs")
+    else:
+        output.say("No NVIDIA GPU: nvidia-smi is not there or lists none. Everything runs on the CPU.")
+        output.say()
+    rows = [_row(place, recipe, front_ends, device or None) for place in PLACES for recipe in RECIPES]
+    _matrix(output, rows, device)
+    return _check(output, rows, device) if check else 0
+
+
+def _import(name: str) -> ModuleType | str:
+    """The front end, or why it cannot be imported."""
+    try:
+        return importlib.import_module(f"microfloat.{name}")
+    except ImportError as error:
+        return str(error) if isinstance(error, MicrofloatError) else f"import {name} fails: {error}"
+    except Exception as error:  # a broken installation is what a doctor is for
+        return f"import {name} fails: {type(error).__name__}: {error}"
+
+
+def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
+    found = versions(*PACKAGES)
+    rows = [
+        {
+            "package": name,
+            "version": version,
+            "remedy": "" if version else f'pip install "microfloat[{PACKAGES[name]}]"',
+        }
+        for name, version in found.items()
+    ]
+    if isinstance(front_ends["torch"], ModuleType):
+        from microfloat.torch.measure import cuda_version
+
+        cuda = cuda_version()
+        remedy = None if cuda else "this torch is built without CUDA"
+        rows.append({"package": "CUDA (of torch)", "version": cuda, "remedy": remedy})
+    columns = (
+        Column("package"),
+        Column("version", text=lambda text: text or "not installed"),
+        Column("remedy", prose=True),
+    )
+    output.table("packages", rows, columns, "Packages")
+
+
+def _row(place: Place, recipe: str, front_ends: dict[str, ModuleType | str], device: str | None) -> dict[str, Any]:
+    """The answer of one backend about one recipe; of its fprop, with what runs instead."""
+    answer, runs, instead = _answer(place, recipe, front_ends, device)
+    return {
+        "front_end": place.front_end, "backend": place.backend, "recipe": recipe,
+        "available": answer.available, "accelerated": answer.accelerated, "reason": answer.reason, "runs": runs,
+        "instead": instead,
+    }  # fmt: skip
+
+
+def _answer(
+    place: Place, recipe: str, front_ends: dict[str, ModuleType | str], device: str | None
+) -> tuple[Support, str | None, str | None]:
+    """Support, the kernel, and where it does not run what `backend="auto"` takes."""
+    if place.front_end == "numpy":
+        return Support(True, False, "the definition that every backend is tested against"), "NumPy, float64 sums", None
+    module = front_ends[place.front_end]
+    if isinstance(module, str):
+        return Support(False, False, module), None, None
+    try:
+        found = module.explain(recipe, device=device, backend=place.backend)
+        support, kernel = (
+            Support(found.available, found.accelerated, found.rows[0].support.reason),
+            found.rows[0].kernel,
+        )
+    except NotSupportedError as refusal:
+        support, kernel = Support(False, False, str(refusal)), "-"
+    except InvalidValueError as unknown:  # a device of the other front end
+        return Support(False, False, str(unknown)), None, None
+    if support.available:
+        return support, kernel, None
+    automatic = module.explain(recipe, device=device).rows[0]
+    if not automatic.support.available:
+        return support, None, None
+    if place.front_end == "jax":  # the refusal advises about arguments that nobody gave here
+        support = Support(False, False, automatic.support.reason.removeprefix("emulated: "))
+    return support, None, automatic.kernel
+
+
+def _matrix(output: Output, rows: list[dict[str, Any]], device: str) -> None:
+    """Recipes by backends; the reasons as numbered notes."""
+    output.put(device=device or None, support=rows)
+    notes: dict[str, int] = {}
+    lines = []
+    for recipe in RECIPES:
+        line: dict[str, Any] = {"recipe": recipe}
+        for row in rows:
+            if row["recipe"] == recipe:
+                word = "fast" if row["accelerated"] else "runs" if row["available"] else "no"
+                line[f"{row['front_end']} {row['backend']}"] = f"{word} {notes.setdefault(_why(row), len(notes) + 1)}"
+        lines.append(line)
+    columns = [Column(f"{place.front_end} {place.backend}", place.title, style=_colour) for place in PLACES]
+    where = f" on {device}" if device else ""
+    output.table(None, lines, [Column("recipe"), *columns], f"Recipes by backend{where}")
+    output.say("fast: on tensor cores of the format; runs: the same bytes, not accelerated; numbers: see below.")
+    output.notes(notes)
+
+
+def _why(row: dict[str, Any]) -> str:
+    """The note of a cell; formats by name would number equal answers apart."""
+    if row["available"]:
+        text = f"{row['runs']}: {row['reason']}"
+    else:
+        text = row["reason"] + (f". Instead: {row['instead']}" if row["instead"] else "")
+    return re.sub(r" (\([a-z0-9_]+ x [a-z0-9_]+\)|for [a-z0-9_]+ x [a-z0-9_]+)", "", text)
+
+
+def _colour(cell: str) -> str:
+    return {"fast": "green", "runs": "", "no": "yellow"}[cell.split()[0]]
+
+
+# ---- --check
+
+
+def _check(output: Output, rows: list[dict[str, Any]], device: str) -> int:
+    """Casts and products of every backend that runs here against the oracle; the exit code."""
+    if device and chip_named(device):
+        raise invalid_value("--device", device, "a device of this machine for --check, such as cpu or cuda")
+    able = [row for row in rows if row["available"] and row["front_end"] != "numpy"]
+    results = []
+    with output.progress("checking", len(able)) as advance:
+        for row in able:
+            advance(0, f"{row['front_end']} {row['backend']} {row['recipe']}")
+            results.append(_checked(row, device))
+            advance(1)
+    columns = (
+        Column("front_end"), Column("backend"), Column("recipe"), Column("bytes_equal"),
+        Column("difference", text=lambda value: "-" if value is None else f"{value:.1e}", right=True),
+        Column("passed", style=lambda passed: "green" if passed else "bold red"), Column("problem", prose=True),
+    )  # fmt: skip
+    title = f"Check: 64x64 matrices against the oracle; a product may differ by {LARGEST_DIFFERENCE:g}"
+    output.table("check", results, columns, title)
+    return int(any(not row["passed"] for row in results))
+
+
+def _checked(row: dict[str, Any], device: str) -> dict[str, Any]:
+    """One line of the check; whatever goes wrong is its result."""
+    found: dict[str, Any] = {key: row[key] for key in ("front_end", "backend", "recipe")}
+    found |= {"bytes_equal": None, "difference": None, "passed": False, "problem": None}
+    gemm = from_name(row["recipe"]).fprop
+    try:
+        measure = importlib.import_module(f"microfloat.{row['front_end']}.measure")
+        found["bytes_equal"], found["difference"] = measure.against_oracle(gemm, row["backend"], device or None)
+    except Exception as error:  # a backend that fails is a finding
+        found["problem"] = f"{type(error).__name__}: {error}"
+        return found
+    found["passed"] = found["bytes_equal"] and found["difference"] <= LARGEST_DIFFERENCE
+    return found

@@ -1,0 +1,66 @@
+"""The machine: versions of packages, GPUs and what they do right now. Frameworks are not imported."""
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+from microfloat._version import __version__
+from microfloat.chips import Chip
+
+__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "smi", "versions"]
+
+# Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
+# Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
+LARGEST_DIFFERENCE = 6e-3
+# Package -> the extra of microfloat that brings it; "" for what is always there.
+PACKAGES = {
+    "numpy": "", "ml_dtypes": "", "torch": "torch", "triton": "triton", "jax": "jax", "flax": "jax",
+    "typer": "cli", "rich": "cli", "matplotlib": "plot", "numba": "cpu",
+}  # fmt: skip
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions of Python, microfloat and the named packages; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "microfloat": __version__}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def gpus() -> list[dict[str, Any]]:
+    """NVIDIA GPUs as the driver lists them: index, name, architecture, generation, memory, driver."""
+    rows = []
+    for index, line in enumerate(smi("name,compute_cap,memory.total,driver_version", every=True)):
+        name, capability, memory, driver = (word.strip() for word in line.split(","))
+        major, _, minor = capability.partition(".")
+        chip = Chip((int(major), int(minor or 0))) if major.isdigit() else None
+        rows.append({
+            "gpu": index, "name": name, "architecture": chip and chip.architecture, "generation": chip and chip.name,
+            "memory": memory, "driver": driver,
+        })  # fmt: skip
+    return rows
+
+
+def smi(query: str, *, every: bool = False) -> list[str]:
+    """Lines of nvidia-smi for the first GPU or for every one; none where it is not there or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line for line in done.stdout.strip().splitlines() if line] if done.returncode == 0 else []
+    return lines if every else lines[:1]
+
+
+def clocks() -> dict[str, str] | None:
+    """SM and memory clock, power draw and temperature now."""
+    for line in smi("clocks.sm,clocks.mem,power.draw,temperature.gpu"):
+        return dict(zip(("sm", "memory", "power", "celsius"), line.split(", "), strict=False))
+    return None

@@ -1,0 +1,290 @@
+"""What all commands share: their common options, tables that fit any terminal, one JSON document, exit codes.
+
+Results go to stdout, progress and errors to stderr. Every table is a list of rows with the keys that `--json` prints.
+"""
+
+import functools
+import inspect
+import json
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from microfloat.errors import CheckpointError, MicrofloatError
+
+__all__ = ["Column", "Output", "command", "count", "decibel", "number", "percent", "size", "words"]
+
+_WIDE = 100_000  # a pipe has no edge
+_PROSE = 100
+_LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+NoColor = Annotated[bool, typer.Option("--no-color", help="No colours (also with NO_COLOR set, and in a pipe).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors: the exit code is the answer.")]
+_COMMON = {"as_json": Json, "no_color": NoColor, "quiet": Quiet}
+
+
+# ---- cells
+
+
+def number(value: float | None) -> str:
+    """Six significant digits at most; "-" for None."""
+    return "-" if value is None else f"{value:.6g}"
+
+
+def decibel(value: float | None) -> str:
+    """Two places; "exact" for infinity."""
+    if value is None:
+        return "-"
+    return "exact" if value == math.inf else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    """Of a fraction."""
+    return "-" if value is None else f"{100 * value:.3g} %"
+
+
+def count(value: int | None) -> str:
+    """Digits in groups of three."""
+    return "-" if value is None else f"{value:,}"
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units, as disks and checkpoints count them."""
+    if value is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"
+
+
+def words(value: Any) -> str:
+    """Lists joined, sizes as 4x8, yes and no, "-" for nothing."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ("x" if value and all(isinstance(one, int) for one in value) else ", ").join(map(str, value)) or "-"
+    return "-" if value is None or value == "" else str(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its key in the rows and in JSON, header, cell text, and `prose` for one that may break its lines."""
+
+    key: str
+    header: str = ""
+    text: Callable[[Any], str] = words
+    right: bool = False
+    prose: bool = False
+    style: Callable[[Any], str] | None = None
+
+    @property
+    def title(self) -> str:
+        """The header; the key unless there is one."""
+        return self.header or self.key.replace("_", " ")
+
+    def cell(self, row: Mapping[str, Any]) -> Text:
+        """The cell of a row."""
+        value = row.get(self.key)
+        return Text(self.text(value), style=self.style(value) if self.style else "")
+
+
+class Output:
+    """Where a command's results go: tables on the terminal, or the keys of one JSON document."""
+
+    def __init__(self, name: str, *, as_json: bool = False, no_color: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self.document: dict[str, Any] = {"command": name}
+        self.console = _console(sys.stdout, no_color)
+        self.errors = _console(sys.stderr, no_color)
+
+    @property
+    def shows(self) -> bool:
+        """True if tables and text are printed."""
+        return not (self.as_json or self.quiet)
+
+    def put(self, **values: Any) -> None:
+        """Values of the JSON document that no table shows."""
+        self.document.update(values)
+
+    def say(self, text: str = "", style: str = "", indent: str = "") -> None:
+        """A paragraph on stdout; its lines but the first are indented."""
+        if self.shows:
+            width = min(self.console.width, _PROSE)
+            for line in textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]:
+                self._print(Text(line, style))
+
+    def _print(self, what: Any, width: int | None = None) -> None:
+        """Print without the spaces that tables leave at the ends of lines."""
+        with self.console.capture() as captured:
+            self.console.print(what, width=width)
+        self.console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+
+    def table(
+        self, key: str | None, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str = ""
+    ) -> None:
+        """Rows under `key` of the document, and as a table; where that is too wide, each row as lines of its own."""
+        if key is not None:
+            self.document[key] = [dict(row) for row in rows]
+        if not self.shows:
+            return
+        if title:
+            self.say(title, "bold")
+        cells = [[column.cell(row) for column in columns] for row in rows]
+        shown = [i for i in range(len(columns)) if i == 0 or any(line[i].plain != "-" for line in cells)]
+        columns, cells = [columns[i] for i in shown], [[line[i] for i in shown] for line in cells]
+        widths = [
+            max([*map(len, column.title.split("\n")), *(line[i].cell_len for line in cells)])
+            for i, column in enumerate(columns)
+        ]
+        least = [min(n, _LEAST_TEXT) if column.prose else n for n, column in zip(widths, columns, strict=True)]
+        fits = sum(least) + 2 * len(least) - 2 <= self.console.width
+        (self._print_table if fits else self._print_stacked)(columns, cells)
+
+    def _print_table(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+        for column in columns:
+            justify = "right" if column.right else "left"
+            table.add_column(column.title, justify=justify, no_wrap=not column.prose, overflow="fold")
+        for line in cells:
+            table.add_row(*line)
+        self._print(table)
+        self._print("")
+
+    def _print_stacked(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:
+        """The first cell as a heading, the others below it."""
+        for line in cells:
+            self._print(Text(line[0].plain, "bold", overflow="fold"))
+            pairs = {column.title.replace("\n", " "): cell for column, cell in zip(columns[1:], line[1:], strict=True)}
+            self._print_pairs({title: cell for title, cell in pairs.items() if cell.plain != "-"}, indent=2)
+        self._print("")
+
+    def facts(self, values: Mapping[str, Any], *, texts: Mapping[str, str] | None = None, title: str = "") -> None:
+        """Keys of the document, and as lines of key and value; `texts` says some of them in words."""
+        self.document.update(values)
+        if self.shows:
+            if title:
+                self.say(title, "bold")
+            shown = {key: (texts or {}).get(key, words(value)) for key, value in values.items()}
+            self._print_pairs({key.replace("_", " "): Text(text) for key, text in shown.items() if text != "-"})
+            self._print("")
+
+    def _print_pairs(self, pairs: Mapping[str, Text], indent: int = 0) -> None:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        for title, cell in pairs.items():
+            grid.add_row(" " * indent + title, cell)
+        self._print(grid, min(self.console.width, 160))
+
+    def notes(self, texts: Iterable[str]) -> None:
+        """Numbered remarks below a table."""
+        for index, text in enumerate(texts, 1):
+            self.say(f"{index}. {text}", indent="   ")
+        self.say()
+
+    def warn(self, text: str) -> None:
+        """A remark on stderr."""
+        if not self.quiet:
+            self.errors.print(Text("note: ", "yellow") + Text(text))
+
+    def fail(self, error: BaseException) -> None:
+        """An error on stderr; in the document, where there is one."""
+        self.document = {"command": self.document["command"], "error": str(error), "type": type(error).__name__}
+        self.errors.print(Text("error: ", "bold red") + Text(str(error)))
+
+    def drew(self, path: Path) -> None:
+        """Name the picture that was written."""
+        self.document["plot"] = str(path)
+        self.say(f"Picture: {path}")
+
+    @contextmanager
+    def progress(self, title: str, total: float | None) -> Iterator[Callable[..., None]]:
+        """A bar with the time left, on stderr where that is a terminal; yields `advance(amount, title=None)`."""
+        if self.quiet or not self.errors.is_terminal:
+            yield lambda amount=1, title=None: None
+            return
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.errors, transient=True) as bar:
+            task = bar.add_task(title, total=total)
+
+            def advance(amount: float = 1, title: str | None = None) -> None:
+                bar.update(task, advance=amount, **({"description": title} if title else {}))
+
+            yield advance
+
+    def close(self) -> None:
+        """Print the document if it was asked for."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(jsonable(self.document), indent=1, allow_nan=False) + "\n")
+
+
+def _console(file: Any, no_color: bool) -> Console:
+    """A console as wide as its terminal, or as COLUMNS says; without an edge in a pipe."""
+    columns = shutil.get_terminal_size((0, 0)).columns
+    width = columns or (80 if file.isatty() else _WIDE)
+    return Console(file=file, width=width, no_color=True if no_color else None, highlight=False, emoji=False)
+
+
+def jsonable(value: Any) -> Any:
+    """The same as JSON has it: figures that are no numbers become the strings "inf", "-inf" and "nan"."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    return jsonable(value.item()) if hasattr(value, "item") else str(value)
+
+
+def command(run: Callable[..., int | None]) -> Callable[..., None]:
+    """`run(output, ...)` as a command of typer: it gets --json, --no-color and --quiet, and errors become exit codes.
+
+    What it returns is the exit code, None for 0. CheckpointError is a problem that was found: 1. Other errors of
+    microfloat's and the system's are those of the question or the environment: 2. Ctrl-C ends with 130.
+    """
+    own = list(inspect.signature(run).parameters.values())[1:]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in _COMMON.items()
+    ]
+    name = run.__name__.rstrip("_")
+
+    @functools.wraps(run)
+    def called(**options: Any) -> None:
+        output = Output(name, **{key: options.pop(key) for key in _COMMON})
+        try:
+            code = run(output, **options) or 0
+        except CheckpointError as error:
+            code = 1
+            output.fail(error)
+        except (MicrofloatError, OSError) as error:
+            code = 2
+            output.fail(error)
+        except KeyboardInterrupt as interrupt:
+            code = 130
+            output.fail(KeyboardInterrupt(str(interrupt) or "interrupted"))
+        output.close()
+        raise typer.Exit(code)
+
+    called.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *common]}
+    return called

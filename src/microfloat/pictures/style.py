@@ -1,0 +1,55 @@
+"""The style that all pictures share: colours, a new figure, and saving it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from microfloat.errors import invalid_value, missing_package
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "save"]
+
+# Okabe and Ito's palette, which stays apart for colour-blind readers.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
+CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
+SUFFIXES = (".pdf", ".png", ".svg")
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of `width` x `height` inches whose parts arrange themselves.
+
+    Raises MissingPackageError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise missing_package("matplotlib", "A picture", "plot") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def clean(axes: "Axes", *sides: str) -> None:
+    """Remove the spines that carry no figures: top and right, and those named in `sides`."""
+    for side in ("top", "right", *sides):
+        axes.spines[side].set_visible(False)
+
+
+def check_path(path: str | Path, argument: str = "path") -> Path:
+    """The path of a picture, if its ending is one of `SUFFIXES` and its folder exists."""
+    checked = Path(path)
+    if checked.suffix.lower() not in SUFFIXES:
+        endings = ", ".join(SUFFIXES)
+        raise invalid_value(argument, checked, f"a file that ends in one of {endings}", f"Try {checked.name}.png.")
+    if not checked.parent.is_dir():
+        raise invalid_value(argument, checked, "a file in a folder that exists", f"Create {checked.parent} first.")
+    return checked
+
+
+def save(figure: "Figure", path: str | Path, dpi: int = 120) -> Path:
+    """Write the picture as PNG, SVG or PDF, by the ending of `path`; the same figure gives the same bytes."""
+    checked = check_path(path)
+    # Dates and versions of programs would make equal pictures differ.
+    metadata: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    figure.savefig(checked, dpi=dpi, metadata=metadata[checked.suffix.lower()])
+    return checked

@@ -1,0 +1,100 @@
+"""`microfloat formats`: features O7."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat.formats import ELEMENTS, FORMATS
+
+DTYPES = {
+    "E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E3M2": ml_dtypes.float6_e3m2fn,
+    "E2M3": ml_dtypes.float6_e2m3fn, "E2M1": ml_dtypes.float4_e2m1fn,
+}  # fmt: skip
+
+
+def test_every_element_and_format_is_listed(microfloat):
+    document = microfloat("formats", "--json").json
+    assert [row["name"] for row in document["elements"]] == list(ELEMENTS)
+    assert [row["name"] for row in document["formats"]] == list(FORMATS)
+    bits = {row["name"]: row["bits_per_element"] for row in document["formats"]}
+    assert bits["nvfp4"] == 4.5
+    assert bits["mxfp6_e2m3"] == 6.25
+    assert bits["fp8_128x128"] == pytest.approx(8.002, abs=1e-3)
+    layouts = {row["name"]: row["layout"] for row in document["elements"]}
+    assert layouts["E4M3"] == "S EEEE MMM"
+
+
+def test_a_name_shows_what_belongs_to_it(microfloat):
+    document = microfloat("formats", "NVFP4", "--json").json
+    assert [row["name"] for row in document["elements"]] == ["E2M1"]
+    assert [row["name"] for row in document["formats"]] == ["nvfp4"]
+    document = microfloat("formats", "e2m1", "--json").json
+    assert {row["name"] for row in document["formats"]} == {"mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d"}
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_values_are_those_of_another_implementation(microfloat, element):
+    rows = microfloat("formats", element, "--values", "--json").json["values"][element]
+    want = np.arange(1 << ELEMENTS[element].bits, dtype=np.uint8).view(DTYPES[element]).astype(float)
+    np.testing.assert_array_equal([float(row["value"]) for row in rows], want)
+    assert [int(row["code"], 16) for row in rows] == list(range(len(rows)))
+
+
+def test_codes_are_decoded(microfloat):
+    rows = microfloat("formats", "decode", "0x3C", "0b1", "255", "--as", "e4m3", "--json").json["codes"]
+    assert [row["value"] for row in rows] == [1.5, 2.0**-9, "nan"]
+    assert [row["kind"] for row in rows] == ["normal", "subnormal", "NaN"]
+    assert rows[0]["bits"] == "0 0111 100"
+    rows = microfloat("formats", "decode", "127", "0", "255", "--as", "e8m0", "--json").json["codes"]
+    assert [row["value"] for row in rows] == [1.0, 2.0**-127, "nan"]
+
+
+def test_values_are_encoded(microfloat):
+    done = microfloat("formats", "encode", "1.7", "-0.3", "9", "2.5", "inf", "--as", "nvfp4", "--json")
+    rows = done.json["values"]
+    assert [row["value"] for row in rows] == [1.5, -0.5, 6.0, 2.0, 6.0]  # 2.5 is a tie: the even code is that of 2
+    assert [row["saturated"] for row in rows] == [False, False, True, False, True]
+    assert (rows[0]["below"], rows[0]["above"]) == (1.5, 2.0)
+    assert rows[0]["relative_error"] == pytest.approx(-0.2 / 1.7)
+    assert rows[4]["relative_error"] is None
+    assert rows[2]["above"] is None
+
+
+def test_the_picture_of_the_number_lines(microfloat, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "lines.png"
+    done = microfloat("formats", "--plot", path, "--json")
+    assert done.json["plot"] == str(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["nvpf4"], "Did you mean 'nvfp4'"),
+        (["decode", "0x1FF", "--as", "e4m3"], "CODE: got 0x1FF, needed a code of E4M3, 0 to 0xff"),
+        (["decode", "x", "--as", "e4m3"], "CODE: got 'x'"),
+        (["decode", "--as", "e4m3"], "got no code"),
+        (["decode", "1"], "Add --as e4m3"),
+        (["encode", "one", "--as", "e4m3"], "VALUE: got 'one'"),
+        (["encode", "1", "--as", "e8m0"], "the scale rule of a cast chooses powers of two"),
+        (["e4m3", "--as", "e4m3"], "needed decode or encode before it"),
+        (["e4m3", "e5m2"], "one name"),
+        (["--valeus"], "option: got --valeus"),
+        (["decode", "1", "--as", "e4m3", "--values"], "formats decode: got --values"),
+        (["--plot", "lines.bmp"], "ends in one of .pdf, .png, .svg"),
+        (["--plot", "nowhere/lines.png"], "a folder that exists"),
+    ],
+)
+def test_a_wrong_question_is_answered_with_what_is_needed(microfloat, words, named):
+    done = microfloat("formats", *words)
+    assert done.code == 2
+    assert named in " ".join(done.err.split())
+
+
+def test_a_value_that_is_no_number(microfloat):
+    rows = microfloat("formats", "encode", "nan", "1e300", "--as", "e5m2", "--json").json["values"]
+    assert [row["kind"] for row in rows] == ["NaN", "normal"]
+    assert math.isnan(float(rows[0]["value"]))

@@ -1,0 +1,147 @@
+"""What all commands have in common: features O10 and O11."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from microfloat.cli.output import Column, Output, decibel, jsonable, size, words
+
+COMMANDS = ("doctor", "formats")
+
+
+def test_help_names_every_command_and_the_exit_codes(microfloat):
+    done = microfloat("--help", columns=200)
+    assert done.code == 0
+    assert all(f" {name} " in done.out for name in COMMANDS)
+    assert "--json" in done.out
+    assert "Exit codes: 0 fine, 1" in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_common_options_and_an_example(microfloat, command):
+    text = microfloat(command, "--help", columns=200).out
+    assert all(option in text for option in ("--json", "--no-color", "--quiet"))
+    assert f"microfloat {command}" in text.replace("Usage: microfloat", "")
+
+
+def test_the_version(microfloat):
+    from microfloat import __version__
+
+    assert microfloat("--version").out.split() == ["microfloat", __version__]
+
+
+def test_an_unknown_command_or_option_is_wrong_usage(microfloat):
+    assert microfloat("fromats").code == 2
+    assert microfloat("doctor", "--chek").code == 2
+
+
+def test_json_is_one_document_and_nothing_else(microfloat):
+    done = microfloat("formats", "--json")
+    assert done.err == ""
+    assert done.json["command"] == "formats"
+    failed = microfloat("formats", "nvpf4", "--json")
+    assert failed.code == 2
+    assert failed.json["type"] == "InvalidValueError"
+    assert "nvfp4" in failed.json["error"]
+    assert "nvfp4" in failed.err
+
+
+def test_quiet_prints_nothing_but_errors(microfloat):
+    done = microfloat("formats", "--quiet")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert "NAME" in microfloat("formats", "nvpf4", "--quiet").err
+
+
+def test_a_pipe_gets_whole_lines_without_colours(microfloat):
+    text = microfloat("formats").out
+    assert "\x1b" not in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    (line,) = (line for line in text.splitlines() if line.startswith("nvfp4_2d"))
+    assert line.split() == ["nvfp4_2d", "E2M1", "16x16", "E4M3", "tensor", "two_level", "4.03125"]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 160])
+def test_no_line_is_wider_than_the_terminal(microfloat, columns):
+    for command in (["formats"], ["formats", "e4m3", "--values"], ["formats", "encode", "1.7", "--as", "e2m1"]):
+        done = microfloat(*command, columns=columns)
+        assert max(map(len, done.out.splitlines())) <= columns
+        assert "…" not in done.out
+
+
+def test_a_narrow_terminal_gets_a_row_as_lines(microfloat):
+    lines = microfloat("formats", "nvfp4", columns=40).out.splitlines()
+    assert "  bits per element  4.5" in lines
+
+
+def test_cells(capsys):
+    assert [decibel(value) for value in (None, float("inf"), 20.456)] == ["-", "exact", "20.46"]
+    assert [size(value) for value in (None, 12, 999, 1e6, 1.5e9, 3e15)] == [
+        "-", "12 B", "999 B", "1 MB", "1.5 GB", "3e+03 TB"
+    ]  # fmt: skip
+    assert [words(value) for value in (True, [4, 8], ["a", "b"], (), None)] == ["yes", "4x8", "a, b", "-", "-"]
+    output = Output("test")
+    output.table("rows", [{"a": 1, "b": None}], [Column("a"), Column("b", "empty")])
+    assert "empty" not in capsys.readouterr().out  # a column without a single cell tells nothing
+    assert output.document["rows"] == [{"a": 1, "b": None}]
+
+
+def test_json_has_words_for_figures_that_are_no_numbers():
+    import numpy as np
+
+    assert jsonable({"a": [float("inf"), float("nan"), np.float32(0.5), np.int64(2)]}) == {"a": ["inf", "nan", 0.5, 2]}
+
+
+FRESH = """
+import sys
+for name in {hidden!r}:
+    sys.modules[name] = None
+from microfloat.cli import main
+sys.exit(main({words!r}))
+"""
+
+
+def fresh(repository, words, hidden=(), **variables):
+    """A command in a fresh process that cannot import `hidden`."""
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), **variables}
+    command = [sys.executable, "-W", "error", "-c", FRESH.format(words=words, hidden=list(hidden))]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_formats_needs_no_framework_and_no_matplotlib(repository):
+    pytest.importorskip("typer", reason="typer is not installed")
+    hidden = ("torch", "jax", "triton", "matplotlib", "numba")
+    done = fresh(repository, ["formats", "--json"], hidden)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["formats"]
+    done = fresh(repository, ["formats", "--plot", "lines.png"], hidden)
+    assert done.returncode == 2
+    assert 'pip install "microfloat[plot]"' in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_packages_the_command_names_the_extra(repository, missing):
+    done = fresh(repository, ["formats"], [missing])
+    assert done.returncode == 2
+    assert missing in done.stderr
+    assert 'pip install "microfloat[cli]"' in done.stderr
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["microfloat", "--help"]
+try:
+    runpy.run_module("microfloat", None, "__main__")
+except SystemExit as end:
+    print({"torch", "jax", "matplotlib"} & set(sys.modules), end.code)
+"""
+
+
+def test_the_module_runs_and_imports_no_framework(repository):
+    pytest.importorskip("typer", reason="typer is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set() 0"
