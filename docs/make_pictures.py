@@ -101,7 +101,7 @@ GAP = 1.0
 
 def three_gemms() -> Figure:
     """The three products of a linear layer: every operand in its operand form, blocks along the contracted axis."""
-    figure = Figure(figsize=(12, 2.5))
+    figure = Figure(figsize=(12, 2.5))  # its parts have fixed positions
     figure.subplots_adjust(left=0.01, right=0.99, top=0.88, bottom=0.12, wspace=0.02)
     for axes, (name, (equation, contracted, operands, result)) in zip(
         figure.subplots(1, 3), GEMM_PICTURES.items(), strict=True

@@ -21,6 +21,7 @@ LAYERS = (
     ("routes",),
     ("torch", "jax"),
     ("cli",),
+    ("__main__",),
 )
 # The root package re-exports the framework-free core and nothing above it.
 ROOT_IMPORTS_BELOW = "torch"

@@ -128,7 +128,7 @@ def test_extras_serve_something(repository):
     for extra, names in folders.items():
         text = "\n".join(path.read_text() for name in names for path in (repository / name).rglob("*.py"))
         for requirement in extras[extra]:
-            package = _canonical(requirement)
+            package = _canonical(requirement).replace("-", "[-_]")
             pattern = rf"^\s*(import|from) {package}\b" + (rf'|"{package}"' if extra == "integrations" else "")
             assert re.search(pattern, text, re.M), f"{extra}: nothing imports {package}"
 

@@ -1,0 +1,35 @@
+"""A checkpoint's folder on this machine; with --hub, the copy of a repository of the Hugging Face Hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from microfloat.errors import invalid_value, missing_package
+
+__all__ = ["Hub", "local"]
+
+Hub = Annotated[bool, typer.Option("--hub", help="PATH is a repository of the Hugging Face Hub: OWNER/NAME.")]
+# Weights, their index and configurations: what the readers read.
+_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json")
+
+
+def local(path: Path, hub: bool, argument: str = "PATH") -> Path:
+    """The path itself, or with `hub` the folder that the Hub's files were downloaded to.
+
+    HF_HUB_OFFLINE is honoured: files that were downloaded before are found, others are an error.
+    """
+    if not hub:
+        if not path.exists():
+            fix = "Add --hub to read a repository of the Hugging Face Hub." if len(path.parts) == 2 else ""
+            raise invalid_value(argument, path, "a safetensors file or a folder of them that exists", fix)
+        return path
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise missing_package("huggingface_hub", "--hub", "hub") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(_FILES)))
+    except (OSError, ValueError) as error:  # what huggingface_hub's errors derive from
+        needed = "a repository that can be downloaded, or was before"
+        raise invalid_value(argument, path, needed, f"{type(error).__name__}: {error}") from error
