@@ -225,7 +225,7 @@ class Output:
             task = bar.add_task(title, total=total)
 
             def advance(amount: float = 1, title: str | None = None) -> None:
-                bar.update(task, advance=amount, **({"description": title} if title else {}))
+                bar.update(task, advance=amount, description=title)
 
             yield advance
 

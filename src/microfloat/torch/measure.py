@@ -196,17 +196,15 @@ def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: in
     made = [quantize(torch.from_numpy(x).to(device), cast, backend=backend) for x, cast in pairs]
     want = [oracle.quantize(x, cast) for x, cast in pairs]
     equal = all(
-        ours is theirs is None or bytes_of(ours) == np.asarray(theirs).tobytes()
+        np.array_equal(q.codes.cpu().view(torch.uint8).numpy(), exact.codes)
+        and all(
+            ours is theirs if ours is None or theirs is None else np.array_equal(ours.cpu().numpy(), theirs)
+            for ours, theirs in ((q.scale, exact.scale), (q.tensor_scale, exact.tensor_scale))
+        )
         for q, exact in zip(made, want, strict=True)
-        for ours, theirs in ((q.codes, exact.codes), (q.scale, exact.scale), (q.tensor_scale, exact.tensor_scale))
     )
     product = scaled_matmul(*made, out_dtype=torch.float32, backend=backend).cpu()
     return equal, difference(product, torch.from_numpy(oracle.scaled_matmul(*want)))
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The memory of a tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def cuda_version() -> str | None:
