@@ -7,6 +7,7 @@ import typer
 from microfloat._version import __version__
 from microfloat.cli.doctor import doctor
 from microfloat.cli.formats import formats
+from microfloat.cli.inspect import inspect
 from microfloat.cli.output import command
 
 __all__ = ["app"]
@@ -38,3 +39,4 @@ def _options(
 app.command(no_args_is_help=False)(command(doctor))
 # Negative numbers are values to encode, no options.
 app.command(context_settings={"ignore_unknown_options": True})(command(formats))
+app.command(no_args_is_help=True)(command(inspect))

@@ -205,6 +205,8 @@ class Output:
     def fail(self, error: BaseException) -> None:
         """An error on stderr; in the document, where there is one."""
         self.document = {"command": self.document["command"], "error": str(error), "type": type(error).__name__}
+        if isinstance(error, CheckpointError):
+            self.document["findings"] = [one._asdict() for one in error.findings]
         self.errors.print(Text("error: ", "bold red") + Text(str(error)))
 
     def drew(self, path: Path) -> None:

@@ -13,7 +13,7 @@ __all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "s
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
-CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
+CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900", "#8B4513", "#7B68EE")
 SUFFIXES = (".pdf", ".png", ".svg")
 
 

@@ -1,0 +1,248 @@
+"""`microfloat inspect`: what a checkpoint is, what is wrong with it, and what other formats would do to it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from microfloat.cli.hub import Hub, local
+from microfloat.cli.output import Column, Output, count, decibel, size
+from microfloat.errors import invalid_value
+
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Checkpoint
+    from microfloat.cli.survey import Survey
+    from microfloat.formats import ScaledFormat
+
+__all__ = ["inspect", "layers_pattern"]
+
+DEFAULT_FORMATS = "nvfp4,mxfp4,mxfp6_e2m3,mxfp8,fp8_128x128"
+_MOST_LINES = 16  # tensors that are listed one by one; equal ones of more are shown together
+_COLOURS = {"error": "bold red", "warn": "yellow", "info": "dim"}
+
+
+def bits_text(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:.4g}"
+
+
+_TENSOR_COLUMNS = (
+    Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("shape"), Column("format"),
+    Column("bits", text=bits_text, right=True), Column("bytes", "size", size, right=True),
+    Column("activation", "input"),
+)  # fmt: skip
+_FINDING_COLUMNS = (
+    Column("severity", style=lambda severity: _COLOURS[severity]), Column("id"), Column("tensor", prose=True),
+    Column("message", prose=True), Column("remedy", prose=True),
+)  # fmt: skip
+
+
+def inspect(
+    output: Output,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them.")],
+    format: Annotated[
+        str, typer.Option("--format", metavar="NAMES", help=f"Formats to try, such as {DEFAULT_FORMATS}.")
+    ] = "",
+    layers: Annotated[
+        str, typer.Option("--layers", metavar="REGEX", help="Only tensors with this in their name, one by one.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw what was measured.")] = None,
+    sample_rows: Annotated[
+        int, typer.Option("--sample-rows", min=0, metavar="N", help="Rows of a matrix to measure; 0: all of them.")
+    ] = 512,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for warnings too.")] = False,
+    hub: Hub = False,
+) -> int:
+    """Tell the format of a checkpoint, its sizes, what is wrong with it, and the error under other formats.
+
+    microfloat inspect model/ · inspect model/ --format nvfp4,mxfp8 --plot model.png ·
+    inspect model.safetensors --strict
+    """
+    from microfloat.checkpoint import load
+    from microfloat.cli.survey import chosen_formats, survey
+
+    if plot is not None:
+        from microfloat.pictures.style import check_path
+
+        check_path(plot, "--plot")
+    formats = chosen_formats(format)
+    checkpoint = load(local(path, hub), pattern=layers_pattern(layers), strict=False)
+    if layers and not len(checkpoint):
+        raise invalid_value("--layers", repr(layers), "a regular expression that matches the name of a tensor")
+    together = not layers and len(checkpoint) > _MOST_LINES
+    _detection(output, checkpoint)
+    rows = _tensors(output, checkpoint, together)
+    matrices = [row["name"] for row in rows if _is_matrix(checkpoint, row)]
+    is_plain = all(row["family"] is None for row in rows)
+    if not formats and is_plain:
+        formats = chosen_formats(DEFAULT_FORMATS)
+    if formats or plot is not None:
+        with output.progress("measuring", len(matrices)) as advance:
+            found = survey(checkpoint, matrices, formats, sample_rows, advance)
+        bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
+        if plot is not None:
+            _draw(output, plot, checkpoint, found, formats, bits)
+    return _findings(output, checkpoint, strict)
+
+
+def layers_pattern(layers: str) -> str | None:
+    """The pattern of `load` for --layers: a regular expression that may match anywhere in a name."""
+    if not layers:
+        return None
+    try:
+        re.compile(layers)
+    except re.error as error:
+        raise invalid_value("--layers", repr(layers), "a regular expression", f"{error}.") from None
+    return f"re:.*(?:{layers}).*"
+
+
+def _detection(output: Output, checkpoint: "Checkpoint") -> None:
+    found = checkpoint.detection
+    output.facts(
+        {
+            "path": str(checkpoint.path), "family": found.family, "format": found.format and found.format.name,
+            "confidence": found.confidence, "candidates": list(found.candidates) if len(found.candidates) > 1 else [],
+            "evidence": list(found.evidence), "files": len(checkpoint.files),
+        },
+        texts={"evidence": "\n".join(found.evidence) or "-", "confidence": f"{found.confidence:.0%}"},
+    )  # fmt: skip
+
+
+def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name in checkpoint:
+        record = checkpoint[name]
+        elements = _product(record.logical_shape)
+        rows.append({
+            "name": name, "shape": list(record.logical_shape),
+            "format": record.format.name if record.format else record.codes.dtype.name,
+            "family": record.source.family if record.source else None, "elements": elements,
+            "bits": 8 * record.nbytes / elements if elements else 0.0, "bytes": record.nbytes,
+            "activation": None if record.format is None else record.activation.get("scheme"),
+        })  # fmt: skip
+    output.put(tensors=rows)
+    shown = list(_together(rows, ("shape", "format", "activation"))) if together else rows
+    output.table(None, shown, _TENSOR_COLUMNS, "Tensors")
+    elements, stored = sum(row["elements"] for row in rows), sum(row["bytes"] for row in rows)
+    totals = {"tensor_count": len(rows), "parameters": elements, "bytes": stored, "bits": 8 * stored / max(elements, 1)}
+    texts = {"parameters": count(elements), "bytes": size(stored), "bits": f"{totals['bits']:.4g} per parameter"}
+    output.facts(totals, texts=texts)
+    return rows
+
+
+def _together(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> Iterable[dict[str, Any]]:
+    """A row for all that differ by numbers in their names: counts and bytes added, the worst of every figure."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row["name"])
+        groups.setdefault((pattern, *(str(row.get(key)) for key in keys)), []).append(row)
+    for (pattern, *_), members in groups.items():
+        joined = {**members[0], "name": pattern, "tensors": len(members)}
+        for key in members[0]:
+            values = [row[key] for row in members if isinstance(row[key], float) and row[key] == row[key]]
+            if key == "bytes":
+                joined[key] = sum(row[key] for row in members)
+            elif values:
+                joined[key] = (max if key in ("amax", "crest", "bits") else min)(values)
+        yield joined if len(members) > 1 else {**members[0], "tensors": 1}
+
+
+def _is_matrix(checkpoint: "Checkpoint", row: dict[str, Any]) -> bool:
+    """True for parameters that a conversion would cast, and for those that one has."""
+    if row["family"] is not None:
+        return checkpoint[row["name"]].problem is None
+    return len(row["shape"]) >= 2 and "float" in row["format"] and row["elements"] > 0
+
+
+def _errors(
+    output: Output, rows: list[dict[str, Any]], found: "Survey", formats: Sequence["ScaledFormat"], together: bool
+) -> dict[str, float]:
+    """SQNR of every layer under every format, and a line for each format; returns bits per parameter."""
+    output.put(sqnr=found.rows)
+    shown = list(_together(found.rows, ("shape",))) if together else found.rows
+    columns = [
+        Column("name", "layer", prose=True), Column("tensors", "n", right=True),
+        Column("amax", text=lambda value: f"{value:.3g}", right=True),
+        Column("crest", text=lambda value: f"{value:.3g}", right=True),
+        *(Column(fmt.name, fmt.name.replace("_", "\n"), decibel, right=True) for fmt in formats),
+    ]  # fmt: skip
+    of = "" if len(shown) == len(found.rows) else ", the worst of n layers"
+    output.table(None, shown, columns, f"SQNR in dB against what is stored{of}")
+    by_name = {row["name"]: row for row in rows}
+    elements = max(sum(row["elements"] for row in rows), 1)
+    bits, summary = {"as stored": 8 * sum(row["bytes"] for row in rows) / elements}, []
+    for fmt in formats:
+        cast = {row["name"]: row[fmt.name] for row in found.rows if row[fmt.name] is not None}
+        stored = sum(_bytes_as(by_name[name], fmt) if name in cast else by_name[name]["bytes"] for name in by_name)
+        bits[fmt.name] = 8 * stored / elements
+        worst = min(cast, key=lambda name: cast[name], default=None)
+        middle = sorted(cast.values())[len(cast) // 2] if cast else None
+        summary.append({
+            "format": fmt.name, "bits": bits[fmt.name], "bytes": round(stored), "median_db": middle,
+            "worst_db": None if worst is None else cast[worst], "worst_layer": worst, "layers": len(cast),
+        })  # fmt: skip
+    columns = (
+        Column("format"), Column("bits", text=bits_text, right=True), Column("bytes", "size", size, right=True),
+        Column("median_db", "median\ndB", decibel, right=True), Column("worst_db", "worst\ndB", decibel, right=True),
+        Column("worst_layer", prose=True),
+    )  # fmt: skip
+    output.table("formats", summary, columns, "If these layers were converted")
+    return bits
+
+
+def _bytes_as(row: dict[str, Any], fmt: "ScaledFormat") -> float:
+    rows, cols = fmt.block
+    return row["elements"] * (fmt.element.bits + (fmt.scale.bits / (rows * cols) if rows and cols else 0.0)) / 8
+
+
+def _bits_by_format(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Bits per parameter: of everything, and of what is stored in each format."""
+    parts = {"as stored": rows}
+    for row in rows:
+        parts.setdefault(row["format"], []).append(row)
+    return {
+        name: 8 * sum(row["bytes"] for row in part) / max(sum(row["elements"] for row in part), 1)
+        for name, part in parts.items()
+    }
+
+
+def _draw(
+    output: Output, plot: Path, checkpoint: "Checkpoint", found: "Survey", formats: Sequence["ScaledFormat"],
+    bits: dict[str, float],
+) -> None:  # fmt: skip
+    from microfloat.pictures import save
+    from microfloat.pictures.checkpoints import Layer, overview
+
+    layers = [
+        Layer(row["name"], row["amax"], row["crest"], {fmt.name: row[fmt.name] for fmt in formats})
+        for row in found.rows
+    ]
+    title = f"{checkpoint.path.name}: {checkpoint.detection.family}, {len(checkpoint)} tensors"
+    output.drew(save(overview(layers, bits, found.shares(), title), plot))
+
+
+def _findings(output: Output, checkpoint: "Checkpoint", strict: bool) -> int:
+    """What is wrong or worth knowing; the exit code."""
+    with output.progress("checking codes and scales", None):
+        findings = checkpoint.findings
+    rows = [finding._asdict() for finding in findings]
+    if strict:  # serving engines use one scale for a fused group, whatever its members say
+        for row in rows:
+            row["severity"] = "error" if row["id"] == "fused-mismatch" else row["severity"]
+    rows.sort(key=lambda row: ("error", "warn", "info").index(row["severity"]))
+    if rows:
+        output.table("findings", rows, _FINDING_COLUMNS, "Findings")
+    else:
+        output.put(findings=rows)
+        output.say("No findings: names, shapes, scales and codes are as they should be.")
+    bad = ("error", "warn") if strict else ("error",)
+    return int(any(row["severity"] in bad for row in rows))
+
+
+def _product(shape: Iterable[int]) -> int:
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result

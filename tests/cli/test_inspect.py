@@ -1,0 +1,157 @@
+"""`microfloat inspect`: features O4."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.cli.checkpoints import llama, nvfp4_file
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A sharded bfloat16 checkpoint of two blocks."""
+    return llama(tmp_path_factory.mktemp("model"))
+
+
+def test_a_plain_checkpoint_is_tried_under_formats(microfloat, model):
+    done = microfloat("inspect", model, "--json")
+    assert done.code == 0
+    document = done.json
+    assert document["family"] == "plain"
+    assert document["files"] == 2
+    assert document["evidence"]
+    assert document["bits"] == 16.0
+    tensors = {row["name"]: row for row in document["tensors"]}
+    assert tensors["model.layers.0.mlp.up_proj.weight"]["shape"] == [96, 64]
+    layers = {row["name"]: row for row in document["sqnr"]}
+    assert "model.norm.weight" not in layers
+    for row in layers.values():
+        assert row["mxfp4"] < row["nvfp4"] < row["mxfp6_e2m3"] < row["mxfp8"]
+    summary = {row["format"]: row for row in document["formats"]}
+    worst = min(layers.values(), key=lambda row: row["nvfp4"])
+    assert (summary["nvfp4"]["worst_layer"], summary["nvfp4"]["worst_db"]) == (worst["name"], worst["nvfp4"])
+    assert 4.5 < summary["nvfp4"]["bits"] < 16
+    assert document["findings"] == []
+
+
+def test_sqnr_is_that_of_the_metric_and_the_oracle(microfloat, model):
+    from microfloat import checkpoint, metrics, reference
+
+    name = "model.layers.1.self_attn.o_proj.weight"
+    (row,) = microfloat("inspect", model, "--layers", name, "--format", "mxfp8", "--json").json["sqnr"]
+    x = checkpoint.load(model)[name].dequantize()
+    assert row["mxfp8"] == metrics.sqnr_db(x, reference.dequantize(reference.quantize(x, "mxfp8")))
+    assert row["amax"] == np.abs(x).max()
+
+
+def test_rows_are_sampled(microfloat, model):
+    rows = microfloat("inspect", model, "--sample-rows", 128, "--format", "mxfp8", "--json").json["sqnr"]
+    assert {row["rows"] for row in rows} == {64, 96, 128}
+    rows = microfloat("inspect", model, "--sample-rows", 0, "--format", "mxfp8", "--json").json["sqnr"]
+    assert {row["rows"] for row in rows} == {64, 96, 320}
+
+
+def test_many_layers_are_shown_together_and_chosen_ones_apart(microfloat, model):
+    text = microfloat("inspect", model).out
+    assert "model.layers.*.mlp.up_proj.weight" in text
+    assert "model.layers.0" not in text.split("If these layers")[0]
+    text = microfloat("inspect", model, "--layers", "mlp.up", "--format", "nvfp4").out
+    assert "model.layers.1.mlp.up_proj.weight" in text
+    assert "self_attn" not in text
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_it_fits_the_terminal(microfloat, model, columns):
+    text = microfloat("inspect", model, columns=columns).out
+    assert max(map(len, text.splitlines())) <= columns
+
+
+def test_a_picture_of_each_kind_of_checkpoint(microfloat, model, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "model.png"
+    assert microfloat("inspect", model, "--format", "nvfp4", "--plot", path, "--json").json["plot"] == str(path)
+    assert path.stat().st_size > 10_000
+    assert microfloat("inspect", nvfp4_file(tmp_path), "--plot", tmp_path / "quantized.svg").code == 0
+
+
+def test_a_quantized_file_is_known_and_sound(microfloat, tmp_path):
+    document = microfloat("inspect", nvfp4_file(tmp_path), "--json").json
+    assert document["family"] == "ct:nvfp4"
+    assert document["format"] == "nvfp4"
+    (row,) = document["tensors"]
+    assert row["shape"] == [16, 64]
+    assert row["bits"] == pytest.approx(4.5, abs=0.1)
+    assert "sqnr" not in document
+    assert document["findings"] == []
+
+
+def test_an_integrity_error_exits_1(microfloat, tmp_path):
+    path = nvfp4_file(tmp_path, leave_out="weight_global_scale")
+    done = microfloat("inspect", path, "--json")
+    assert done.code == 1
+    found = [row for row in done.json["findings"] if row["severity"] == "error"]
+    assert found[0]["id"] == "missing-scale"
+    assert found[0]["remedy"]
+    assert "missing-scale" in microfloat("inspect", path).out
+
+
+def test_a_damaged_file_exits_1_with_all_findings(microfloat, model, tmp_path):
+    source = next(model.glob("*.safetensors"))
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(source.read_bytes()[:-100])
+    done = microfloat("inspect", path, "--json")
+    assert done.code == 1
+    assert done.json["findings"][0]["id"]
+    assert "cut.safetensors" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["nowhere"], "PATH: got nowhere"),
+        (["owner/name"], "Add --hub"),
+        (["MODEL", "--format", "nvpf4"], "Did you mean 'nvfp4'"),
+        (["MODEL", "--layers", "("], "a regular expression"),
+        (["MODEL", "--layers", "nothere"], "matches the name of a tensor"),
+        (["MODEL", "--plot", "x.gif"], "--plot"),
+        (["MODEL", "--sample-rows", "-1"], "--sample-rows"),
+    ],
+)
+def test_a_wrong_question_exits_2(microfloat, model, words, named):
+    done = microfloat("inspect", *[model if word == "MODEL" else word for word in words])
+    assert done.code == 2
+    assert named in " ".join(done.err.split())
+
+
+def test_the_hub_is_asked_only_with_hub(microfloat, model, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(model)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert microfloat("inspect", "owner/name", "--hub", "--json").json["family"] == "plain"
+    ((name, patterns),) = asked
+    assert name == "owner/name"
+    assert not any("bin" in pattern for pattern in patterns)  # nothing that holds pickles
+
+    def offline(name, allow_patterns):
+        raise hub.errors.OfflineModeIsEnabled("offline mode is on")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
+    done = microfloat("inspect", "owner/name", "--hub")
+    assert done.code == 2
+    assert "offline mode is on" in done.err
+
+
+def test_it_needs_no_framework(repository, model):
+    from tests.cli.test_manners import fresh
+
+    done = fresh(repository, ["inspect", str(model), "--json"], ("torch", "jax", "triton", "matplotlib"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["formats"]
