@@ -7,13 +7,10 @@ import argparse
 import functools
 from dataclasses import replace
 
-import torch
-
 from benchmarks._recipes import LARGEST_DIFFERENCE, sqnr_db
 from benchmarks._report import Report, Row
 from microfloat.recipes import Cast, Gemm
-from microfloat.torch import reference
-from microfloat.torch.measure import Maker, difference, in_turn, matrices, rotations
+from microfloat.torch.measure import Maker, rotations
 
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 4096, 4096))
 SMALL = (256, 512, 384)
@@ -33,25 +30,11 @@ GEMMS = {
 }
 
 
-def check(maker: Maker) -> float:
-    """Relative difference to the exact product of the reference's operands."""
-    x, w = matrices(SMALL, maker.device)
-    a, b = reference.quantize(x, maker.gemm.lhs), reference.quantize(w, maker.gemm.rhs)  # type: ignore[arg-type]
-    want = reference.scaled_matmul(a, b, out_dtype=torch.float32, accumulate="exact")
-    return difference(maker.multiply(*maker.operands(x, w)), want)
-
-
 def measure(report: Report, name: str, maker: Maker, shape: tuple[int, int, int], decibel: float) -> Row:
     """One GEMM against bfloat16's."""
     m, k, n = shape
     sets = 2 if report.options.quick else rotations(m * k + n * k)
-    plain = [matrices(shape, maker.device) for _ in range(sets)]
-    made = [maker.operands(x, w) for x, w in plain]
-    calls = {
-        "bf16": lambda i: torch.mm(plain[i % sets][0], plain[i % sets][1].t()),
-        "ours": lambda i: maker.multiply(*made[i % sets]),
-    }
-    times = in_turn(calls, maker.device)
+    times = maker.times(shape, sets)
     row = Row(name, shape, backend=maker.backend, ratio_of="bf16", sqnr_db=decibel).timed(times["ours"], times["bf16"])
     flop = 2 * m * k * n
     row.tflops = flop / times["ours"].median / 1e9
@@ -68,7 +51,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.device == "cpu" and gemm.path != "auto":
             gemm = replace(gemm, path="auto")
         maker = Maker(gemm, options.device)
-        differing = report.attempt(name, functools.partial(check, maker))
+        differing = report.attempt(name, maker.difference)
         if differing is None:
             continue
         if differing > LARGEST_DIFFERENCE:

@@ -1,15 +1,17 @@
 """The machine: versions of packages, GPUs and what they do right now. Frameworks are not imported."""
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from microfloat._version import __version__
 from microfloat.chips import Chip
 
-__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "smi", "versions"]
+__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "processor", "smi", "threads", "versions"]
 
 # Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
 # Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
@@ -44,6 +46,19 @@ def gpus() -> list[dict[str, Any]]:
             "memory": memory, "driver": driver,
         })  # fmt: skip
     return rows
+
+
+def processor() -> str:
+    """The CPU's name, or its architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux, where platform.processor() is often empty
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (names or [platform.processor() or platform.machine()])[0]
+
+
+def threads() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def smi(query: str, *, every: bool = False) -> list[str]:

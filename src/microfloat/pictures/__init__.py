@@ -5,6 +5,7 @@ The functions take arrays and names, and nothing of a framework. matplotlib is i
 """
 
 from microfloat.pictures.formats import number_lines, relative_gaps
+from microfloat.pictures.speed import roofline
 from microfloat.pictures.style import new_figure, save
 
-__all__ = ["new_figure", "number_lines", "relative_gaps", "save"]
+__all__ = ["new_figure", "number_lines", "relative_gaps", "roofline", "save"]

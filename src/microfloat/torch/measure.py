@@ -22,7 +22,7 @@ from microfloat.torch.ops import quantize, scaled_matmul
 
 __all__ = [
     "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
-    "rotations",
+    "quantize_times", "rotations",
 ]  # fmt: skip
 
 L2_BYTES = 50 << 20  # of an H200
@@ -113,11 +113,19 @@ def rotations(bytes_of_one_set: int) -> int:
     return max(2, min(24, -(-4 * L2_BYTES // max(bytes_of_one_set, 1))))
 
 
+def quantize_times(shape: tuple[int, int], cast: Cast, device: str, cpu_milliseconds: float = 0.0) -> Times:
+    """Times of the public `quantize` of bfloat16 matrices that rotate."""
+    sets = rotations(2 * shape[0] * shape[1]) if device == "cuda" else 2
+    x = [torch.randn(shape, device=device).bfloat16() for _ in range(sets)]
+    call = {"quantize": lambda i: quantize(x[i % sets], cast)}
+    return in_turn(call, device, cpu_milliseconds=cpu_milliseconds)["quantize"]
+
+
 def copy_gbs(elements: int, device: str) -> float:
     """GB/s, read and written, of a device copy of so many bfloat16 elements."""
     source = torch.randn(elements, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    times = in_turn({"copy": lambda i: target.copy_(source)}, device, 100)
+    times = in_turn({"copy": lambda i: target.copy_(source)}, device, 100, cpu_milliseconds=50)
     return 4 * elements / times["copy"].median / 1e6
 
 
@@ -156,6 +164,23 @@ class Maker:
         if self.backend == "reference":
             return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
         return _product(self.gemm, self.route, (a.rows, a.length, b.rows))(*a.parts, *b.parts, None)
+
+    def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
+        """Relative difference to the exact product of the reference's operands."""
+        x, w = matrices(shape, self.device)
+        a, b = reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
+        want = reference.scaled_matmul(a, b, out_dtype=torch.float32, accumulate="exact")
+        return difference(self.multiply(*self.operands(x, w)), want)
+
+    def times(self, shape: tuple[int, int, int], sets: int, cpu_milliseconds: float = 0.0) -> dict[str, Times]:
+        """Times of the product ("ours") in turn with bfloat16's ("bf16"), over `sets` pairs of operands."""
+        plain = [matrices(shape, self.device) for _ in range(sets)]
+        made = [self.operands(x, w) for x, w in plain]
+        calls = {
+            "bf16": lambda i: torch.mm(plain[i % sets][0], plain[i % sets][1].t()),
+            "ours": lambda i: self.multiply(*made[i % sets]),
+        }
+        return in_turn(calls, self.device, cpu_milliseconds=cpu_milliseconds)
 
 
 class _Made(NamedTuple):
@@ -205,6 +230,11 @@ def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: in
     )
     product = scaled_matmul(*made, out_dtype=torch.float32, backend=backend).cpu()
     return equal, difference(product, torch.from_numpy(oracle.scaled_matmul(*want)))
+
+
+def has_cuda() -> bool:
+    """True if torch sees a CUDA device."""
+    return torch.cuda.is_available()
 
 
 def cuda_version() -> str | None:
