@@ -9,7 +9,7 @@ import pytest
 
 from microfloat.cli.output import Column, Output, decibel, jsonable, size, words
 
-COMMANDS = ("bench", "doctor", "formats", "inspect")
+COMMANDS = ("bench", "diff", "doctor", "formats", "inspect")
 
 
 def test_help_names_every_command_and_the_exit_codes(microfloat):
@@ -145,3 +145,13 @@ def test_the_module_runs_and_imports_no_framework(repository):
     done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set() 0"
+
+
+def test_a_reader_that_leaves_early_is_no_error(repository):
+    pytest.importorskip("typer", reason="typer is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    words = [sys.executable, "-m", "microfloat", "formats", "e4m3", "--values", "--json"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

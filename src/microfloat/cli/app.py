@@ -6,6 +6,7 @@ import typer
 
 from microfloat._version import __version__
 from microfloat.cli.bench import bench
+from microfloat.cli.diff import diff
 from microfloat.cli.doctor import doctor
 from microfloat.cli.formats import formats
 from microfloat.cli.inspect import inspect
@@ -41,4 +42,5 @@ app.command(no_args_is_help=False)(command(doctor))
 # Negative numbers are values to encode, no options.
 app.command(context_settings={"ignore_unknown_options": True})(command(formats))
 app.command(no_args_is_help=True)(command(inspect))
+app.command(no_args_is_help=True)(command(diff))
 app.command()(command(bench))

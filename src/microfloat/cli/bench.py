@@ -100,7 +100,7 @@ def bench(
     if earlier is not None and earlier.get("device") != output.document["device"]:
         needed = f"a run on {output.document['device']}: times of different devices do not compare"
         raise invalid_value("--baseline", f"{baseline} of {earlier.get('device')}", needed)
-    copy = measure.copy_gbs(1 << (30 if device == "cuda" else 26), device)
+    copy = measure.copy_gbs(1 << (30 if device == "cuda" else 24), device)
     output.facts({"copy_gbs": copy}, texts={"copy_gbs": f"{copy:.1f} GB/s, read and written"})
     rows = []
     with output.progress("measuring", len(chosen) * len(gemms)) as advance:

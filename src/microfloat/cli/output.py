@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -235,6 +236,7 @@ class Output:
         """Print the document if it was asked for."""
         if self.as_json:
             sys.stdout.write(json.dumps(jsonable(self.document), indent=1, allow_nan=False) + "\n")
+        sys.stdout.flush()
 
 
 def _console(file: Any, no_color: bool) -> Console:
@@ -257,6 +259,23 @@ def jsonable(value: Any) -> Any:
     return jsonable(value.item()) if hasattr(value, "item") else str(value)
 
 
+def _run(output: Output, run: Callable[[], int | None]) -> int:
+    """The exit code of a command; its errors are printed."""
+    try:
+        return run() or 0
+    except BrokenPipeError:
+        raise
+    except CheckpointError as error:
+        output.fail(error)
+        return 1
+    except (MicrofloatError, OSError) as error:
+        output.fail(error)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        output.fail(KeyboardInterrupt(str(interrupt) or "interrupted"))
+        return 130
+
+
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
     """`run(output, ...)` as a command of typer: it gets --json, --no-color and --quiet, and errors become exit codes.
 
@@ -274,17 +293,11 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     def called(**options: Any) -> None:
         output = Output(name, **{key: options.pop(key) for key in _COMMON})
         try:
-            code = run(output, **options) or 0
-        except CheckpointError as error:
-            code = 1
-            output.fail(error)
-        except (MicrofloatError, OSError) as error:
-            code = 2
-            output.fail(error)
-        except KeyboardInterrupt as interrupt:
-            code = 130
-            output.fail(KeyboardInterrupt(str(interrupt) or "interrupted"))
-        output.close()
+            code = _run(output, functools.partial(run, output, **options))
+            output.close()
+        except BrokenPipeError:  # the reader of the pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
         raise typer.Exit(code)
 
     called.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]

@@ -1,0 +1,275 @@
+"""`microfloat diff`: two checkpoints of one model, tensor by tensor: their values, or their stored bytes."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from microfloat.cli.hub import Hub, local
+from microfloat.cli.inspect import layers_pattern
+from microfloat.cli.output import Column, Output, count, decibel, number
+from microfloat.errors import invalid_value
+
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Checkpoint, Record
+    from microfloat.pictures.errors import ErrorCounts
+
+__all__ = ["diff"]
+
+_MOST_LINES = 24
+_ELEMENTS = 1 << 22  # that are compared at a time
+
+
+def _three(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+_COLUMNS = (
+    Column("name", "tensor", prose=True), Column("formats", text=lambda both: " / ".join(dict.fromkeys(both))),
+    Column("sqnr_db", "SQNR\ndB", decibel, right=True), Column("relative", "relative\nerror", _three, right=True),
+    Column("max_abs", "largest\nerror", _three, right=True),
+    Column("problem", prose=True, style=lambda problem: "bold red" if problem else ""),
+)  # fmt: skip
+_BYTE_COLUMNS = (
+    Column("name", "tensor", prose=True), Column("part"), Column("index", text=lambda index: str(index or "-")),
+    Column("code_a", "A"), Column("code_b", "B"), Column("value_a", "value\nof A", number, right=True),
+    Column("value_b", "value\nof B", number, right=True),
+    Column("differing", "differ", count, right=True), Column("problem", prose=True),
+)  # fmt: skip
+
+
+def diff(
+    output: Output,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: the reference.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same model, in any format.")],
+    layers: Annotated[
+        str, typer.Option("--layers", metavar="REGEX", help="Only tensors with this in their name.")
+    ] = "",
+    threshold_db: Annotated[
+        float | None, typer.Option("--threshold-db", metavar="X", help="Exit 1 if a tensor has less SQNR than this.")
+    ] = None,
+    compare_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Compare stored bytes; name the first that differs in each tensor.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw error against magnitude.")] = None,
+    hub: Hub = False,
+) -> int:
+    """Compare two checkpoints of one model: how far B's values are from A's, or which byte differs first.
+
+    microfloat diff model/ model-nvfp4/ --threshold-db 18 · diff a.safetensors b.safetensors --bytes
+    """
+    from microfloat.checkpoint import load
+
+    if plot is not None:
+        from microfloat.pictures.style import check_path
+
+        check_path(plot, "--plot")
+    if compare_bytes and (plot is not None or threshold_db is not None):
+        option = "--plot" if plot is not None else "--threshold-db"
+        raise invalid_value(option, "it together with --bytes", "one of them", "Compare values without --bytes.")
+    pattern = layers_pattern(layers)
+    first = load(local(a, hub, "A"), pattern=pattern, strict=False)
+    second = load(local(b, hub, "B"), pattern=pattern, strict=False)
+    common = [name for name in first if name in second]
+    if not common:
+        fix = "Remove --layers, or name a part of a tensor's name." if layers else "Both must be of one model."
+        raise invalid_value("B", b, "a checkpoint with tensors of the same names as A's", fix)
+    only = {
+        "only_a": [name for name in first if name not in second],
+        "only_b": [name for name in second if name not in first],
+    }
+    output.put(a=str(a), b=str(b), family_a=first.detection.family, family_b=second.detection.family, **only)
+    output.say(f"A {a}: {first.detection.family}")
+    output.say(f"B {b}: {second.detection.family}")
+    output.say()
+    if compare_bytes:
+        found = _bytes(output, first, second, common)
+    else:
+        found = _values(output, first, second, common, threshold_db, plot)
+    for key, where in (("only_a", a), ("only_b", b)):
+        if only[key]:
+            names = ", ".join(only[key][:8]) + (", ..." if len(only[key]) > 8 else "")
+            output.say(f"{len(only[key])} tensors stand in {where} alone: {names}", "yellow")
+    return int(found or any(only.values()))
+
+
+# ---- values
+
+
+def _values(
+    output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str], threshold: float | None,
+    plot: Path | None,
+) -> bool:  # fmt: skip
+    """The table of errors; True if a tensor is below the threshold or cannot be compared."""
+    from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
+
+    counts, rows = ErrorCounts(), []
+    with output.progress("comparing", len(names)) as advance:
+        for name in names:
+            advance(0, name)
+            rows.append(_compared(name, first[name], second[name], counts if plot is not None else None, threshold))
+            advance(1)
+    equal = [row for row in rows if row["sqnr_db"] == math.inf]
+    others = sorted((row for row in rows if row["sqnr_db"] != math.inf), key=_badness)
+    output.put(tensors=rows, threshold_db=threshold)
+    if others:
+        output.table(None, others[:_MOST_LINES], _COLUMNS, "Tensors of B against A, the worst first")
+    if len(others) > _MOST_LINES:
+        output.say(f"{len(others) - _MOST_LINES} more are better than these; --json lists all.")
+    output.say(f"{len(equal)} of {len(rows)} tensors have equal values.")
+    bad = [row for row in rows if row["problem"]]
+    if bad:
+        output.say(f"{len(bad)} have a problem.", "bold red")
+    if plot is not None:
+        from microfloat.pictures import save
+
+        ranking = {row["name"]: row["sqnr_db"] for row in others if row["sqnr_db"] is not None}
+        output.drew(save(error_against_magnitude(counts, ranking, threshold), plot))
+    return bool(bad)
+
+
+def _badness(row: dict[str, Any]) -> tuple[int, float]:
+    value = row["sqnr_db"]
+    return (0, 0.0) if value is None or math.isnan(value) else (1, value)
+
+
+def _compared(
+    name: str, a: "Record", b: "Record", counts: "ErrorCounts | None", threshold: float | None
+) -> dict[str, Any]:  # fmt: skip
+    """One row: sums over windows of both tensors, over the elements that are finite in A."""
+    row: dict[str, Any] = {"name": name, "formats": [_format(a), _format(b)]}
+    row |= {"sqnr_db": None, "relative": None, "max_abs": None, "non_finite": 0, "problem": None}
+    problem = next((record.problem for record in (a, b) if record.problem is not None), None)
+    if a.logical_shape != b.logical_shape:
+        return row | {"problem": f"shape {list(b.logical_shape)} against {list(a.logical_shape)}"}
+    if problem is not None:
+        return row | {"problem": str(problem)}
+    signal = noise = largest = 0.0
+    for x, y in _windows(a, b):
+        finite = np.isfinite(x)
+        row["non_finite"] += int(x.size - finite.sum())
+        error = np.where(finite, y.astype(np.float64) - x, 0.0)
+        signal += float(np.square(x, dtype=np.float64, where=finite, out=np.zeros(x.shape)).sum())
+        noise += float(np.square(error).sum())
+        largest = max(largest, float(np.abs(error).max(initial=0.0)))
+        if counts is not None:
+            counts.add(x[finite], error[finite])
+    row |= {"max_abs": largest, "relative": math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)}
+    if noise == 0:
+        row["sqnr_db"] = math.inf
+    elif signal and math.isfinite(noise):
+        row["sqnr_db"] = 10 * math.log10(signal / noise)
+    else:
+        row["sqnr_db"] = math.nan
+    if not math.isfinite(noise):
+        row["problem"] = "B has NaN or infinity where A is finite"
+    elif threshold is not None and not row["sqnr_db"] >= threshold:
+        row["problem"] = f"below {threshold:g} dB"
+    return row
+
+
+def _format(record: "Record") -> str:
+    return record.format.name if record.format else record.codes.dtype.name
+
+
+def _windows(a: "Record", b: "Record") -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Equal parts of both, few enough elements to stay in memory."""
+    rows = a.logical_shape[0] if len(a.logical_shape) > 1 else 0
+    tile = 1
+    for record in (a, b):
+        if record.format is not None and len(record.logical_shape) == 2:
+            tile = math.lcm(tile, record.format.block[0] or 1)
+    per_row = math.prod(a.logical_shape[1:])
+    step = max(_ELEMENTS // max(per_row, 1), 1)
+    step = -(-step // tile) * tile
+    if rows <= step:
+        yield a.dequantize(), b.dequantize()
+        return
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield a.narrow(start, stop).dequantize(), b.narrow(start, stop).dequantize()
+
+
+# ---- bytes
+
+
+def _bytes(output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str]) -> bool:
+    """The table of first differences; True if there is one."""
+    rows = []
+    with output.progress("comparing", len(names)) as advance:
+        for name in names:
+            advance(0, name)
+            rows += _byte_rows(name, first[name], second[name])
+            advance(1)
+    output.put(tensors=rows)
+    if rows:
+        output.table(None, rows[:_MOST_LINES], _BYTE_COLUMNS, "The first byte that differs")
+    if len(rows) > _MOST_LINES:
+        output.say(f"{len(rows) - _MOST_LINES} more lines; --json lists all.")
+    differing = len({row["name"] for row in rows})
+    output.say(f"{len(names) - differing} of {len(names)} tensors are equal byte for byte.")
+    return bool(rows)
+
+
+def _byte_rows(name: str, a: "Record", b: "Record") -> Iterator[dict[str, Any]]:
+    """A row for each part of a tensor (codes, scale, tensor scale) whose bytes differ."""
+    row: dict[str, Any] = {"name": name, "part": "codes", "problem": None}
+    if _format(a) != _format(b) or a.logical_shape != b.logical_shape:
+        stored = [f"{_format(record)} {list(record.logical_shape)}" for record in (a, b)]
+        yield row | {"problem": f"stored as {stored[0]} and as {stored[1]}: no bytes in common"}
+        return
+    for part in ("codes", "scale", "tensor_scale"):
+        ours, theirs = getattr(a, part), getattr(b, part)
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            if ours is not theirs:
+                yield row | {"part": part, "problem": "it is stored in one of them alone, or in another shape"}
+            continue
+        difference = _first(a, part, ours, theirs)
+        if difference:
+            yield row | {"part": part, **difference}
+
+
+def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """The first difference of two arrays of one dtype; packed codes are unpacked at that place."""
+    from microfloat.metrics import first_difference
+    from microfloat.reference import unpack_fp4, unpack_fp6
+
+    bits, differing = np.dtype(f"u{ours.dtype.itemsize}"), 0
+    where: tuple[int, ...] | None = None
+    length = ours.shape[-1] if ours.ndim else 1
+    flat = [np.ascontiguousarray(array).view(bits).reshape(-1, length) for array in (ours, theirs)]
+    step = max(_ELEMENTS // flat[0].shape[1], 1)
+    for start in range(0, len(flat[0]), step):
+        unequal = flat[0][start : start + step] != flat[1][start : start + step]
+        differing += int(unequal.sum())
+        if where is None and unequal.any():
+            line = start + int(np.argmax(unequal.any(-1)))
+            where = tuple(int(i) for i in np.unravel_index(line, ours.shape[:-1])) if ours.ndim > 1 else ()
+    if where is None:
+        return {}
+    element = record.format.element if record.format is not None and part == "codes" else None
+    lines = [np.atleast_1d(array[where]) for array in (ours, theirs)]
+    if element is not None and element.bits < 8:
+        unpack = unpack_fp4 if element.bits == 4 else unpack_fp6
+        lines = [unpack(np.ascontiguousarray(line), record.logical_shape[-1]) for line in lines]
+    found = first_difference(lines[0], lines[1], element)
+    assert found is not None
+    values = [found.value_a, found.value_b]
+    if record.format is not None and part == "scale" and ours.dtype == np.uint8:
+        values = [_scale_value(code, record.format.scale.name) for code in (found.a, found.b)]
+    digits = 3 if element is not None and element.bits == 4 else 2 * found.width + 2
+    return {
+        "index": [*where, *found.index], "code_a": f"{found.a:#0{digits}x}",
+        "code_b": f"{found.b:#0{digits}x}", "value_a": values[0], "value_b": values[1], "differing": differing,
+    }  # fmt: skip
+
+
+def _scale_value(code: int, scale: str) -> float:
+    from microfloat.formats import decode
+
+    if scale == "E4M3":
+        return float(decode(np.array([code], np.uint8), "E4M3")[0])
+    return math.nan if code == 255 else 2.0 ** (code - 127)
