@@ -38,7 +38,7 @@ def blocks() -> Figure:
         image.set_clim(-3.5, 6.5)
         draw_grid(axes, fmt, x_RC.shape)
         axes.set_title(
-            f"{name}: {fmt.element}, {fmt.block_text}\n{bits_per_element(fmt):.4g} bits per element", size=9.5
+            f"{name}: {fmt.element}, {fmt.block_text}\n{fmt.bits_per_element:.4g} bits per element", size=9.5
         )
         axes.set(xticks=[], yticks=[])
     figure.axes[0].set_ylabel("rows")
@@ -80,12 +80,6 @@ def draw_grid(axes: Axes, fmt: ScaledFormat, shape: tuple[int, int]) -> None:
         if size is not None and size >= 16:
             for position in range(size, extent, size):
                 line(position - 0.5, color="white", linewidth=0.7)
-
-
-def bits_per_element(fmt: ScaledFormat) -> float:
-    """Element bits plus the share of the block's scale; whole-row and whole-tensor scales count nothing."""
-    rows, cols = fmt.block
-    return fmt.element.bits + (fmt.scale.bits / (rows * cols) if rows and cols else 0.0)
 
 
 # name -> (equation, contracted axis, operands as the GEMM reads them: (label, rows, columns), result)

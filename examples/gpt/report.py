@@ -18,10 +18,9 @@ from gpt.data import Corpus
 from gpt.files import Arrays, write_atomically
 from gpt.options import BASELINE, Options
 from microfloat import metrics, reference
+from microfloat.cli.machine import processor
+from microfloat.pictures.style import CYCLE, clean, new_figure
 from microfloat.recipes import Recipe
-
-# Okabe and Ito's palette, which stays apart for colour-blind readers; the baseline is black.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C510A", "#542788")
 
 
 @dataclass
@@ -121,10 +120,8 @@ def write(options: Options, corpus: Corpus, results: Results, complete: bool, co
 
 def draw_curves(path: Path, results: Results, title: str) -> None:
     """Left: training loss over steps. Right: how far each recipe lies above bf16, step by step, on the same batches."""
-    from matplotlib.figure import Figure
-
     window = max([1, *(len(result.train_loss) // 20 for result in results.values())])
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    figure = new_figure(12, 4.6)
     left, right = figure.subplots(1, 2)
 
     def draw(axes: Any, values: np.ndarray, **style: Any) -> None:
@@ -136,7 +133,7 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
     baseline = np.array(results[BASELINE].train_loss if BASELINE in results else [])
     for index, (name, result) in enumerate(results.items()):
         losses = np.array(result.train_loss)
-        color = "black" if name == BASELINE else COLORS[(index - 1) % len(COLORS)]
+        color = "black" if name == BASELINE else CYCLE[(index - 1) % len(CYCLE)]
         left.plot(np.arange(len(losses)) + 1, losses, color=color, alpha=0.15, linewidth=0.8)
         if name == BASELINE:  # dashed and on top, since the curves lie close together
             draw(left, losses, color=color, label=name, linestyle="--", linewidth=1, zorder=3)
@@ -149,6 +146,7 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
     right.set(xlabel="step", ylabel="training loss - bf16's", title="gap to bf16, same batches")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        clean(axes)
         axes.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
     figure.suptitle(title)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=130))
@@ -156,11 +154,8 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
 
 def environment(options: Options) -> dict[str, dict[str, Any]]:
     """What the run ran on and what computed, as far as it bears on speed and bits."""
-    cpuinfo = Path("/proc/cpuinfo")  # on Linux, where platform.processor() is often empty
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     machine = {
-        "processor": (names or [platform.processor()])[0], "cores": os.cpu_count(), "device": str(options.device),
+        "processor": processor(), "cores": os.cpu_count(), "device": str(options.device),
         "gpu": options.gpu, "runs_at_a_time": options.jobs, "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     packages = {

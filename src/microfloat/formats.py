@@ -257,6 +257,12 @@ class ScaledFormat:
         return "amax" if self.is_per_tensor else "amax_pow2"
 
     @property
+    def bits_per_element(self) -> float:
+        """Bits of an element and its share of the block's scale; scales of whole rows and tensors count nothing."""
+        rows, cols = self.block
+        return self.element.bits + (self.scale.bits / (rows * cols) if rows and cols else 0.0)
+
+    @property
     def block_text(self) -> str:
         """The block as people write it: "1x32", "row", "tensor"."""
         if self.is_per_tensor:

@@ -10,6 +10,7 @@ MODULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "M10", "M12", "M13", 
 TRAINING = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12", "S13", "S14")
 COMPILED = ("G1", "G2", "G3", "G4", "G5", "G7")
 TENSORS = ("Q3", "Q4", "Q5", "Q7", "Q8", "Q15")
+COMMANDS = ("O3", "O4", "O6", "O7", "O8", "O9", "O10", "O11")
 OTHERS = ("O1", "P14", "P17", "J4", "J13", "J14", "J19")
 
 
@@ -28,6 +29,6 @@ def named():
     return found
 
 
-@pytest.mark.parametrize("feature", [*MODULES, *TRAINING, *COMPILED, *TENSORS, *OTHERS])
+@pytest.mark.parametrize("feature", [*MODULES, *TRAINING, *COMPILED, *TENSORS, *COMMANDS, *OTHERS])
 def test_a_test_names_the_feature(named, feature):
     assert feature in named

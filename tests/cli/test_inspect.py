@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.cli.checkpoints import llama, nvfp4_file
+from tests.cli.checkpoints import llama, nvfp4_file, write
 
 pytest.importorskip("typer", reason="typer is not installed")
 
@@ -48,10 +48,17 @@ def test_sqnr_is_that_of_the_metric_and_the_oracle(microfloat, model):
 
 
 def test_rows_are_sampled(microfloat, model):
-    rows = microfloat("inspect", model, "--sample-rows", 128, "--format", "mxfp8", "--json").json["sqnr"]
-    assert {row["rows"] for row in rows} == {64, 96, 128}
-    rows = microfloat("inspect", model, "--sample-rows", 0, "--format", "mxfp8", "--json").json["sqnr"]
-    assert {row["rows"] for row in rows} == {64, 96, 320}
+    # Whole groups of 128 rows, the last one short.
+    for wanted, rows in ((128, 128), (256, 192), (0, 320)):
+        words = ("--layers", "embed_tokens", "--format", "mxfp8", "--json", "--sample-rows", wanted)
+        (row,) = microfloat("inspect", model, *words).json["sqnr"]
+        assert row["rows"] == rows
+
+
+def test_what_a_conversion_keeps_is_not_measured(microfloat, model):
+    names = {row["name"] for row in microfloat("inspect", model, "--json").json["sqnr"]}
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert not {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} & names
 
 
 def test_many_layers_are_shown_together_and_chosen_ones_apart(microfloat, model):
@@ -108,11 +115,19 @@ def test_a_damaged_file_exits_1_with_all_findings(microfloat, model, tmp_path):
     assert "cut.safetensors" in done.err
 
 
+def test_names_from_a_file_do_not_drive_the_terminal(microfloat, tmp_path):
+    write(tmp_path / "a.safetensors", {"\x1b[31mred\u202e": np.ones((2, 2), np.float32)})
+    text = microfloat("inspect", tmp_path / "a.safetensors").out
+    assert "\\x1b[31mred\\u202e" in text
+    assert "\x1b" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["nowhere"], "PATH: got nowhere"),
         (["owner/name"], "Add --hub"),
+        (["EMPTY"], "a folder with *.safetensors files"),
         (["MODEL", "--format", "nvpf4"], "Did you mean 'nvfp4'"),
         (["MODEL", "--layers", "("], "a regular expression"),
         (["MODEL", "--layers", "nothere"], "matches the name of a tensor"),
@@ -120,8 +135,9 @@ def test_a_damaged_file_exits_1_with_all_findings(microfloat, model, tmp_path):
         (["MODEL", "--sample-rows", "-1"], "--sample-rows"),
     ],
 )
-def test_a_wrong_question_exits_2(microfloat, model, words, named):
-    done = microfloat("inspect", *[model if word == "MODEL" else word for word in words])
+def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):
+    places = {"MODEL": model, "EMPTY": tmp_path}
+    done = microfloat("inspect", *[places.get(word, word) for word in words])
     assert done.code == 2
     assert named in " ".join(done.err.split())
 

@@ -155,3 +155,27 @@ def test_a_reader_that_leaves_early_is_no_error(repository):
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("options", "colours"), [([], True), (["--no-color"], False)])
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(repository, options, colours):
+    pytest.importorskip("typer", reason="typer is not installed")
+    pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "TERM": "xterm", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "microfloat", "formats", "nvfp4", *options]
+    subprocess.run(command, env=environment, stdout=follower, stderr=follower, check=True)
+    os.close(follower)
+    text = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        text += part
+    os.close(leader)
+    assert b"nvfp4" in text
+    assert (b"\x1b[" in text) == colours

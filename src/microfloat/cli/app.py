@@ -1,5 +1,6 @@
 """The typer application: the list of commands."""
 
+import shutil
 from typing import Annotated
 
 import typer
@@ -11,12 +12,16 @@ from microfloat.cli.doctor import doctor
 from microfloat.cli.formats import formats
 from microfloat.cli.inspect import inspect
 from microfloat.cli.output import command
+from microfloat.cli.plan import plan
 
 __all__ = ["app"]
 
+# In a narrow terminal the panels of rich cut names of options.
+_MARKUP = "rich" if shutil.get_terminal_size().columns >= 60 else None
+
 app = typer.Typer(
-    name="microfloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="microfloat", no_args_is_help=True, add_completion=False, rich_markup_mode=_MARKUP,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="FP8, MXFP8, MXFP6, MXFP4 and NVFP4: formats, checkpoints and speed, from a terminal.",
     epilog="Every command takes --json, --no-color and --quiet. "
     "Exit codes: 0 fine, 1 a problem was found, 2 wrong usage or environment.",
@@ -43,4 +48,5 @@ app.command(no_args_is_help=False)(command(doctor))
 app.command(context_settings={"ignore_unknown_options": True})(command(formats))
 app.command(no_args_is_help=True)(command(inspect))
 app.command(no_args_is_help=True)(command(diff))
+app.command(no_args_is_help=True)(command(plan))
 app.command()(command(bench))

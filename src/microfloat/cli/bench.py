@@ -13,7 +13,7 @@ import typer
 from microfloat.cli import machine
 from microfloat.cli.output import Column, Output
 from microfloat.errors import invalid_value, unknown_name
-from microfloat.formats import FORMATS, ScaledFormat
+from microfloat.formats import FORMATS
 from microfloat.recipes import RECIPES, Cast, Gemm, from_name
 
 __all__ = ["bench"]
@@ -80,8 +80,10 @@ def bench(
 ) -> int:  # fmt: skip
     """Time quantize and GEMM under each format, on random data, after comparing the results with the reference.
 
-    microfloat bench · bench --shapes 4096x4096x4096 --formats fp8_row,mxfp8 ·
-    bench --json > now.json; bench --baseline now.json
+    \b
+    microfloat bench
+    microfloat bench --shapes 4096x4096x4096 --formats fp8_row,mxfp8
+    microfloat bench --json > now.json; bench --baseline now.json
     """
     gemms = _gemms(formats)
     if plot is not None:
@@ -101,7 +103,9 @@ def bench(
         needed = f"a run on {output.document['device']}: times of different devices do not compare"
         raise invalid_value("--baseline", f"{baseline} of {earlier.get('device')}", needed)
     copy = measure.copy_gbs(1 << (30 if device == "cuda" else 24), device)
-    output.facts({"copy_gbs": copy}, texts={"copy_gbs": f"{copy:.1f} GB/s, read and written"})
+    output.put(copy_gbs=copy)
+    output.say(f"A copy moves {copy:.1f} GB/s, read and written.")
+    output.say()
     rows = []
     with output.progress("measuring", len(chosen) * len(gemms)) as advance:
         for name, gemm in gemms.items():
@@ -177,7 +181,7 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
     row |= {"operands": [cast.format.name for cast in gemm.casts if cast is not None], "problem": None}
     maker = measure.Maker(gemm, device)
     try:
-        difference = maker.difference((64, 128, 96))
+        difference = maker.difference((64, 128, 96) if device == "cpu" else (256, 512, 384))
         if difference > machine.LARGEST_DIFFERENCE:
             return row | {"problem": f"differs from the reference by {difference:.1e}: not timed"}
         sizes = (shape.m, shape.k, shape.n)
@@ -188,7 +192,8 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
     except RuntimeError as error:  # out of memory, or a kernel that this machine lacks
         return row | {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     ours, bf16, flop = times["ours"], times["bf16"], 2 * shape.m * shape.n * shape.k
-    moved = shape.m * shape.k * (2 + _bytes(gemm.lhs.format))
+    element = gemm.lhs.format.bits_per_element / 8
+    moved = shape.m * shape.k * (2 + element)
     return row | {
         "kernel": maker.route.kernel if device == "cuda" else "decode to float32, float32 matmul",
         "quantize_ms": cast.median, "quantize_p10_ms": cast.p10, "quantize_p90_ms": cast.p90,
@@ -196,15 +201,9 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
         "gemm_ms": ours.median, "gemm_p10_ms": ours.p10, "gemm_p90_ms": ours.p90,
         "tflops": flop / ours.median / 1e9, "bf16_ms": bf16.median, "bf16_tflops": flop / bf16.median / 1e9,
         "ratio_to_bf16": bf16.median / ours.median,
-        "intensity": flop / (operand * _bytes(gemm.lhs.format) + 2 * shape.m * shape.n),
+        "intensity": flop / (operand * element + 2 * shape.m * shape.n),
         "bf16_intensity": flop / (2 * operand + 2 * shape.m * shape.n),
     }  # fmt: skip
-
-
-def _bytes(fmt: ScaledFormat) -> float:
-    """Bytes of an element and its share of the block's scale."""
-    rows, cols = fmt.block
-    return (fmt.element.bits + (fmt.scale.bits / (rows * cols) if rows and cols else 0.0)) / 8
 
 
 def _report(output: Output, rows: list[dict[str, Any]], csv_file: Path | None) -> None:

@@ -59,7 +59,9 @@ def diff(
 ) -> int:
     """Compare two checkpoints of one model: how far B's values are from A's, or which byte differs first.
 
-    microfloat diff model/ model-nvfp4/ --threshold-db 18 · diff a.safetensors b.safetensors --bytes
+    \b
+    microfloat diff model/ model-nvfp4/ --threshold-db 18
+    microfloat diff a.safetensors b.safetensors --bytes
     """
     from microfloat.checkpoint import load
 
@@ -121,8 +123,11 @@ def _values(
         output.say(f"{len(others) - _MOST_LINES} more are better than these; --json lists all.")
     output.say(f"{len(equal)} of {len(rows)} tensors have equal values.")
     bad = [row for row in rows if row["problem"]]
-    if bad:
-        output.say(f"{len(bad)} have a problem.", "bold red")
+    below = [row for row in bad if row["problem"].startswith("below")]
+    if threshold is not None:
+        output.say(f"{len(below) or 'None'} below {threshold:g} dB.", "bold red" if below else "")
+    if len(bad) > len(below):
+        output.say(f"{len(bad) - len(below)} cannot be compared.", "bold red")
     if plot is not None:
         from microfloat.pictures import save
 

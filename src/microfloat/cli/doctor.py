@@ -47,11 +47,16 @@ def doctor(
 ) -> int:
     """Tell what is installed, what runs on which hardware, and why.
 
-    microfloat doctor · doctor --check · doctor --device b200
+    \b
+    microfloat doctor
+    microfloat doctor --check
+    microfloat doctor --device b200
     """
     kinds = ("cpu", "cuda", "gpu", "rocm", "tpu")
     if device and not chip_named(device) and device.split(":")[0] not in kinds:
         raise invalid_value("--device", repr(device), "cpu, cuda, or the name of a GPU such as h200, b200 or sm_100")
+    if check and chip_named(device):
+        raise invalid_value("--device", device, "a device of this machine for --check, such as cpu or cuda")
     front_ends = {name: _import(name) for name in _FRONT_ENDS}
     _packages(output, front_ends)
     output.put(gpus=gpus())
@@ -82,7 +87,7 @@ def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
         {
             "package": name,
             "version": version,
-            "remedy": "" if version else f'pip install "microfloat[{PACKAGES[name]}]"',
+            "remedy": None if version else f'pip install "microfloat[{PACKAGES[name]}]"',
         }
         for name, version in found.items()
     ]
@@ -176,8 +181,7 @@ def _colour(cell: str) -> str:
 
 def _check(output: Output, rows: list[dict[str, Any]], device: str) -> int:
     """Casts and products of every backend that runs here against the oracle; the exit code."""
-    if device and chip_named(device):
-        raise invalid_value("--device", device, "a device of this machine for --check, such as cpu or cuda")
+    output.put(check=[])
     able = [row for row in rows if row["available"] and row["front_end"] != "numpy"]
     results = []
     with output.progress("checking", len(able)) as advance:
@@ -190,6 +194,9 @@ def _check(output: Output, rows: list[dict[str, Any]], device: str) -> int:
         Column("difference", text=lambda value: "-" if value is None else f"{value:.1e}", right=True),
         Column("passed", style=lambda passed: "green" if passed else "bold red"), Column("problem", prose=True),
     )  # fmt: skip
+    if not results:
+        output.say("Nothing to check: no backend of torch or JAX runs here.")
+        return 0
     title = f"Check: 64x64 matrices against the oracle; a product may differ by {LARGEST_DIFFERENCE:g}"
     output.table("check", results, columns, title)
     return int(any(not row["passed"] for row in results))

@@ -48,8 +48,12 @@ def formats(
 ) -> None:  # fmt: skip
     """Show formats: bit layout, values, blocks and scales; decode and encode single codes.
 
-    microfloat formats · formats nvfp4 · formats e4m3 --values --plot e4m3.png ·
-    formats decode 0x3C --as e4m3 · formats encode 1.7 -0.3 --as e2m1
+    \b
+    microfloat formats
+    microfloat formats nvfp4
+    microfloat formats e4m3 --values --plot e4m3.png
+    microfloat formats decode 0x3C --as e4m3
+    microfloat formats encode 1.7 -0.3 --as e2m1
     """
     first, *rest = what or [""]
     if stray := next((word for word in what or () if word.startswith("-") and not _is_number(word)), None):
@@ -106,12 +110,10 @@ def _layout(element: ElementFormat) -> str:
 
 
 def _format_row(fmt: ScaledFormat) -> dict[str, Any]:
-    rows, cols = fmt.block
-    shared = fmt.scale.bits / (rows * cols) if rows and cols else 0.0
     return {
         "name": fmt.name, "element": fmt.element.name, "block": fmt.block_text, "scale": fmt.scale.name,
         "tensor_scale": fmt.tensor_scale, "scale_rule": fmt.default_scale_rule,
-        "bits_per_element": fmt.element.bits + shared,
+        "bits_per_element": fmt.bits_per_element,
     }  # fmt: skip
 
 
@@ -127,9 +129,7 @@ def _print_values(output: Output, elements: list[ElementFormat]) -> None:
         ]
         mantissas = [f"{mantissa:0{element.mantissa_bits}b}" for mantissa in range(codes.shape[1])]
         columns = [Column(str(m), bits, number, right=True) for m, bits in enumerate(mantissas)]
-        title = (
-            f"{element.name} by exponent (lines) and mantissa (columns), sign 0; with {element.sign_code:#04x} negative"
-        )
+        title = f"{element.name}: exponents down, mantissas across; the sign bit is {element.sign_code:#04x}"
         output.table(None, rows, [Column("exponent"), *columns], title)
 
 

@@ -9,6 +9,8 @@ import typer
 
 from microfloat.cli.hub import Hub, local
 from microfloat.cli.output import Column, Output, count, decibel, size
+from microfloat.cli.rows import MOST_LINES
+from microfloat.cli.rows import together as together_rows
 from microfloat.errors import invalid_value
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["inspect", "layers_pattern"]
 
 DEFAULT_FORMATS = "nvfp4,mxfp4,mxfp6_e2m3,mxfp8,fp8_128x128"
-_MOST_LINES = 16  # tensors that are listed one by one; equal ones of more are shown together
 _COLOURS = {"error": "bold red", "warn": "yellow", "info": "dim"}
 
 
@@ -57,8 +58,10 @@ def inspect(
 ) -> int:
     """Tell the format of a checkpoint, its sizes, what is wrong with it, and the error under other formats.
 
-    microfloat inspect model/ · inspect model/ --format nvfp4,mxfp8 --plot model.png ·
-    inspect model.safetensors --strict
+    \b
+    microfloat inspect model/
+    microfloat inspect model/ --format nvfp4,mxfp8 --plot model.png
+    microfloat inspect model.safetensors --strict
     """
     from microfloat.checkpoint import load
     from microfloat.cli.survey import chosen_formats, survey
@@ -71,10 +74,10 @@ def inspect(
     checkpoint = load(local(path, hub), pattern=layers_pattern(layers), strict=False)
     if layers and not len(checkpoint):
         raise invalid_value("--layers", repr(layers), "a regular expression that matches the name of a tensor")
-    together = not layers and len(checkpoint) > _MOST_LINES
+    together = not layers and len(checkpoint) > MOST_LINES
     _detection(output, checkpoint)
     rows = _tensors(output, checkpoint, together)
-    matrices = [row["name"] for row in rows if _is_matrix(checkpoint, row)]
+    matrices = [row["name"] for row in rows if _is_measured(checkpoint, row, bool(layers))]
     is_plain = all(row["family"] is None for row in rows)
     if not formats and is_plain:
         formats = chosen_formats(DEFAULT_FORMATS)
@@ -123,7 +126,7 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
             "activation": None if record.format is None else record.activation.get("scheme"),
         })  # fmt: skip
     output.put(tensors=rows)
-    shown = list(_together(rows, ("shape", "format", "activation"))) if together else rows
+    shown = list(together_rows(rows, ("shape", "format", "activation"))) if together else rows
     output.table(None, shown, _TENSOR_COLUMNS, "Tensors")
     elements, stored = sum(row["elements"] for row in rows), sum(row["bytes"] for row in rows)
     totals = {"tensor_count": len(rows), "parameters": elements, "bytes": stored, "bits": 8 * stored / max(elements, 1)}
@@ -132,28 +135,15 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
     return rows
 
 
-def _together(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> Iterable[dict[str, Any]]:
-    """A row for all that differ by numbers in their names: counts and bytes added, the worst of every figure."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row["name"])
-        groups.setdefault((pattern, *(str(row.get(key)) for key in keys)), []).append(row)
-    for (pattern, *_), members in groups.items():
-        joined = {**members[0], "name": pattern, "tensors": len(members)}
-        for key in members[0]:
-            values = [row[key] for row in members if isinstance(row[key], float) and row[key] == row[key]]
-            if key == "bytes":
-                joined[key] = sum(row[key] for row in members)
-            elif values:
-                joined[key] = (max if key in ("amax", "crest", "bits") else min)(values)
-        yield joined if len(members) > 1 else {**members[0], "tensors": 1}
+def _is_measured(checkpoint: "Checkpoint", row: dict[str, Any], chosen: bool) -> bool:
+    """True for quantized parameters, and for plain ones that a conversion would cast; or that were `chosen`."""
+    from microfloat.checkpoint._modules import is_kept, module_of
 
-
-def _is_matrix(checkpoint: "Checkpoint", row: dict[str, Any]) -> bool:
-    """True for parameters that a conversion would cast, and for those that one has."""
     if row["family"] is not None:
         return checkpoint[row["name"]].problem is None
-    return len(row["shape"]) >= 2 and "float" in row["format"] and row["elements"] > 0
+    if len(row["shape"]) < 2 or "float" not in row["format"] or not row["elements"]:
+        return False
+    return chosen or not is_kept(module_of(row["name"]))
 
 
 def _errors(
@@ -161,7 +151,7 @@ def _errors(
 ) -> dict[str, float]:
     """SQNR of every layer under every format, and a line for each format; returns bits per parameter."""
     output.put(sqnr=found.rows)
-    shown = list(_together(found.rows, ("shape",))) if together else found.rows
+    shown = list(together_rows(found.rows, ("shape",))) if together else found.rows
     columns = [
         Column("name", "layer", prose=True), Column("tensors", "n", right=True),
         Column("amax", text=lambda value: f"{value:.3g}", right=True),
@@ -170,12 +160,13 @@ def _errors(
     ]  # fmt: skip
     of = "" if len(shown) == len(found.rows) else ", the worst of n layers"
     output.table(None, shown, columns, f"SQNR in dB against what is stored{of}")
-    by_name = {row["name"]: row for row in rows}
     elements = max(sum(row["elements"] for row in rows), 1)
     bits, summary = {"as stored": 8 * sum(row["bytes"] for row in rows) / elements}, []
     for fmt in formats:
         cast = {row["name"]: row[fmt.name] for row in found.rows if row[fmt.name] is not None}
-        stored = sum(_bytes_as(by_name[name], fmt) if name in cast else by_name[name]["bytes"] for name in by_name)
+        stored = sum(
+            row["elements"] * fmt.bits_per_element / 8 if row["name"] in cast else row["bytes"] for row in rows
+        )
         bits[fmt.name] = 8 * stored / elements
         worst = min(cast, key=lambda name: cast[name], default=None)
         middle = sorted(cast.values())[len(cast) // 2] if cast else None
@@ -190,11 +181,6 @@ def _errors(
     )  # fmt: skip
     output.table("formats", summary, columns, "If these layers were converted")
     return bits
-
-
-def _bytes_as(row: dict[str, Any], fmt: "ScaledFormat") -> float:
-    rows, cols = fmt.block
-    return row["elements"] * (fmt.element.bits + (fmt.scale.bits / (rows * cols) if rows and cols else 0.0)) / 8
 
 
 def _bits_by_format(rows: list[dict[str, Any]]) -> dict[str, float]:

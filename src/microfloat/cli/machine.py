@@ -1,6 +1,5 @@
 """The machine: versions of packages, GPUs and what they do right now. Frameworks are not imported."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -25,6 +24,8 @@ PACKAGES = {
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Versions of Python, microfloat and the named packages; None for what is not installed."""
+    import importlib.metadata  # takes a while, which `microfloat --help` need not
+
     found: dict[str, str | None] = {"python": platform.python_version(), "microfloat": __version__}
     for name in packages:
         try:

@@ -82,6 +82,12 @@ def words(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
+def safe(text: str, style: str = "") -> Text:
+    """Text whose control characters are escaped: names from files must not drive the terminal."""
+    plain = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+    return Text(plain, style)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column: its key in the rows and in JSON, header, cell text, and `prose` for one that may break its lines."""
@@ -101,7 +107,7 @@ class Column:
     def cell(self, row: Mapping[str, Any]) -> Text:
         """The cell of a row."""
         value = row.get(self.key)
-        return Text(self.text(value), style=self.style(value) if self.style else "")
+        return safe(self.text(value), self.style(value) if self.style else "")
 
 
 class Output:
@@ -127,7 +133,7 @@ class Output:
         if self.shows:
             width = min(self.console.width, _PROSE)
             for line in textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]:
-                self._print(Text(line, style))
+                self._print(safe(line, style))
 
     def _print(self, what: Any, width: int | None = None) -> None:
         """Print without the spaces that tables leave at the ends of lines."""
@@ -181,8 +187,12 @@ class Output:
             if title:
                 self.say(title, "bold")
             shown = {key: (texts or {}).get(key, words(value)) for key, value in values.items()}
-            self._print_pairs({key.replace("_", " "): Text(text) for key, text in shown.items() if text != "-"})
-            self._print("")
+            self.pairs({key.replace("_", " "): text for key, text in shown.items() if text != "-"})
+
+    def pairs(self, texts: Mapping[str, str]) -> None:
+        """Lines of title and text."""
+        self._print_pairs({title: safe(text) for title, text in texts.items()})
+        self._print("")
 
     def _print_pairs(self, pairs: Mapping[str, Text], indent: int = 0) -> None:
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -201,14 +211,18 @@ class Output:
     def warn(self, text: str) -> None:
         """A remark on stderr."""
         if not self.quiet:
-            self.errors.print(Text("note: ", "yellow") + Text(text))
+            self.errors.print(Text("note: ", "yellow") + safe(text))
 
     def fail(self, error: BaseException) -> None:
         """An error on stderr; in the document, where there is one."""
         self.document = {"command": self.document["command"], "error": str(error), "type": type(error).__name__}
         if isinstance(error, CheckpointError):
             self.document["findings"] = [one._asdict() for one in error.findings]
-        self.errors.print(Text("error: ", "bold red") + Text(str(error)))
+        label = "stopped: " if isinstance(error, KeyboardInterrupt) else "error: "
+        for number, line in enumerate(str(error).split("\n")):
+            # A command to copy stays one line for the terminal to break.
+            text = Text(label, "bold red") + safe(line) if number == 0 else safe(line)
+            self.errors.print(text, soft_wrap=line.startswith("    "))
 
     def drew(self, path: Path) -> None:
         """Name the picture that was written."""
@@ -219,7 +233,7 @@ class Output:
     def progress(self, title: str, total: float | None) -> Iterator[Callable[..., None]]:
         """A bar with the time left, on stderr where that is a terminal; yields `advance(amount, title=None)`."""
         if self.quiet or not self.errors.is_terminal:
-            yield lambda amount=1, title=None: None
+            yield lambda amount=1, title=None, **absolute: None
             return
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -227,8 +241,11 @@ class Output:
         with Progress(*columns, console=self.errors, transient=True) as bar:
             task = bar.add_task(title, total=total)
 
-            def advance(amount: float = 1, title: str | None = None) -> None:
-                bar.update(task, advance=amount, description=title)
+            def advance(
+                amount: float = 1, title: str | None = None, *, done: float | None = None, total: float | None = None
+            ) -> None:
+                step = amount if done is None else None
+                bar.update(task, advance=step, completed=done, total=total, description=title)
 
             yield advance
 
@@ -243,7 +260,8 @@ def _console(file: Any, no_color: bool) -> Console:
     """A console as wide as its terminal, or as COLUMNS says; without an edge in a pipe."""
     columns = shutil.get_terminal_size((0, 0)).columns
     width = columns or (80 if file.isatty() else _WIDE)
-    return Console(file=file, width=width, no_color=True if no_color else None, highlight=False, emoji=False)
+    colours = None if no_color else "auto"
+    return Console(file=file, width=width, color_system=colours, highlight=False, emoji=False)
 
 
 def jsonable(value: Any) -> Any:

@@ -54,7 +54,7 @@ def overview(
     kinds = list(dict.fromkeys(layer.kind for layer in layers))
     rows = min(len(kinds), _MOST_ROWS)
     height = 0.32 * rows + 1.3 if formats else 0.0
-    figure = new_figure(14, 4.2 + height)
+    figure = new_figure(13, 4.1 + height)
     figure.suptitle(title, size=12)
     if formats:
         parts = figure.subfigures(2, 1, height_ratios=(height, 4.2), squeeze=False)[:, 0]
@@ -121,7 +121,7 @@ def _bars(axes: "Axes", bits: Mapping[str, float]) -> None:
 
 
 def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> None:
-    """Every layer by its amax and crest factor; the three largest crest factors by name."""
+    """Every layer by its amax and crest factor; outliers by name."""
     from matplotlib.ticker import LogLocator
 
     shown = [layer for layer in layers if layer.amax > 0]
@@ -130,21 +130,21 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
         if points:
             label = kind if len(kinds) <= len(CYCLE) else None
             axes.scatter(*zip(*points, strict=True), s=22, alpha=0.8, color=CYCLE[number % len(CYCLE)], label=label)
-    axes.set(xscale="log", yscale="log", xlabel="amax", ylabel="crest factor: amax / rms", title="outliers")
+    top = 1.3 * max((layer.crest for layer in shown), default=1.0)
+    axes.set(xscale="log", xlabel="amax", ylabel="crest factor: amax / rms", title="outliers", ylim=(0, top))
     axes.minorticks_off()
-    for which in (axes.xaxis, axes.yaxis):
-        which.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        which.set_major_formatter(lambda value, _: f"{value:g}")
-    for layer in sorted(shown, key=lambda layer: -layer.crest)[:3]:
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    usual = float(np.median([layer.crest for layer in shown])) if shown else 0.0
+    outliers = [layer for layer in shown if layer.crest > 1.5 * usual]
+    for layer in sorted(outliers, key=lambda layer: -layer.crest)[:3]:
         where = (layer.amax, layer.crest)
         axes.annotate(
             layer.name.removesuffix(".weight"), where, xytext=(0, 6), textcoords="offset points", size=7, ha="center"
         )
     if len(kinds) <= len(CYCLE) and shown:
         axes.legend(fontsize=7, framealpha=0.6)
-    axes.margins(0.15)
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, high / 4), high)
+    axes.margins(x=0.15)
     axes.grid(alpha=0.3)
     clean(axes)
 
@@ -158,10 +158,11 @@ def _histogram(axes: "Axes", exponents: Mapping[str, Mapping[int, float]]) -> No
             places = np.arange(min(shares) - 1, max(shares) + 2)
             heights = [100 * shares.get(int(place), 0.0) for place in places]
             axes.step(places, heights, where="mid", color=CYCLE[number % len(CYCLE)], label=name)
-    axes.set(xlabel="block scale", ylabel="% of the scales", title="exponents of block scales", ylim=(0, None))
+    axes.set(xlabel="block scale", ylabel="% of the scales", title="exponents of block scales")
+    axes.set_ylim(0, 1.3 * max([axes.get_ylim()[1], 1.0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     if exponents:
-        axes.legend(fontsize=8, framealpha=0.6)
+        axes.legend(fontsize=8, framealpha=0.6, loc="upper center")
     axes.grid(alpha=0.3)
     clean(axes)

@@ -13,7 +13,7 @@ __all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "s
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
-CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900", "#8B4513", "#7B68EE")
+CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A900", "#8C510A", "#542788")
 SUFFIXES = (".pdf", ".png", ".svg")
 
 
@@ -46,10 +46,11 @@ def check_path(path: str | Path, argument: str = "path") -> Path:
     return checked
 
 
-def save(figure: "Figure", path: str | Path, dpi: int = 120) -> Path:
+def save(figure: "Figure", path: str | Path, dpi: int = 100) -> Path:
     """Write the picture as PNG, SVG or PDF, by the ending of `path`; the same figure gives the same bytes."""
     checked = check_path(path)
     # Dates and versions of programs would make equal pictures differ.
     metadata: dict[str, Any] = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    figure.savefig(checked, dpi=dpi, metadata=metadata[checked.suffix.lower()])
+    smaller: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if checked.suffix.lower() == ".png" else {}
+    figure.savefig(checked, dpi=dpi, metadata=metadata[checked.suffix.lower()], **smaller)
     return checked

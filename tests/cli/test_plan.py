@@ -1,0 +1,64 @@
+"""`microfloat plan`: features O9."""
+
+import json
+
+import pytest
+
+from microfloat.cli.plan import Choice, allot
+from tests.cli.checkpoints import llama, nvfp4_file
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A sharded bfloat16 checkpoint of two blocks."""
+    return llama(tmp_path_factory.mktemp("model"))
+
+
+def test_the_budget_goes_where_it_removes_most_noise():
+    choices = {
+        "quiet": [Choice("small", 4, 1.0), Choice("large", 8, 0.5)],
+        "loud": [Choice("small", 4, 9.0), Choice("large", 8, 1.0), Choice("plain", 16, 0.0)],
+    }
+    assert {key: choice.format for key, choice in allot(choices, 8).items()} == {"quiet": "small", "loud": "small"}
+    assert {key: choice.format for key, choice in allot(choices, 12).items()} == {"quiet": "small", "loud": "large"}
+    assert {key: choice.format for key, choice in allot(choices, 16).items()} == {"quiet": "large", "loud": "large"}
+    assert {key: choice.format for key, choice in allot(choices, 100).items()} == {"quiet": "large", "loud": "plain"}
+
+
+def test_a_plan_stays_in_its_budget_and_is_a_placement(microfloat, model, tmp_path):
+    from microfloat.recipes import Placement, Recipe
+
+    path = tmp_path / "rules.json"
+    done = microfloat("plan", model, "--bits", 6, "--out", path, "--json")
+    assert done.code == 0
+    document = done.json
+    assert 4.5 < document["bits"] <= 6
+    formats = {row["name"]: row["format"] for row in document["layers"]}
+    assert "lm_head.weight" not in formats
+    for block in (0, 1):  # served as one matrix
+        assert len({formats[f"model.layers.{block}.self_attn.{name}_proj.weight"] for name in "qkv"}) == 1
+    rules = json.loads(path.read_text())
+    assert rules == document["placement"]
+    placement = Placement([(pattern, recipe and Recipe.from_dict(recipe)) for pattern, recipe in rules])
+    chosen = placement.resolve([name.removesuffix(".weight") for name in formats])
+    assert {name: recipe is None for name, recipe in chosen.items()} == {
+        name.removesuffix(".weight"): fmt == "bf16" for name, fmt in formats.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["MODEL", "--bits", "4"], "4.5 or more"),
+        (["MODEL", "--bits", "5", "--format", "nvfp4_row"], "formats that a recipe runs"),
+        (["FILE", "--bits", "5"], "Convert it to bf16 first"),
+        (["MODEL"], "--bits"),
+    ],
+)
+def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):
+    places = {"MODEL": model, "FILE": nvfp4_file(tmp_path)}
+    done = microfloat("plan", *[places.get(word, word) for word in words])
+    assert done.code == 2
+    assert named in " ".join(done.err.split())

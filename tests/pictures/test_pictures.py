@@ -1,0 +1,75 @@
+"""Pictures show what they are given, and need no window system."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from microfloat import pictures
+from microfloat.errors import InvalidValueError, MissingPackageError
+from microfloat.formats import E2M1, ELEMENTS
+from microfloat.pictures.checkpoints import Layer, overview
+from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
+from microfloat.pictures.formats import magnitudes
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+
+def test_a_tick_for_every_magnitude():
+    figure = pictures.relative_gaps([E2M1])
+    lines = figure.axes[0].collections
+    places = sorted(2 ** segment[0][0] for collection in lines for segment in collection.get_segments())
+    np.testing.assert_allclose(places, [0.5, 1, 1.5, 2, 3, 4, 6])
+    np.testing.assert_array_equal(magnitudes(E2M1), [0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert len(pictures.number_lines().axes[0].get_yticklabels()) == len(ELEMENTS)
+
+
+def test_layers_are_placed_by_block_and_kind():
+    layer = Layer("model.layers.12.mlp.up_proj.weight", 1.0, 4.0)
+    assert (layer.index, layer.kind) == (12, "mlp.up_proj")
+    assert (Layer("lm_head.weight", 1.0, 4.0).index, Layer("lm_head.weight", 1.0, 4.0).kind) == (0, "lm_head")
+
+
+def test_the_overview_has_a_panel_for_each_format_and_frames_the_worst():
+    layers = [Layer(f"layers.{i}.{kind}.weight", 1.0, 4.0, {"nvfp4": 20.0 - i, "mxfp8": None if i else 31.0})
+              for i in range(3) for kind in ("up", "down")]  # fmt: skip
+    figure = overview(layers, {"as stored": 16.0, "nvfp4": 4.5}, {"nvfp4": {3: 0.25, 4: 0.75}}, "title")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:2] == ["nvfp4: median 19.0 dB", "mxfp8: median 31.0 dB"]
+    frame = figure.axes[0].lines[0].get_xydata().mean(0)
+    assert round(float(frame[0])) == 2  # the third block
+    assert overview([], {}, {}, "nothing").axes
+
+
+def test_errors_are_counted_by_magnitude():
+    counts = ErrorCounts()
+    counts.add(np.array([1.0, 1.0, 2.0, 0.0], np.float32), np.array([0.0, 0.25, 0.5, 9.0]))
+    counts.add(np.array([2.0**-60]), np.array([2.0**-80]))  # beyond the picture: at its border
+    assert counts.exact.sum() == 1
+    assert counts.counts.sum() == 3
+    np.testing.assert_array_equal(np.argwhere(counts.counts)[1:] - np.argwhere(counts.counts)[1], [[0, 0], [4, 0]])
+    assert np.argwhere(counts.counts)[0].tolist() == [0, 0]
+    assert error_against_magnitude(counts, {"w": float("nan"), "v": 20.0}, 21.0).axes
+
+
+def test_saving(tmp_path):
+    figure = pictures.number_lines([E2M1])
+    for ending in ("png", "svg", "pdf"):
+        first, second = (pictures.save(figure, tmp_path / f"{name}.{ending}").read_bytes() for name in "ab")
+        if ending != "svg":  # its identifiers are random
+            assert first == second
+    with pytest.raises(InvalidValueError, match=r"\.bmp"):
+        pictures.save(figure, tmp_path / "a.bmp")
+    with pytest.raises(InvalidValueError, match="Create"):
+        pictures.save(figure, tmp_path / "no" / "a.png")
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"microfloat\[plot\]"):
+        pictures.number_lines()
+
+
+def test_nothing_imports_matplotlib_before_a_picture_is_made(fresh_python):
+    done = fresh_python("import sys, microfloat.pictures; print('matplotlib' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
