@@ -167,22 +167,28 @@ def _modelopt(file: str, config: dict[str, Any]) -> Announcement:
     patterns = _strings(config.get("ignore")) or _strings(config.get("exclude_modules"))
     ignore = [(text, _shell(text, part=part)) for text in patterns]
     layers = config.get("quantized_layers")
-    pairs: list[tuple[str, Any]] = [("*", algorithm)]
+    rows: list[tuple[str, Any, Any]] = [("*", algorithm, config.get("group_size"))]
     if algorithm == "MIXED_PRECISION":
-        table = layers if isinstance(layers, dict) else {}
-        pairs = [(name, entry.get("quant_algo")) for name, entry in table.items() if isinstance(entry, dict)]
-    unknown = sorted({str(one)[:60] for _, one in pairs if not isinstance(one, str) or one not in _ALGORITHMS})
+        table = (
+            {name: entry for name, entry in layers.items() if isinstance(entry, dict)}
+            if isinstance(layers, dict)
+            else {}
+        )
+        rows = [(name, entry.get("quant_algo"), entry.get("group_size")) for name, entry in table.items()]
+    unknown = sorted({str(one)[:60] for _, one, _ in rows if not isinstance(one, str) or one not in _ALGORITHMS})
     words = f"quant_method 'modelopt', quant_algo {str(algorithm)[:60]!r}"
     if unknown:
         refusal = f"quant_algo {', '.join(map(repr, unknown))} is not read; read are {', '.join(_ALGORITHMS)}."
         return Announcement(file, "modelopt", words, ignore=ignore, refusal=refusal)
-    return Announcement(file, "modelopt", words, [_modelopt_rule(*pair) for pair in pairs], ignore)
+    return Announcement(file, "modelopt", words, [_modelopt_rule(*row) for row in rows], ignore)
 
 
-def _modelopt_rule(pattern: str, algorithm: str) -> Rule:
+def _modelopt_rule(pattern: str, algorithm: str, group: Any) -> Rule:
     family, activation, fmt = _ALGORITHMS[algorithm]
     tile = (128, 128) if family == "modelopt:fp8_pb_wo" else None
-    return Rule(pattern, _shell(pattern), Scheme((family,), tile, activation, fmt))
+    return Rule(
+        pattern, _shell(pattern), Scheme((family,), tile, activation, fmt, group if type(group) is int else None)
+    )
 
 
 # ---- compressed-tensors ------------------------------------------------------------------------------------------
@@ -218,9 +224,11 @@ def _compressed(file: str, config: dict[str, Any]) -> Announcement:
 
 def _compressed_scheme(family: str, group: dict[str, Any]) -> Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
-    tile = _tile(weights.get("block_structure")) if isinstance(weights, dict) else None
+    weights = weights if isinstance(weights, dict) else {}
+    tile, group_size = _tile(weights.get("block_structure")), weights.get("group_size")
+    own = group_size if type(group_size) is int else None
     if not isinstance(inputs, dict):
-        return Scheme((family,), tile)
+        return Scheme((family,), tile, group=own)
     size, bits = inputs.get("group_size"), inputs.get("num_bits")
     by_group = {16: NVFP4, 32: {4: MXFP4, 6: MXFP6_E2M3, 8: MXFP8}.get(bits if type(bits) is int else 0)}
     by_group[128] = FP8_1x128
@@ -228,7 +236,7 @@ def _compressed_scheme(family: str, group: dict[str, Any]) -> Scheme:
     strategy = inputs.get("strategy")
     fmt = by_strategy.get(strategy if isinstance(strategy, str) else "")
     fmt = fmt or by_group.get(size if type(size) is int else 0)
-    return Scheme((family,), tile, "dynamic" if inputs.get("dynamic") else "static", fmt)
+    return Scheme((family,), tile, "dynamic" if inputs.get("dynamic") else "static", fmt, own)
 
 
 def _tile(sizes: Any) -> tuple[int, int] | None:

@@ -119,7 +119,7 @@ class _Grouping:
         if not best:
             return
         score, entry = max(best, key=lambda one: one[0])
-        rivals = tuple(dict.fromkeys(other.family.name for rank, other in best if rank[:3] == score[:3]))
+        rivals = {other.family.name: 0 for rank, other in best if (*rank[:3], rank[4]) == (*score[:3], score[4])}
         self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
 
     def _as_family(self, family: Family, parameter: str, codes: Stored) -> tuple[tuple[int, ...], Entry] | None:
@@ -147,7 +147,7 @@ class _Grouping:
                 return None
         fits = right and scale is not None and family.layout_of(codes, scale, scheme) is not None
         order = len(scheme.families) - scheme.families.index(family.name) if preferred else 0
-        style = scale is not None and _style(family.name, codes, scale)
+        style = scale is not None and _style(family.name, scale)
         score = (int(right), int(fits), int("tensor_scale" in found), order, int(style))
         return score, Entry(parameter, family, found, scheme=scheme)
 
@@ -183,12 +183,14 @@ def _joined(module: str, last: str) -> str:
     return f"{module}.{last}" if module else last
 
 
-def _style(family: str, codes: Stored, scale: Stored) -> bool:
+def _style(family: str, scale: Stored) -> bool:
     """The shape of FP8 scales is the one that this producer writes."""
     rank = len(scale.shape)
+    is_grid, is_inv = rank >= 2 and scale.shape[-1] != 1, rank in (0, 2, 3)
     styles = {
-        "modelopt:fp8": rank == 0, "modelopt:fp8_pc_pt": rank == 1 and scale.shape != (1,), "modelopt:fp8_pb_wo": False,
-        "ct:fp8": scale.shape == (1,) or rank >= 2, "deepseek:fp8": rank == 2,
+        "modelopt:fp8": rank == 0, "modelopt:fp8_pc_pt": rank == 1 and scale.shape != (1,),
+        "modelopt:fp8_pb_wo": is_grid, "ct:fp8": scale.shape == (1,) or rank >= 2,
+        "ct:naive": scale.shape == (1,) or rank >= 2, "deepseek:fp8": rank == 2, "hf:finegrained_fp8": is_inv,
     }  # fmt: skip
     return styles.get(family, False)
 
@@ -209,18 +211,19 @@ def detection_of(folder: Folder, tensors: Container, contents: Contents) -> Dete
             return Detection(families[0], None, [*evidence, "no tensor is quantized"], 0.3, families)
         return Detection("plain", None, [*evidence, "no tensor is quantized"], 1.0 if tensors else 0.5, ("plain",))
     producers = {family.partition(":")[0] for family in counts}
-    leading = counts.most_common(1)[0][0]
+    named = {name for group in (first.families if first else []) for name in group}
+    order = [family.name for family in FAMILIES]
+    leading = max(counts, key=lambda name: (name in named, counts[name], -order.index(name)))
     likely = tuple(dict.fromkeys(name for entry in contents.entries.values() for name in entry.candidates))
-    if len(counts) > 1 and len(producers) == 1 and leading != "torchao":
+    if len(counts) > 1 and len(producers) == 1:
         family = f"{leading.partition(':')[0]}:mixed"
     else:
         family = leading
     formats = {_format_of(entry) for entry in contents.entries.values()}
     fmt = formats.pop() if len(formats) == 1 else None
     if first is not None:
-        named = {name for group in first.families for name in group}
         confidence = 1.0 if set(counts) <= named else 0.5
-    elif leading == "torchao":
+    elif leading in ("torchao", "microfloat:native"):
         confidence = 1.0
     else:
         confidence = 0.9 if len(likely) == 1 else 0.5

@@ -1,31 +1,270 @@
-"""Checks of records: scales that are missing, NaN, infinite or zero, shapes, fused groups, codes that are NaN."""
+"""Checks of records: scales that are missing, NaN, infinite or zero, shapes, fused groups, codes that are NaN.
 
-from collections.abc import Container, Iterable, Iterator
+Everything is read in pieces, so that no file, however large its header says it is, has anything large allocated.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from microfloat.checkpoint.detect import Contents
-from microfloat.checkpoint.records import Finding, Record
+import numpy as np
 
-__all__ = ["code_findings", "scale_findings", "structure_findings", "without_nan"]
+from microfloat.checkpoint.detect import Contents, module_of
+from microfloat.checkpoint.families import Entry
+from microfloat.checkpoint.records import Finding, Record, scale_values
+from microfloat.formats import ScaledFormat, decode
+
+__all__ = ["FUSED", "code_findings", "fused_group", "scale_findings", "structure_findings", "without_nan"]
+
+# Groups of layers that serving engines join into one GEMM, which has one global scale: the last parts of their names.
+FUSED = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "gate_up": ("gate_proj", "up_proj"),
+    "w1_w3": ("w1", "w3"),
+}
+_PIECE = 1 << 22
+_REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
+
+
+def fused_group(parameter: str) -> tuple[str, str] | None:
+    """The group of a layer that engines fuse, as (the module that holds its members, name of the group), or None."""
+    folder, _, last = module_of(parameter).rpartition(".")
+    return next(((folder, group) for group, members in FUSED.items() if last in members), None)
+
+
+# ---- names and configurations ------------------------------------------------------------------------------------
 
 
 def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Finding]:
-    """Findings about names and configurations."""
+    """Findings about names of tensors, and about configurations that contradict the tensors or each other."""
     yield from contents.findings
+    if not contents.announcements:
+        return
+    for announcement in contents.announcements:
+        yield from announcement.findings
+    first = contents.announcements[0]
+    for other in contents.announcements[1:]:
+        sides = [(sorted(one.families), sorted(text for text, _ in one.ignore)) for one in (first, other)]
+        if sides[0] != sides[1]:
+            message = f"{first.file} says {_quoted(*sides[0])}, {other.file} says {_quoted(*sides[1])}."
+            yield Finding("config-disagrees", "warn", other.file, message, f"{first.file} is believed.")
+    for name, entry in contents.entries.items():
+        if name in names and (message := _contradiction(contents, entry)):
+            remedy = "The tensors are believed; correct the configuration before an engine reads it."
+            yield Finding("config-disagrees", "warn", name, message, remedy)
+    if not contents.entries and first.families:
+        message = f"{first.text}, but no tensor is quantized."
+        yield Finding("config-disagrees", "warn", first.file, message, "Remove the configuration, or quantize.")
+    kinds = {name: _kind(name) for name in contents.entries}
+    quantized = set(kinds.values())
+    for name, stored in contents.plain.items():
+        module = module_of(name)
+        is_layer = name.endswith(".weight") and len(stored.shape) == 2 and _kind(name) in quantized
+        if is_layer and name in names and first.scheme_of(module).families:
+            message = f"{first.file} does not ignore {module!r}, but {name} is plain {stored.dtype}."
+            yield Finding("config-disagrees", "warn", name, message, "Add the module to the list of ignored ones.")
+
+
+def _kind(name: str) -> str:
+    """The last part of the name of a parameter's module: the same in every block of a model."""
+    return module_of(name).rpartition(".")[2]
+
+
+def _quoted(families: object, ignore: list[str]) -> str:
+    return f"{families} and ignores {ignore[:8]}"
+
+
+def _contradiction(contents: Contents, entry: Entry) -> str:
+    """What the first configuration says about an entry against what its tensors are, or an empty text."""
+    first, module = contents.announcements[0], module_of(entry.name)
+    stored = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
+    ignored = first.ignored(module)
+    if ignored is not None:
+        return f"{first.file} ignores {module!r} ({ignored!r}), but it is quantized: {stored}."
+    scheme = first.scheme_of(module)
+    if not scheme.families:
+        return f"{first.file} names no format for {module!r}, but it is quantized: {stored}."
+    if entry.family.name not in scheme.families:
+        return f"{first.file} says {' or '.join(scheme.families)}, the tensors are {entry.family.name}: {stored}."
+    block = entry.family.format.block[1] if entry.family.format else None
+    if block and scheme.group and scheme.group != block:
+        return f"{first.file} says group_size {scheme.group}, {entry.family.name} has blocks of {block}: {stored}."
+    scale = entry.tensors.get("scale")
+    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
+    if scheme.tile and made and made[0].block != scheme.tile:
+        return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {made[0].block_text}: {stored}."
+    return ""
+
+
+# ---- scales ------------------------------------------------------------------------------------------------------
 
 
 def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Finding]:
-    """Findings about scales, one record at a time, then about groups of records that an engine fuses."""
+    """Findings about scales, one record at a time, then about groups of records that an engine fuses.
+
+    Under ``nan="zero"`` NaN scales and global scales of zero are warnings: their values become zeros.
+    """
+    softened = "warn" if nan == "zero" else "error"
+    groups: dict[tuple[str, str], dict[str, Mapping[str, np.ndarray | None]]] = {}
     for record in records:
         if record.problem is not None:
             yield record.problem
+            continue
+        fmt = record.format
+        if fmt is None or record.scale is None:
+            continue
+        yield from _nonfinite(record.name, "block scales" if fmt.block[1] else "scales", record.scale, fmt, softened)
+        levels = {"tensor_scale": record.tensor_scale, "input_scale": record.activation.get("scale")}
+        for role, level in levels.items():
+            if level is not None:
+                shown = record.source.tensors[role].name if record.source and role in record.source.tensors else role
+                yield from _nonfinite(record.name, shown, level, None, softened)
+                if not level.all():
+                    message = f"the global scale {shown} is 0, so every value is."
+                    yield Finding("zero-global", softened, record.name, message, _REEXPORT)
+        for name, extra in record.extras.items():
+            if name.endswith("_scale") and extra.dtype.kind in "fV":
+                yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
+        yield from _ragged(record, fmt)
+        group = fused_group(record.name)
+        if group is not None:
+            groups.setdefault(group, {})[record.name] = levels
+    for (folder, group), members in groups.items():
+        for role in ("tensor_scale", "input_scale"):
+            yield from _mismatch(folder, group, role, {name: levels[role] for name, levels in members.items()})
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1)
+    return (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
+
+
+def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str) -> Iterator[Finding]:
+    """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
+    nans = infinities = 0
+    for piece in _pieces(scale):
+        values = piece if fmt is None else scale_values(piece, fmt)
+        nans += int(np.isnan(values).sum())
+        infinities += int(np.isinf(values).sum())
+    for count, id, word, weight in (
+        (nans, "nan-scale", "NaN", severity),
+        (infinities, "inf-scale", "infinite", "error"),
+    ):
+        if count:
+            message = f"{count} of {scale.size} {what} are {word}." if scale.size > 1 else f"{what} is {word}."
+            remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
+            yield Finding(id, weight, name, message, remedy)
+
+
+def _ragged(record: Record, fmt: ScaledFormat) -> Iterator[Finding]:
+    rows, cols = (fmt.block[0] or 1), (fmt.block[1] or 1)
+    if fmt.is_tile and (record.logical_shape[-2] % rows or record.logical_shape[-1] % cols):
+        message = (
+            f"{list(record.logical_shape)} ends in part of a {fmt.block_text} tile; some readers scale it wrongly."
+        )
+        yield Finding("ragged-tile", "info", record.name, message)
+
+
+def _mismatch(folder: str, group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Iterator[Finding]:
+    """A finding where the members of a fused group have different global scales."""
+    numbers = {name: float(np.max(level)) for name, level in levels.items() if level is not None and level.size}
+    if len(set(numbers.values())) < 2 or not all(np.isfinite(value) and value > 0 for value in numbers.values()):
+        return
+    ratio = max(numbers.values()) / min(numbers.values())
+    listed = ", ".join(f"{module_of(name).rpartition('.')[2]} {value:.6g}" for name, value in numbers.items())
+    message = f"the {role} of the fused group {group} differs by a factor of {ratio:.4g}: {listed}."
+    remedy = "Engines that fuse these layers use one of them for all; convert with fuse= to share one."
+    yield Finding("fused-mismatch", "warn", folder or next(iter(numbers)), message, remedy)
+
+
+# ---- codes -------------------------------------------------------------------------------------------------------
 
 
 def code_findings(record: Record) -> Iterator[Finding]:
     """Findings that take a look at every code."""
-    return iter(())
+    fmt = record.format
+    if fmt is None or record.problem is not None or record.scale is None:
+        return
+    if fmt.element.has_nan:
+        is_nan = np.isnan(decode(np.arange(256), fmt.element))
+        count = sum(int(is_nan[piece].sum()) for piece in _pieces(record.codes))
+        if count:
+            message = f"{count} of {record.codes.size} codes are NaN."
+            yield Finding("nan-codes", "warn", record.name, message, 'load(..., nan="zero") reads them as zeros.')
+    if fmt.element.bits == 4 and fmt.scale.name == "E8M0":
+        yield from _tie_style(record)
+    silenced = _silenced(record, fmt)
+    if silenced:
+        message = f"{silenced} blocks have a scale of 0, or one that underflows, but codes that are not 0."
+        yield Finding("zero-block-nonzero-codes", "warn", record.name, message, "The values read as zeros.")
+
+
+def _tie_style(record: Record) -> Iterator[Finding]:
+    """MXFP4 that writes every zero as -0, as ModelOpt does, which also breaks ties downward."""
+    negative = False
+    for piece in _pieces(record.codes):
+        low, high = piece & 15, piece >> 4
+        if not (low.all() and high.all()):
+            return
+        negative = negative or bool((low == 8).any() or (high == 8).any())
+    if negative:
+        yield Finding("tie-style", "info", record.name, "every zero is written as -0, which ModelOpt's MXFP4 does.")
+
+
+def _silenced(record: Record, fmt: ScaledFormat) -> int:
+    """How many blocks have an effective scale of zero and a code that is not zero."""
+    if fmt.scale.name == "E8M0" and record.tensor_scale is None:
+        return 0
+    assert record.scale is not None
+    smallest = np.float32(1) if record.tensor_scale is None else record.tensor_scale.min()
+    if all((scale_values(piece, fmt) * smallest).all() for piece in _pieces(record.scale)):
+        return 0
+    count = 0
+    rows, width = (record.codes.shape[-2] if record.codes.ndim > 1 else 1), record.codes.shape[-1]
+    codes_ERW = record.codes.reshape(-1, rows, width)
+    scale = np.broadcast_to(record.scale, (*record.codes.shape[:-2], 1, 1)) if fmt.is_per_tensor else record.scale
+    scale_EGH = scale.reshape(len(codes_ERW), -1, scale.shape[-1])
+    level = np.broadcast_to(
+        np.float32(1) if record.tensor_scale is None else record.tensor_scale.reshape(-1), len(codes_ERW)
+    )
+    block_rows = fmt.block[0] or max(rows, 1)
+    block_bytes = width if fmt.block[1] is None else fmt.block[1] * fmt.element.bits // 8
+    magnitude = np.uint8(0x77 if fmt.element.bits == 4 else 0x7F)
+    for expert, codes_RW in enumerate(codes_ERW):
+        for index in range(scale_EGH.shape[1]):
+            is_zero = scale_values(scale_EGH[expert, index], fmt) * level[expert] == 0
+            for block in np.flatnonzero(is_zero):
+                part = codes_RW[index * block_rows : (index + 1) * block_rows]
+                part = part[:, block * block_bytes : (block + 1) * block_bytes]
+                count += bool((part & magnitude).any())
+    return count
 
 
 def without_nan(record: Record) -> Record:
     """The record with zeros in place of NaN codes and of blocks with a NaN scale."""
-    return replace(record)
+    fmt, scale, level, source = record.format, record.scale, record.tensor_scale, record.source
+    if fmt is None or scale is None or record.problem is not None:
+        return record
+    codes = record.codes
+    if fmt.element.has_nan:
+        is_nan = np.isnan(decode(np.arange(256), fmt.element))
+        if any(is_nan[piece].any() for piece in _pieces(codes)):
+            codes = np.where(is_nan[codes], np.uint8(0), codes)
+    if level is not None and np.isnan(level).any():
+        level = np.where(np.isnan(level), np.float32(0), level)
+        source = source._replace(divisors={}) if source else None
+    if any(np.isnan(scale_values(piece, fmt)).any() for piece in _pieces(scale)):
+        bad = np.isnan(scale_values(scale, fmt))
+        if fmt.scale.name == "E8M0":  # which has no zero
+            codes = np.where(_over_bytes(bad, fmt, codes.shape), np.uint8(0), codes)
+        scale = np.where(bad, scale.dtype.type(0), scale)
+    return replace(record, codes=codes, scale=scale, tensor_scale=level, source=source)
+
+
+def _over_bytes(blocks: np.ndarray, fmt: ScaledFormat, shape: tuple[int, ...]) -> np.ndarray:
+    """One value per block as one per byte of the codes."""
+    rows, cols = fmt.block
+    if rows is not None and blocks.ndim > 1:
+        blocks = np.repeat(blocks, rows, axis=-2)[..., : shape[-2], :]
+    if cols is not None:
+        blocks = np.repeat(blocks, cols * fmt.element.bits // 8, axis=-1)[..., : shape[-1]]
+    return np.broadcast_to(blocks, shape)

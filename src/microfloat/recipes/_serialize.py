@@ -12,7 +12,7 @@ from microfloat.operands import GEMMS
 from microfloat.recipes.core import Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
 
 
-def _format_to_data(fmt: ScaledFormat) -> str | dict:
+def format_to_data(fmt: ScaledFormat) -> str | dict:
     """The name of a stock format, all numbers of a user's own."""
     return fmt.name if FORMATS.get(fmt.name) == fmt else json.loads(fmt.contents)
 
@@ -45,7 +45,7 @@ def cast_to_data(cast: Cast | None) -> dict | None:
     algorithm = getattr(cast.scaling, "amax_compute_algo", None)
     if callable(algorithm):
         raise _not_serializable("amax_compute_algo", algorithm)
-    return {**json.loads(cast.contents), "format": _format_to_data(cast.format)}
+    return {**json.loads(cast.contents), "format": format_to_data(cast.format)}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,6 @@ from microfloat.formats import (
     ElementFormat,
     ScaledFormat,
 )
-from microfloat.reference import from_blocked
 
 __all__ = ["Entry", "Family", "Scheme", "decode_parts", "fp8_format"]
 
@@ -37,6 +36,7 @@ class Scheme(NamedTuple):
     tile: tuple[int, int] | None = None
     activation: str = "none"
     activation_format: ScaledFormat | None = None
+    group: int | None = None
 
 
 NO_SCHEME = Scheme()
@@ -150,14 +150,44 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
     missing = missing_roles(entry)
     if missing or scale is None:
         return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=missing[0])
-    fitting = (entry.format, byte_shape(scale)) if entry.format else family.layout_of(codes, scale, entry.scheme)
+    fitting = _stated(entry, scale) if entry.format else family.layout_of(codes, scale, entry.scheme)
     if fitting is None:
         return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=misfit(entry))
     fmt, grid = fitting
+    grid = byte_shape(scale) if entry.swizzled else grid
     return replace(
         record, format=fmt, scale=scale_array(tensors, scale, fmt, grid),
         tensor_scale=global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors),
     )  # fmt: skip
+
+
+def block_grid(fmt: ScaledFormat, shape: Shape) -> Shape:
+    """Shape of the scales of a record: () per tensor, [.., R, 1] per row, else [.., one for each block]."""
+    (block_rows, block_cols), rows, length = fmt.block, shape[-2] if len(shape) > 1 else 1, shape[-1] if shape else 1
+    if block_rows is None:
+        return ()
+    columns = 1 if block_cols is None else -(-length // block_cols)
+    return (*shape[:-2], -(-rows // block_rows), columns) if len(shape) > 1 else (columns,)
+
+
+def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
+    """Format and shape of the scales where metadata states them, or None where codes or scales do not fit."""
+    fmt, shape = entry.format, entry.shape or ()
+    assert fmt is not None
+    grid, stored, codes = block_grid(fmt, shape), byte_shape(scale), byte_shape(entry.tensors["codes"])
+    width = (shape[-1] if shape else 1) * fmt.element.bits // 8
+    unpacked = entry.family.name == "torchao" and codes == shape
+    if (
+        not shape
+        or (codes != (*shape[:-1], width) and not unpacked)
+        or (fmt.scale.bits == 8) != (scale.dtype not in REAL)
+    ):
+        return None
+    if entry.swizzled:
+        return fmt, grid
+    if not grid and stored == (*shape[:-2], 1, 1):
+        return fmt, stored if len(shape) > 2 else ()
+    return (fmt, grid) if stored == grid or (not grid and stored in ((1,), (1, 1))) else None
 
 
 def scale_array(tensors: Container, scale: Stored, fmt: ScaledFormat, grid: Shape) -> np.ndarray:
@@ -210,8 +240,3 @@ def misfit(entry: Entry) -> Finding:
         f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}."
     )
     return Finding("shape", "error", entry.name, message, _INCOMPLETE)
-
-
-def unswizzled(scale: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Scales [rows, cols] from the tiles in which a GPU reads them, stored in any shape."""
-    return from_blocked(scale.reshape(-1), rows, cols)
