@@ -17,6 +17,7 @@ MODULES = (
     "microfloat.formats",
     "microfloat.recipes",
     "microfloat.reference",
+    "microfloat.cpu",
     "microfloat.metrics",
     "microfloat.checkpoint",
     "microfloat.torch",

@@ -13,8 +13,8 @@ from microfloat.recipes import Hadamard
 _INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 
 
-def as_float32(x: object) -> np.ndarray:
-    """The input as float32: bf16 and fp16 widen exactly, float64 rounds once; other dtypes are an InvalidTypeError."""
+def as_float_array(x: object) -> np.ndarray:
+    """The input as an array of a dtype that can be quantized; others are an InvalidTypeError."""
     try:
         array = np.asarray(x)
     except Exception as error:  # whatever a foreign array type raises when it cannot become a NumPy array
@@ -23,6 +23,12 @@ def as_float32(x: object) -> np.ndarray:
         raise invalid_type(
             "x", array.dtype, "float32, bfloat16 (ml_dtypes), float16 or float64", "Convert it with .astype first."
         )
+    return array
+
+
+def as_float32(x: object) -> np.ndarray:
+    """The input as float32: bf16 and fp16 widen exactly, float64 rounds once; other dtypes are an InvalidTypeError."""
+    array = as_float_array(x)
     with np.errstate(all="ignore"):
         return array.astype(np.float32)
 

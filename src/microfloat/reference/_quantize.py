@@ -144,9 +144,7 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
     """One usage of `values`."""
     cast, axis = usage.cast, usage.axis
     x_RC = np.ascontiguousarray(operand_form(values, axis))
-    amax_array = None if usage.amax is None else _check_amax(usage.amax, cast, x_RC.shape[0])
-    check_scale_enc(usage.scale_enc, cast.is_delayed)
-    encode_scale = None if usage.scale_enc is None else _checked_scale_enc(usage.scale_enc)
+    amax, scale_enc = checked_scales(usage, x_RC.shape[0])
     if cast.is_stochastic and seed is None:
         raise invalid_value(
             "seed", "None with a stochastic cast", "an int in [0, 2^64), or its two 32-bit words, low first",
@@ -155,15 +153,29 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
     with np.errstate(all="ignore"):
         if cast.hadamard is not None:
             x_RC = hadamard_transform(x_RC, cast.hadamard)
-        scales = block_scales(x_RC, cast, amax_array, encode_scale)
+        scales = block_scales(x_RC, cast, amax, scale_enc)
         codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, usage.stream)
-    fmt, shape = cast.format, values.shape
-    if fmt.element.codes_per_byte == 2:
+    if cast.format.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
+    return in_shape(codes, scales.stored, scales.tensor_scale, cast, axis, values.shape)
+
+
+def checked_scales(usage: Usage, rows: int) -> tuple[np.ndarray | None, np.float32 | None]:
+    """The amax and the encode scale of delayed scaling that a usage brings along, if they fit its cast."""
+    amax = None if usage.amax is None else _check_amax(usage.amax, usage.cast, rows)
+    check_scale_enc(usage.scale_enc, usage.cast.is_delayed)
+    return amax, None if usage.scale_enc is None else _checked_scale_enc(usage.scale_enc)
+
+
+def in_shape(
+    codes: np.ndarray, stored: np.ndarray, tensor_scale: np.ndarray | None, cast: Cast, axis: int,
+    shape: tuple[int, ...],
+) -> Quantized:  # fmt: skip
+    """The Quantized of codes and a grid of stored scales of the operand form."""
     return Quantized(
         codes.reshape(*leading_axes(shape, axis), codes.shape[1]),
-        scales.stored.reshape(scale_shape(fmt, shape, axis, scales.stored.shape)),
-        scales.tensor_scale, fmt, axis, shape, cast.hadamard,
+        stored.reshape(scale_shape(cast.format, shape, axis, stored.shape)),
+        tensor_scale, cast.format, axis, shape, cast.hadamard,
     )  # fmt: skip
 
 

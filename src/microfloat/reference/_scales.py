@@ -46,7 +46,8 @@ def block_scales(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None, scale_en
         return _two_level(x_RC, cast, cast.rule.two_level, amax)
     if cast.rule.thresholds is not None:
         return _e8m0(x_RC, cast)
-    return _fp32_scales(_encode_factor(x_RC, cast, amax))
+    measured = _amax(x_RC, cast.format.block) if amax is None else np.full((1, 1), amax, np.float32)
+    return _fp32_scales(encode_factor(measured, cast))
 
 
 def _amax(x_RC: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
@@ -65,10 +66,9 @@ def _e8m0(x_RC: np.ndarray, cast: Cast) -> BlockScales:
     return BlockScales(byte.astype(np.uint8), np.ldexp(_F32(1), 127 - byte).astype(np.float32), byte == 255)
 
 
-def _encode_factor(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None) -> np.ndarray:
+def encode_factor(measured: np.ndarray, cast: Cast) -> np.ndarray:
     """``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so."""
     largest = _F32(cast.format.element.max)
-    measured = _amax(x_RC, cast.format.block) if amax is None else np.full((1, 1), amax, np.float32)
     epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
     amaxes = np.maximum(measured, _F32(epsilon))
     factor = largest / np.maximum(amaxes, np.ldexp(largest, -126))
@@ -83,7 +83,7 @@ def _fp32_scales(factor: np.ndarray) -> BlockScales:
 
 
 @dataclass(frozen=True)
-class _TensorLevel:
+class TensorLevel:
     """The upper level of two: A clamped, its encode factor S = capacity / A, the stored tensor scale A / capacity."""
 
     amax: np.ndarray
@@ -91,23 +91,24 @@ class _TensorLevel:
     stored: np.ndarray
 
 
-def _tensor_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarray | None) -> _TensorLevel:
-    if amax is None:
-        per_row = cast.format.tensor_scale == "row"
-        amax = _amax(x_RC, (1, None) if per_row else (None, None))
-        amax = amax if per_row else amax.reshape(())
+def tensor_level(amax: np.ndarray, constants: TwoLevel) -> TensorLevel:
+    """The upper level from the amaxes of the tensor, or of its rows."""
     capacity = _F32(constants.capacity)
     unscaled = (amax == 0) | np.isinf(amax)
     amax = np.where(unscaled, capacity, np.maximum(amax, _F32(constants.smallest_amax)))
     one = np.ones((), np.float32)
     if not constants.tensor_scale:
-        return _TensorLevel(amax, one, one)
-    return _TensorLevel(amax, np.where(unscaled, one, capacity / amax), np.where(unscaled, one, amax / capacity))
+        return TensorLevel(amax, one, one)
+    return TensorLevel(amax, np.where(unscaled, one, capacity / amax), np.where(unscaled, one, amax / capacity))
 
 
 def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarray | None) -> BlockScales:
     """E4M3 block scales under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
-    tensor = _tensor_level(x_RC, cast, constants, amax)
+    if amax is None:
+        per_row = cast.format.tensor_scale == "row"
+        amax = _amax(x_RC, (1, None) if per_row else (None, None))
+        amax = amax if per_row else amax.reshape(())
+    tensor = tensor_level(amax, constants)
     block_amax = _amax(x_RC, cast.format.block)
     if constants.four_over_six is not None:
         byte, factor = _four_over_six(x_RC, cast, constants, tensor, block_amax)
@@ -122,14 +123,14 @@ def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarr
     return BlockScales(stored, factor, is_nan, tensor.stored if constants.tensor_scale else None)
 
 
-def _block_level(target: np.ndarray, tensor: _TensorLevel) -> tuple[np.ndarray, np.ndarray]:
+def _block_level(target: np.ndarray, tensor: TensorLevel) -> tuple[np.ndarray, np.ndarray]:
     """``sb = enc(min(target, FMAX), E4M3)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
     byte = encode(np.minimum(target, _FMAX), E4M3)
     return byte, np.minimum(_F32(1) / (decode(byte, E4M3) * (_F32(1) / tensor.encode)), _FMAX)
 
 
 def _four_over_six(
-    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, block_amax: np.ndarray
+    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: TensorLevel, block_amax: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per block the smaller error of mapping its maximum to 6 (k = 1) or to 4 (k = 1.5); a tie keeps 6."""
     base = block_amax / _F32(6) * tensor.encode
@@ -143,7 +144,7 @@ def _four_over_six(
 
 
 def _block_error(
-    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, byte: np.ndarray, factor: np.ndarray
+    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: TensorLevel, byte: np.ndarray, factor: np.ndarray
 ) -> np.ndarray:
     """Sum of |d| or d^2 over every block, float32, in the fixed order of docs/numerics.md 2.6.
 

@@ -1,0 +1,177 @@
+"""microfloat.cpu gives the bytes of the oracle: for every cast that it compiles, and for those that it hands on."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat import Cast, Current, Delayed, Hadamard, cpu, reference
+from microfloat.cpu import _casts
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from microfloat.formats import E2M1, FORMATS, SCALE_E8M0, ScaledFormat
+from microfloat.scale_rules import SCALE_RULES
+from tests.contract.cases import DTYPES, EVERY_CAST, cast_id, edge_cases
+
+pytest.importorskip("numba", reason="numba is not installed")
+# One process of pytest-xdist compiles the kernels, which takes some seconds where numba's cache is empty.
+pytestmark = pytest.mark.xdist_group("numba")
+
+COMPILED = [cast for cast in EVERY_CAST if cast.rounding == "nearest" and cast.hadamard is None]
+NORMAL = np.random.default_rng(5).standard_normal((40, 200), dtype=np.float32)
+
+
+def assert_same(ours, theirs):
+    assert (ours.format, ours.axis, ours.shape, ours.hadamard) == (
+        theirs.format, theirs.axis, theirs.shape, theirs.hadamard,
+    )  # fmt: skip
+    for name in ("codes", "scale", "tensor_scale"):
+        got, wanted = getattr(ours, name), getattr(theirs, name)
+        assert (got is None) == (wanted is None), name
+        if wanted is not None:
+            assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), name
+            assert got.tobytes() == wanted.tobytes(), name
+
+
+@pytest.mark.parametrize("cast", COMPILED, ids=cast_id)
+def test_the_bytes_are_those_of_the_oracle(cast):
+    assert cpu.support(cast).accelerated
+    dtypes = list(DTYPES)
+    default = cast == Cast(cast.format)
+    for dtype in dtypes if default else [dtypes[COMPILED.index(cast) % 3]]:
+        for name, x, axis in edge_cases(cast, dtype):
+            ours, theirs = cpu.quantize(x, cast, axis=axis), reference.quantize(x, cast, axis=axis)
+            try:
+                assert_same(ours, theirs)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {dtype}, axis {axis}: {error}") from None
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantized_values_are_rounded_once(fmt):
+    cast = Cast(fmt)
+    for name, x, axis in edge_cases(cast, "float32"):
+        q = reference.quantize(x, cast, axis=axis)
+        values = reference.dequantize(q)
+        for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+            got = cpu.dequantize(q, dtype)
+            with np.errstate(all="ignore"):
+                wanted = values.astype(dtype)
+            assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+            assert got.tobytes() == wanted.tobytes(), (name, axis, dtype)
+
+
+@pytest.mark.parametrize(
+    ("cast", "arguments"),
+    [
+        (Cast("nvfp4"), {"amax": 2.0}),
+        (Cast("nvfp4"), {"amax": 0.0}),
+        (Cast("nvfp4", "four_over_six"), {"amax": np.float32(1e30)}),
+        (Cast("nvfp4_row"), {"amax": np.linspace(0, 9, 40, dtype=np.float32).reshape(40, 1)}),
+        (Cast("fp8_tensor"), {"amax": 100.0}),
+        (Cast("fp8_tensor", scaling=Delayed()), {"scale_enc": 64.0}),
+        (Cast("fp8_1x128", "amax", scaling=Current(amax_epsilon=3.0)), {}),
+        (Cast("fp8_row", scaling=Current(amax_epsilon=3.0)), {}),
+        (Cast(ScaledFormat("mine", E2M1, SCALE_E8M0, (3, 48))), {}),
+        (Cast(ScaledFormat("tiles", E2M1, SCALE_E8M0, (32, 32))), {}),
+        ("mxfp8", {"axis": (-1, -2)}),
+    ],
+)
+def test_arguments_mean_what_they_mean_to_the_oracle(cast, arguments):
+    ours, theirs = cpu.quantize(NORMAL, cast, **arguments), reference.quantize(NORMAL, cast, **arguments)
+    for one, other in zip(*((q if isinstance(q, tuple) else (q,)) for q in (ours, theirs)), strict=True):
+        assert_same(one, other)
+
+
+def misaligned(x):
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    view = memory[1:].view(x.dtype).reshape(x.shape)
+    view[:] = x
+    view.setflags(write=False)
+    return view
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        misaligned(NORMAL), misaligned(NORMAL.astype(ml_dtypes.bfloat16)), NORMAL.astype(">f4"),
+        NORMAL.astype(np.float64) * (1 + 1e-9), NORMAL[::2, ::-1], NORMAL.reshape(2, 20, 200)[:, ::3],
+        np.asfortranarray(NORMAL), NORMAL.tolist(),
+    ],
+    ids=["misaligned", "misaligned bf16", "big-endian", "float64", "strided", "strided 3-D", "Fortran order", "list"],
+)  # fmt: skip
+def test_memory_may_lie_anyhow(x):
+    for cast in ("mxfp8", "nvfp4", "fp8_row", "fp8_128x128"):
+        assert_same(cpu.quantize(x, cast), reference.quantize(x, cast))
+
+
+@pytest.mark.parametrize("cast", ["mxfp4", "nvfp4_row", "nvfp4_2d", "fp8_tensor", "fp8_row", "fp8_128x128"])
+def test_bytes_do_not_depend_on_threads(monkeypatch, cast):
+    monkeypatch.setattr(_casts, "_BAND", 1000)
+    x = np.random.default_rng(6).standard_normal((300, 70), dtype=np.float32)
+    wanted = reference.quantize(x, cast)
+    for threads in (1, 3):
+        assert_same(cpu.quantize(x, cast, threads=threads), wanted)
+        assert cpu.dequantize(wanted, threads=threads).tobytes() == reference.dequantize(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("cast", "reason"),
+    [
+        (Cast("nvfp4", rounding="stochastic"), "stochastic"),
+        (Cast("nvfp4", hadamard=Hadamard()), "Hadamard"),
+        (Cast(ScaledFormat("narrow", E2M1, SCALE_E8M0, (1, 8))), "16 columns, not of 8"),
+    ],
+)
+def test_other_casts_go_to_the_oracle_and_say_why(cast, reason):
+    answer = cpu.support(cast)
+    assert answer.available
+    assert not answer.accelerated
+    assert reason in answer.reason
+    ours = cpu.quantize(NORMAL, cast, seed=7, stream=2)
+    assert_same(ours, reference.quantize(NORMAL, cast, seed=7, stream=2))
+    assert cpu.dequantize(ours).tobytes() == reference.dequantize(ours).tobytes()
+
+
+def test_without_numba_the_bytes_are_the_same(monkeypatch):
+    wanted = cpu.quantize(NORMAL, "mxfp8")
+    monkeypatch.setattr(_casts, "_kernels", lambda: "numba cannot be imported")
+    assert not cpu.support("mxfp8").accelerated
+    assert_same(cpu.quantize(NORMAL, "mxfp8"), wanted)
+    assert cpu.dequantize(wanted).tobytes() == reference.dequantize(wanted).tobytes()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch):
+    from microfloat.cpu import _kernels
+
+    asked = []
+
+    def njit(signature, cache=False, **settings):
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available for file")
+        return lambda function: function
+
+    monkeypatch.setattr(_kernels.numba, "njit", njit)
+    assert _kernels.compiled.__wrapped__(_kernels.decode) is _kernels.decode
+    assert asked == [True, False]
+
+
+def test_a_rule_of_an_unknown_kind_is_refused(monkeypatch):
+    monkeypatch.setitem(SCALE_RULES, "rceil", dataclasses.replace(SCALE_RULES["rceil"], kind="new"))
+    answer = cpu.support("mxfp8")
+    assert not answer
+    assert "new" in answer.reason
+    with pytest.raises(NotSupportedError, match="new"):
+        cpu.quantize(NORMAL, "mxfp8")
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(InvalidTypeError, match="x: got int64"):
+        cpu.quantize(np.arange(4), "mxfp8")
+    with pytest.raises(InvalidValueError, match="threads"):
+        cpu.quantize(NORMAL, "mxfp8", threads=0)
+    with pytest.raises(InvalidValueError, match="scale_enc"):
+        cpu.quantize(NORMAL, Cast("fp8_tensor", scaling=Delayed()))
+    with pytest.raises(InvalidTypeError, match="q: got"):
+        cpu.dequantize(NORMAL)
