@@ -37,15 +37,16 @@ from microfloat.torch.packing import from_blocked, pack_fp4, pack_fp6, to_blocke
 from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.watch import Record, watch
 
 __all__ = [
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
-    "Recipe", "RotaryEmbedding", "Support", "TransformerLayer", "apply_rotary", "autocast", "checkpoint", "convert",
-    "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked",
-    "get_align_size_for_quantization", "get_autocast_recipe", "get_default_recipe", "grouped_matmul",
-    "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantized_model_init",
-    "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4", "unpack_fp6",
-    "update_quantized", "update_scaling",
+    "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer", "apply_rotary", "autocast", "checkpoint",
+    "convert", "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init",
+    "from_blocked", "get_align_size_for_quantization", "get_autocast_recipe", "get_default_recipe",
+    "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize",
+    "quantized_model_init", "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "to_blocked",
+    "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
+from microfloat.torch.observing import OBSERVERS, observed_by_weight
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
@@ -317,7 +318,9 @@ def _linear_forward(
         return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
     weight = _rebuilt(parts, stored)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
-    schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
+    schedule: Any = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
+    if OBSERVERS:
+        schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
     x_inputs, w_inputs = cast_inputs(x_scale, seed, live, "x"), cast_inputs(w_scale, seed, live, "w")
     with schedule.scope():
@@ -363,7 +366,9 @@ def _linear_backward(
         return [tensor.zero_() for tensor in _fake_backward(*shapes, wants_dx, wants_dw, records)]
     weight = _rebuilt(parts, stored)
     shape = (*dy.shape[:-1], weight.shape[1])
-    schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
+    schedule: Any = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
+    if OBSERVERS:
+        schedule = observed_by_weight(schedule, weight, True)
     live = live_amaxes(records, dy.device)
     inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
     saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw, stored)

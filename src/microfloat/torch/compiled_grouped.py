@@ -27,6 +27,7 @@ from microfloat.torch.compiled import (
 )
 from microfloat.torch.grouped import GroupedSchedule, Groups, find_grouped, groups_of
 from microfloat.torch.linear import refuse_double_backward
+from microfloat.torch.observing import OBSERVERS, observed_by_weight
 
 __all__ = ["compiled_grouped"]
 
@@ -127,6 +128,8 @@ def _grouped_forward(
     if token != token_of_high_precision():
         check_caller(token, pinned)
     schedule, groups = _schedule(x, weight, bias, token, backend, compute, False, False), Groups(ends, x.shape[0])
+    if OBSERVERS:
+        schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
     x_inputs, w_inputs = (
         cast_inputs(scale, seed, live, tensor)._replace(groups=groups)
@@ -142,6 +145,8 @@ def _grouped_backward(
     bias_dtype: torch.dtype | None, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     schedule, groups = _schedule(x, weight, None, token, backend, compute, wants_dx, wants_dw), Groups(ends, x.shape[0])
+    if OBSERVERS:
+        schedule = observed_by_weight(schedule, weight, True)
     live = live_amaxes(records, dy.device)
     x_inputs, w_inputs, inputs = (
         cast_inputs(scale, seed, into, tensor)._replace(groups=groups)

@@ -33,6 +33,7 @@ from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear import MainGrad, apply, begin, end
+from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import (
     SCHEDULES,
     CastStep,
@@ -160,6 +161,8 @@ def run_grouped(
     grad = torch.is_grad_enabled()
     schedule = find_grouped(x, weight, bias, recipe, name, grad and x.requires_grad, grad and weight.requires_grad)
     inputs = CastInputs(groups=groups)
+    if OBSERVERS:
+        schedule = observed(schedule, (layer,))
     run = begin(layer, schedule, weight, state, None, inputs=(inputs, inputs, inputs))
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and grad):
         y = apply(run, x, weight, bias)

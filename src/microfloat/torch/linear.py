@@ -31,6 +31,7 @@ from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
+from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
 from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Parts, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -80,6 +81,8 @@ def run_linear(
     if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
         with torch.cuda.device(schedule.device):
             return run_linear(layer, x, recipe, state, is_first_microbatch)
+    if OBSERVERS:
+        schedule = observed(schedule, (layer,))
     run = begin(layer, schedule, weight, state, is_first_microbatch)
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
         y = apply(run, x, weight, bias)
@@ -305,6 +308,8 @@ def begin_apart(
     schedule = find(*call)
     if schedule is not None and schedule.folds:
         schedule = _after_counts(schedule, counts_of(layer), call)
+    if OBSERVERS and schedule is not None:
+        schedule = observed(schedule, unit.layers)
     return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
 
 

@@ -147,6 +147,10 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
             casts.options |= {"scale_enc": run.x.scale_enc, "record": run.x.record}
         both, statistics = producer.codes(kernels, *casts.both, {"seed": run.x.seed, **casts.options})
         made = [casts.parts(both, producer.shape)]
+    for reader in readers:
+        if reader.schedule.observer is not None:  # kernels of it write no value, so that it is computed once more
+            value = producer.values(schedule.backend.producers)[0].to(schedule.dtype)
+            reader.schedule.observer.see_x(value, reader.run.x)
     if shares:
         made *= len(readers)
         for reader in readers:
@@ -198,6 +202,11 @@ class GradientLink:
             casts.options |= {"scale_enc": pairs[1], "record": pairs[2]}
         made = producer.codes(kernels, *casts.both, casts.options)
         self.operands = [casts.parts(both, producer.grad_MF.shape) for both in made]
+        for index, reader in enumerate(self.readers):
+            if reader.schedule.observer is not None:
+                value = producer.values(self.readers[0].schedule.backend.producers)[index][0]
+                wants = reader.schedule.wants_dx, reader.schedule.wants_dw
+                reader.schedule.observer.see_dy(value, inputs[index], *wants)
         nothing = producer.grad_MF.new_zeros(()).expand(producer.grad_MF.shape)
         return [nothing] * len(self.operands)
 
@@ -205,6 +214,8 @@ class GradientLink:
         """Both operands of a gradient whose amax came with it."""
         casts, kernels = self.casts()
         assert casts is not None
+        if reader.schedule.observer is not None:
+            reader.schedule.observer.see_dy(dy_MN, reader.run.dy, reader.schedule.wants_dx, reader.schedule.wants_dw)
         both = kernels.quantize_both(dy_MN, *casts.both, amax=amax, seed=reader.run.dy.seed, **casts.options)
         return casts.parts(both, dy_MN.shape)
 

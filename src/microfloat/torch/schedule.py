@@ -286,6 +286,7 @@ class Schedule:
     """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
 
     number = 0  # of the groups of a grouped one
+    observer: Any = None  # of a watched call (`microfloat.torch.observing`)
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,

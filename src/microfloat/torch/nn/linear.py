@@ -18,6 +18,7 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
+from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -256,7 +257,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
-                return self._plain(x, is_first_microbatch)
+                y = self._plain(x, is_first_microbatch)
+                for observer in OBSERVERS:
+                    observer.see_plain(self, x, y)
+                return y
             if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
                 raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
             recipe = canonical(recipe)

@@ -1,0 +1,587 @@
+"""`watch`: per layer, operand and GEMM, the metrics of a training or of an inference, at sampled steps.
+
+A step is a call of the model with its backward. In a sampled one every call of a layer is shown to a `_Listener`, which
+casts parts of x, w and dy once more, to the bytes that the layer computed with, and sums on the device what
+`microfloat.metrics` defines (`microfloat.torch.measuring`). Between sampled steps nothing listens. No tensor of the
+model, no seed, no history and no generator is touched, so that watched steps give the bits of unwatched ones.
+
+Legend: M = rows of x, K = in features, N = out features.
+"""
+
+import contextlib
+import csv
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from microfloat.arguments import check_int, check_number
+from microfloat.errors import invalid_value, unknown_name
+from microfloat.metrics import ScaleHistogram
+from microfloat.operands import GEMMS, TENSORS, Operand, operands_of
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.explanation import operands_of as formats_of
+from microfloat.support import text_table
+from microfloat.torch import backends
+from microfloat.torch._checks import check_model
+from microfloat.torch.measuring import (
+    METRICS,
+    Reading,
+    quantized,
+    read,
+    read_cast,
+    read_noise,
+    read_product,
+    read_sample,
+    read_tensor,
+)
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.observing import OBSERVERS, Listener
+from microfloat.torch.schedule import Schedule, entries_of
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["Record", "watch"]
+
+DEFAULT_METRICS = tuple(name for name in METRICS if name not in ("rel_mse", "sr_noise"))
+_NOTHING = CastInputs()
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+class Record(NamedTuple):
+    """One number: of an operand ("x", "w", "dy") in a GEMM and a format, or of a GEMM's result ("y", "dx", "dw").
+
+    `value`: a float or an int; of "scale_histogram" a `microfloat.metrics.ScaleHistogram`, of "error_by_magnitude" the
+    relative errors of elements by binades below the largest magnitude.
+    """
+
+    step: int
+    module: str
+    gemm: str
+    operand: str
+    format: str
+    metric: str
+    value: Any
+
+
+class _Entry(NamedTuple):
+    """What a reading tells of: a record without metric and value."""
+
+    step: int
+    module: str
+    gemm: str
+    operand: str
+    format: str
+
+
+class watch:
+    """Records of a model's operands and GEMMs: ``with mf.watch(model, every=100) as w:`` around the training loop.
+
+    `model`: the module that the loop calls, compiled or not. A step is one call of it and the backward of that call;
+    every `every`-th is sampled, the first one included. Calls without gradients count in inference alone: a validation
+    inside a training is no step. Where that does not fit (several calls make one step, or the loop calls something
+    else), call ``w.step()`` at the beginning of every step: then it counts, and not the calls.
+
+    `tensors`: the operands that are measured, of x, w and dy. `metrics`: names of METRICS; "sr_noise" and "rel_mse" are
+    computed on demand. `what_if`: formats or Casts that are not in use, whose metrics are computed for x, w and dy too.
+    `rows`: rows of an operand that are measured in a sampled step, a multiple of 128; which ones moves on from sample
+    to sample. amax and the counts of NaN and infinity are those of whole tensors. `ema`: the decay of amax_ema.
+
+    Every layer under a recipe is watched (Linear, fused, attention, grouped: one group), and every nn.Linear in high
+    precision outside compiled code, for its tensors and for `what_if`. Compiled code runs as it is: its operators are
+    observed, so that nothing is compiled again. Nothing is observed while a CUDA graph is captured or replayed.
+
+    Raises InvalidValueError and InvalidTypeError for arguments that are none. Source: docs/watching.md.
+
+    >>> from microfloat.torch import Linear
+    >>> with watch(layer := Linear(32, 16, recipe="mxfp8"), what_if=()) as w:
+    ...     layer(torch.ones(4, 32)).sum().backward()
+    >>> sorted({record.operand for record in w.records if record.metric == "relative_error"})
+    ['dw', 'y']
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int = 100, tensors: Sequence[str] = TENSORS,
+        metrics: Sequence[str] = DEFAULT_METRICS, what_if: Sequence[Any] = ("nvfp4",), *, rows: int = 128,
+        ema: float = 0.9,
+    ) -> None:  # fmt: skip
+        check_model(model)
+        self.every = check_int("every", every, 1, 2**63 - 1)
+        self.rows = check_int("rows", rows, 128, 2**31 - 128)
+        if rows % 128:
+            raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
+        self.ema = check_number("ema", ema, "a number in [0, 1)", 0, 1)
+        self.tensors, self.metrics = _names("tensors", tensors, TENSORS), _names("metrics", metrics, METRICS)
+        formats = [what_if] if isinstance(what_if, str | Cast) else what_if
+        self.what_if = tuple(as_cast(one) for one in formats)
+        self._model, self._wanted = model, frozenset(self.metrics)
+        self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
+        self._explicit, self._trains = False, False
+        self._records: list[Record] = []
+        self._pending: list[tuple[_Entry, Reading]] = []
+        self._emas: dict[tuple[str, str, str], float] = {}
+        self._names: dict[nn.Module, str] = {}
+        self._calls: dict[str, int] = {}
+        self._open: dict[str, list[_Call]] = {}
+        self._hooks: list[Any] = []
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def __enter__(self) -> "watch":
+        root: Any = getattr(self._model, "_orig_mod", self._model)
+        self._names = {module: name for name, module in root.named_modules()}
+        own = self._model.__dict__
+        self._before = own.get("_compiled_call_impl")
+        own["_compiled_call_impl"] = self._caller(self._before or self._model._call_impl)
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._end_step()
+        own = self._model.__dict__
+        if self._before is None:
+            own.pop("_compiled_call_impl", None)
+        else:
+            own["_compiled_call_impl"] = self._before
+        self._read()
+        if self._count < 0 and kind is None:
+            warnings.warn(
+                f"watch: the {type(self._model).__name__} was never called, so that nothing was recorded. Watch the "
+                "module that the loop calls, or call w.step() at the beginning of every step.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def step(self, number: int | None = None) -> None:
+        """Begin a step, the next one or that of this number; from now on calls of the model do not count as steps."""
+        self._explicit = True
+        self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
+
+    def _caller(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of the model, before which a step begins."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            if not (self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1):
+                with_grad = torch.is_grad_enabled()
+                self._trains |= with_grad
+                if with_grad or not self._trains:
+                    self._begin_step(self._count + 1)
+                else:
+                    self._end_step()
+            return call(*arguments, **options)
+
+        if "torch._dynamo" in sys.modules:  # Dynamo may be on its way to the forward: it is to pass through this frame
+            return sys.modules["torch._dynamo"].decorators.skip(run)
+        return run
+
+    def _begin_step(self, number: int) -> None:
+        self._end_step()
+        self._count = number
+        if number % self.every:
+            return
+        self._read()  # of the last sample, which is done by now
+        self._calls.clear()
+        self._sampled += 1
+        OBSERVERS.append(self)
+        if not _is_compiled(self._model):
+            for module in self._names:
+                if isinstance(module, nn.Linear) and not isinstance(module, RecipeLayer):
+                    self._hooks.append(module.register_forward_hook(self._see_plain_call))
+
+    def _end_step(self) -> None:
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._open.clear()
+
+    # -------------------------------------------------------------------------------------------------------- listening
+
+    def listener(
+        self, schedule: Schedule, layers: Sequence[Any], weight: torch.Tensor | None, is_backward: bool
+    ) -> Listener | None:
+        """The listener of one call; see `microfloat.torch.observing`."""
+        if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
+            return None
+        if weight is not None:
+            layers = self._owners(weight)
+        if not layers or any(layer not in self._names for layer in layers):
+            return None
+        name = _joint([self._names[layer] for layer in layers])
+        if is_backward:
+            opened = self._open.get(name)
+            call = opened.pop() if opened else _Call(self, self._numbered(name), layers, schedule)
+            call.schedule = schedule
+            return call
+        again = torch._C._current_graph_task_id() != -1  # a recomputation: its forward was measured before
+        call = _Call(self, name if again else self._numbered(name), layers, schedule, again)
+        if weight is not None:
+            self._open.setdefault(name, []).append(call)
+        return call
+
+    def see_plain(self, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        """The tensors of a call in high precision."""
+        if layer not in self._names or x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return
+        call = _Call(self, self._numbered(self._names[layer]), (layer,), None)
+        call.see_x(x, _NOTHING)
+        call.see_w(layer.weight, _NOTHING)  # type: ignore[arg-type]
+        call.see_y(y, layer.bias)  # type: ignore[arg-type]
+        if y.requires_grad:
+            y.register_hook(lambda dy: call.see_dy(dy, _NOTHING, True, True))
+
+    def _see_plain_call(self, layer: nn.Module, inputs: tuple, y: torch.Tensor) -> None:
+        if inputs and isinstance(y, torch.Tensor):
+            self.see_plain(layer, inputs[0], y)
+
+    def _numbered(self, name: str) -> str:
+        """The name of a module, with the number of its call where it is called again in one step."""
+        count = self._calls.get(name, 0)
+        self._calls[name] = count + 1
+        return f"{name}#{count}" if count else name
+
+    def _owners(self, weight: torch.Tensor) -> list[Any]:
+        """The layers whose weights this tensor is, or which a compiler has joined in it."""
+        layers = [module for module in self._names if isinstance(module, RecipeLayer)]
+        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
+        address = parts[0].data_ptr()
+        for layer in layers:
+            own = layer.weight
+            if (own.part_list()[0] if isinstance(own, QuantizedTensor) else own).data_ptr() == address:
+                return [layer]
+        found, row = [], 0
+        while row < weight.shape[0]:
+            part = weight[row : row + 1]
+            layer = next((
+                one for one in layers if one not in found and one.weight.dim() == weight.dim() == 2
+                and one.weight.shape[1:] == weight.shape[1:] and torch.equal(one.weight[:1].to(part.dtype), part)
+            ), None)  # fmt: skip
+            if layer is None:
+                return []
+            found.append(layer)
+            row += layer.weight.shape[0]
+        return found
+
+    def emit(self, entry: _Entry, *readings: Reading) -> None:
+        """Keep readings until somebody asks for their numbers."""
+        self._pending += [(entry, reading) for reading in readings]
+
+    def slab(self, size: int) -> slice:
+        """The part of an axis that is measured in this sample."""
+        start = (self._sampled - 1) % -(-size // self.rows) * self.rows
+        return slice(start, min(start + self.rows, size))
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def _read(self) -> None:
+        pending, self._pending = self._pending, []
+        for (entry, _), found in zip(pending, read([reading for _, reading in pending]), strict=True):
+            if "amax" in found:
+                key = entry.module, entry.gemm, entry.operand
+                last = self._emas.get(key, found["amax"])
+                found["amax_ema"] = self._emas[key] = self.ema * last + (1 - self.ema) * found["amax"]
+            for metric, value in found.items():
+                if metric in self._wanted or metric.startswith(("block_dynamic_range_", "sr_noise_")):
+                    self._records.append(Record(*entry, metric, value))
+
+    @property
+    def records(self) -> list[Record]:
+        """All records so far, in the order in which the tensors came. Waits for the device."""
+        self._read()
+        return self._records
+
+    @property
+    def first_non_finite(self) -> Record | None:
+        """The first record of a NaN or an infinity: step, layer and GEMM where they began; None without any."""
+        return next((one for one in self.records if one.metric in ("nan", "inf") and one.value), None)
+
+    def table(self, step: int | None = None) -> str:
+        """The metrics of one step (None: the last one), a row for each operand in each format and each result."""
+        columns = ("amax", "crest", "sqnr_db", "bias", "underflow", "clip", "scale_at_limits", *_PRODUCT_COLUMNS)
+        records = [one for one in self.records if not isinstance(one.value, tuple | ScaleHistogram)]
+        step = max((one.step for one in records), default=0) if step is None else step
+        rows: dict[tuple[str, ...], dict[str, Any]] = {}
+        for one in records:
+            if one.step == step:
+                rows.setdefault(one[1:5], {})[one.metric] = one.value
+        shown = [name for name in columns if any(name in row for row in rows.values())]
+        cells = [("module", "GEMM", "operand", "format", *shown)]
+        for key, row in sorted(rows.items(), key=lambda item: (item[0][0], GEMMS.index(item[0][1]))):
+            cells.append((*key, *(_shown(name, row.get(name)) for name in shown)))
+        found = self.first_non_finite
+        end = [] if found is None else [
+            f"First {found.metric}: step {found.step}, {found.module}, {found.operand} of {found.gemm} ({found.value})."
+        ]  # fmt: skip
+        return "\n".join([f"step {step}", *text_table(cells), *end])
+
+    # ------------------------------------------------------------------------------------------------------------ sinks
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(Record._fields)
+            writer.writerows((*one[:6], _text(one.value)) for one in self.records)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Add all records to a SummaryWriter, or to anything with its add_scalar and add_histogram."""
+        for one in self.records:
+            if isinstance(one.value, ScaleHistogram):
+                counts = np.round(np.array(one.value.fractions) * 1000).astype(int)
+                values = np.repeat(one.value.exponents, counts)
+                if len(values):
+                    writer.add_histogram(_tag(one), values, one.step)
+            elif not isinstance(one.value, tuple):
+                writer.add_scalar(_tag(one), one.value, one.step)
+
+    def to_wandb(self, run: Any) -> None:
+        """Log all records to a run of Weights & Biases, or to anything with its log: one dictionary for each step."""
+        steps: dict[int, dict[str, Any]] = {}
+        for one in self.records:
+            if not isinstance(one.value, tuple | ScaleHistogram):
+                steps.setdefault(one.step, {})[_tag(one)] = one.value
+        for step, values in steps.items():
+            run.log(values, step=step)
+
+    def plot(self, path: str | Path) -> list[Path]:
+        """Draw the pictures of `microfloat.pictures.watch`; returns their paths.
+
+        `path`: a file (.png, .svg, .pdf) for one sheet of all, or a folder for a file of each. Needs matplotlib.
+        """
+        from microfloat.pictures import watch as pictures
+
+        return pictures.draw(self.records, Path(path))
+
+
+_PRODUCT_COLUMNS = ("relative_error", "cosine")
+
+
+def _names(argument: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in known:
+            raise unknown_name(argument, name, known)
+    return names
+
+
+def _joint(names: Sequence[str]) -> str:
+    """``a.q+k+v`` of a.q, a.k and a.v."""
+    prefix = names[0].rpartition(".")[0]
+    cut = len(prefix) + 1 if prefix else 0
+    return "+".join([names[0], *(name[cut:] for name in names[1:])])
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in ("underflow", "clip", "scale_at_limits"):
+        return f"{value:.2%}"
+    return f"{value:.4g}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, ScaleHistogram):
+        return " ".join(f"{e}:{share:.6g}" for e, share in zip(value.exponents, value.fractions, strict=True))
+    return " ".join(f"{number:.6g}" for number in value) if isinstance(value, tuple) else repr(value)
+
+
+def _tag(record: Record) -> str:
+    return f"{record.module}/{record.gemm}.{record.operand}/{record.metric}/{record.format}"
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
+        for module in model.modules() if module is not model
+    ) or hasattr(model, "_orig_mod") or hasattr(model.__dict__.get("_compiled_call_impl"), "compiled")  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- a call
+
+
+class _Call:
+    """The listener of one call: measures each tensor as it comes, and keeps the parts that the products need.
+
+    Of x the columns that the measured part of dw reads stay from forward to backward, [M, rows]; nothing else does.
+    """
+
+    def __init__(
+        self, session: watch, name: str, layers: Sequence[Any], schedule: Any, is_again: bool = False
+    ) -> None:  # fmt: skip
+        self.session, self.name, self.layers, self.schedule = session, name, layers, schedule
+        self.step, self.is_again = session._count, is_again
+        self.group: int | None = None
+        self.x: torch.Tensor | None = None
+        self.w: torch.Tensor | None = None
+        self.x_columns: torch.Tensor | None = None
+        self.dy_seen: torch.Tensor | None = None
+        self.of_x = self.of_w = _NOTHING
+
+    # ---------------------------------------------------------------------------------------------------------- forward
+
+    def see_x(self, x: torch.Tensor, inputs: CastInputs) -> None:
+        """x before its cast."""
+        self.x, self.of_x = x, inputs
+
+    def see_w(self, w: torch.Tensor, inputs: CastInputs) -> None:
+        """The weight."""
+        self.w, self.of_w = w, inputs
+
+    def see_y(self, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """The result of fprop: x and w are measured now."""
+        assert self.x is not None
+        with self._quietly(y):
+            x, self.x = self._rows(self._matrix(self.x), self.of_x), None
+            w, y = self._weight(), self._rows(self._matrix(y, y.dtype), self.of_x)
+            if x.numel() == 0 or w.numel() == 0:
+                return
+            self.rows, self.k, self.n = (self.session.slab(size) for size in (len(x), x.shape[1], w.shape[0]))
+            self.x_columns = x[:, self.k].clone()
+            if self.is_again:
+                return
+            self._operand("x", x, self.of_x, (True, self._wants("wants_dw")))
+            self._operand("w", w, self._of_weight(), (True, self._wants("wants_dx")))
+            if bias is not None:
+                bias = (bias if self.group is None else bias[self.group])[self.n]
+            self._product("fprop", "y", y, y[self.rows, self.n], x[self.rows], w[self.n], bias)
+
+    # --------------------------------------------------------------------------------------------------------- backward
+
+    def see_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> None:
+        """The gradient before its cast."""
+        with self._quietly(dy):
+            dy = self._rows(self._matrix(dy), inputs)
+            if self.x_columns is None or dy.numel() == 0:
+                return
+            self._operand("dy", dy, inputs, (wants_dx, wants_dw))
+            self.dy_seen = dy
+
+    def see_gradients(self, dx: torch.Tensor | None, dw: torch.Tensor | None) -> None:
+        """The results of dgrad and of wgrad."""
+        dy, self.dy_seen = self.dy_seen, None
+        result = dx if dx is not None else dw
+        if dy is None or result is None or self.x_columns is None:
+            return
+        with self._quietly(result):
+            if dx is not None:
+                dx = self._rows(self._matrix(dx, dx.dtype), self.of_x)
+                self._product("dgrad", "dx", dx, dx[self.rows, self.k], dy[self.rows], self._weight()[:, self.k].t())
+            if dw is not None:
+                dw = dw.detach() if self.group is None else dw.detach()[self.group]
+                self._product("wgrad", "dw", dw, dw[self.n, self.k], dy[:, self.n].t(), self.x_columns.t())
+
+    # --------------------------------------------------------------------------------------------------------- measures
+
+    def _operand(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, uses: tuple[bool, bool]) -> None:
+        """The metrics of both operands of a tensor that are in use, and of the formats that might be."""
+        session = self.session
+        if tensor not in session.tensors:
+            return
+        operands, casts = operands_of(tensor), self._casts(tensor, uses)
+        first = operands[0] if uses[0] else operands[1]
+        cast = casts[operands.index(first)]
+        entry = self._entry(first, str(matrix.dtype).removeprefix("torch.") if cast is None else cast.format.name)
+        session.emit(entry, read_tensor(matrix))
+        if cast is None and session._wanted & {"crest", "block_dynamic_range"}:
+            session.emit(entry, read_sample(matrix[session.slab(len(matrix))], 32))
+        for operand, cast in zip(operands, casts, strict=True):
+            if cast is not None:
+                self._cast(operand, cast, matrix, inputs)
+        for cast in session.what_if:
+            if all(one is None or one.format != cast.format for one in casts):
+                self._cast(operands[0], cast, matrix, _NOTHING)
+
+    def _casts(self, tensor: str, uses: tuple[bool, bool]) -> list[Cast | None]:
+        schedule = self.schedule
+        if schedule is None:
+            return [None, None]
+        entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
+        return [None if entry is None else entry.cast for entry in entries]
+
+    def _cast(self, operand: Operand, cast: Cast, matrix: torch.Tensor, inputs: CastInputs) -> None:
+        session, backend = self.session, self._backend(matrix.device)
+        turned = operand.transposed
+        part = session.slab(matrix.shape[1] if turned else matrix.shape[0])
+        if cast.is_stochastic and inputs.seed is None:  # of a format that is not in use: any seed will do
+            inputs = inputs._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
+        options = {"stream": operand.stream, "batch": self.group or 0, "scale_enc": inputs.scale_enc}
+        made = quantized(backend, matrix, cast, turned, part, seed=inputs.seed, **options)
+        entry = self._entry(operand, cast.format.name)
+        if session._wanted & {"crest", "block_dynamic_range"}:
+            session.emit(entry, read_sample(made.x, cast.format.block[1] or made.x.shape[1]))
+        session.emit(entry, *read_cast(backend, made, session._wanted))
+        if cast.is_stochastic and "sr_noise" in session._wanted:
+            session.emit(entry, read_noise(backend, matrix, cast, turned, part, options))
+
+    def _product(
+        self, gemm: str, name: str, whole: torch.Tensor, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        high = str(whole.dtype).removeprefix("torch.")
+        formats = high if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
+        entry = _Entry(self.step, self.name, gemm, name, formats)
+        self.session.emit(entry, read_tensor(whole, with_amax=False))
+        if self.schedule is not None and self.session._wanted & {"relative_error", "cosine"}:
+            self.session.emit(entry, read_product(result, a, b, bias))
+
+    def _entry(self, operand: Operand, fmt: str) -> _Entry:
+        return _Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
+
+    # ---------------------------------------------------------------------------------------------------------- tensors
+
+    def _wants(self, name: str) -> bool:
+        return self.schedule is not None and getattr(self.schedule, name)
+
+    def _matrix(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The matrix in the dtype that its cast reads."""
+        x = x.detach().resolve_neg()
+        dtype = dtype or (x.dtype if self.schedule is None else self.schedule.dtype)
+        return x.reshape(-1, x.shape[-1]).to(dtype)
+
+    def _rows(self, matrix: torch.Tensor, inputs: CastInputs) -> torch.Tensor:
+        """The rows of the group that is measured; of an ordinary call all."""
+        if inputs.groups is None:
+            return matrix
+        slices = inputs.groups.slices
+        if self.group is None:
+            used = [index for index, rows in enumerate(slices) if rows.start < rows.stop] or [0]
+            self.group = used[(self.session._sampled - 1) % len(used)]
+            self.name += f"[{self.group}]"
+        return matrix[slices[self.group]]
+
+    def _of_weight(self) -> CastInputs:
+        return (
+            self.of_w
+            if self.of_w.seed is not None or self.schedule is None
+            else self.of_w._replace(seed=self.of_x.seed)
+        )
+
+    def _weight(self) -> torch.Tensor:
+        """The weight [N, K], of the group that is measured, in the dtype that its cast reads."""
+        w = self.w if self.w is not None else torch.cat([layer.weight.detach() for layer in self.layers])
+        w = w.detach() if self.group is None else w[self.group].detach()
+        dtype = w.dtype if self.schedule is None else self.schedule.dtype
+        return w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype)
+
+    def _backend(self, device: torch.device) -> Any:
+        return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
+
+    @contextlib.contextmanager
+    def _quietly(self, tensor: torch.Tensor) -> Iterator[None]:
+        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor."""
+        with contextlib.ExitStack() as stack:
+            if _dispatch_modes():
+                stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(tensor.device.type, enabled=False))
+            if tensor.is_cuda:
+                stack.enter_context(torch.cuda.device(tensor.device))
+            yield
