@@ -11,7 +11,7 @@ TRAINING = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", 
 COMPILED = ("G1", "G2", "G3", "G4", "G5", "G7")
 TENSORS = ("Q3", "Q4", "Q5", "Q7", "Q8", "Q15")
 COMMANDS = ("O3", "O4", "O6", "O7", "O8", "O9", "O10", "O11")
-OTHERS = ("O1", "P14", "P17", "J4", "J13", "J14", "J19")
+OTHERS = ("O1", "O2", "U9", "P14", "P17", "J4", "J13", "J14", "J19")
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,8 @@ def test_arguments_that_are_refused():
         mf.watch(model, every=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a transformer layer is compiled twice")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_are_watched_as_they_run():
     torch.manual_seed(1)
     model = MODULES["transformer"][0]()

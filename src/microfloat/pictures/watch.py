@@ -1,0 +1,143 @@
+"""Pictures of what `mf.watch` recorded: records in, a Figure out. A record has the fields of `mf.Record`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from microfloat.pictures.style import CYCLE, SUFFIXES, clean, new_figure, save
+
+__all__ = ["amax_ribbon", "draw", "error_by_magnitude", "flushed", "loss_gap", "scale_histogram", "sqnr_heatmap"]
+
+
+def _of(records: Sequence[Any], metric: str) -> list[Any]:
+    return [one for one in records if one.metric == metric]
+
+
+def sqnr_heatmap(axes: Any, records: Sequence[Any]) -> None:
+    """SQNR in dB, layer x step: of each layer the worst operand, by the first format recorded of it."""
+    first = {(one.module, one.gemm, one.operand): one.format for one in reversed(_of(records, "sqnr_db"))}
+    found = [one for one in _of(records, "sqnr_db") if first[one.module, one.gemm, one.operand] == one.format]
+    steps, modules = sorted({one.step for one in found}), list(dict.fromkeys(one.module for one in found))
+    grid = np.full((len(modules), len(steps)), np.nan)
+    for one in found:
+        at = modules.index(one.module), steps.index(one.step)
+        grid[at] = np.fmin(grid[at], one.value if np.isfinite(one.value) else np.nan)
+    axes.set(title="SQNR of the worst operand", xlabel="step")
+    if not grid.size:
+        return
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis")
+    axes.figure.colorbar(image, ax=axes, label="dB")
+    columns = range(0, len(steps), max(1, len(steps) // 6))
+    axes.set_xticks(list(columns), [str(steps[column]) for column in columns])
+    rows = range(0, len(modules), max(1, len(modules) // 16))
+    axes.set_yticks(list(rows), [modules[row] or "(root)" for row in rows], fontsize=7)
+
+
+def flushed(axes: Any, records: Sequence[Any]) -> None:
+    """Underflow and clip over steps, the mean over layers: a line for each operand and format."""
+    lines: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    for metric in ("underflow", "clip"):
+        for one in _of(records, metric):
+            lines.setdefault((metric, one.operand, one.format), {}).setdefault(one.step, []).append(one.value)
+    names = list(dict.fromkeys(key[1:] for key in lines))
+    for (metric, operand, fmt), values in lines.items():
+        steps = sorted(values)
+        shares = [100 * float(np.mean(values[step])) for step in steps]
+        color, is_underflow = CYCLE[names.index((operand, fmt)) % len(CYCLE)], metric == "underflow"
+        label = f"{operand} {fmt}" if is_underflow else None
+        axes.plot(steps, shares, marker=".", color=color, linestyle="-" if is_underflow else ":", label=label)
+    axes.set(title="underflow (solid) and clip (dotted)", xlabel="step", ylabel="% of elements, mean over layers")
+    axes.legend(frameon=False, fontsize=7)
+
+
+def amax_ribbon(axes: Any, records: Sequence[Any]) -> None:
+    """amax over steps: the median over layers, and the ribbon from their 5th to their 95th percentile."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for one in _of(records, "amax"):
+        values.setdefault(one.operand, {}).setdefault(one.step, []).append(one.value)
+    for color, (operand, by_step) in zip(CYCLE, values.items(), strict=False):
+        steps = sorted(by_step)
+        low, middle, high = np.array([np.percentile(by_step[step], [5, 50, 95]) for step in steps]).T
+        axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.plot(steps, middle, color=color, marker=".", label=operand)
+    axes.set(title="amax: median and p5 to p95 over layers", xlabel="step", yscale="log")
+    axes.legend(frameon=False, fontsize=7)
+
+
+def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
+    """Block scales at the last step by powers of two: a line for each operand and format, the mean over layers."""
+    found = _of(records, "scale_histogram")
+    last = max((one.step for one in found), default=0)
+    sums: dict[tuple[str, str], list[dict[int, float]]] = {}
+    for one in found:
+        if one.step == last:
+            shares = dict(zip(one.value.exponents, one.value.fractions, strict=True))
+            sums.setdefault((one.operand, one.format), []).append(shares)
+    for color, (name, layers) in zip(CYCLE, sums.items(), strict=False):
+        seen = {exponent for shares in layers for exponent in shares}
+        exponents = range(min(seen) - 1, max(seen) + 2) if seen else ()
+        heights = [100 * sum(shares.get(exponent, 0.0) for shares in layers) / len(layers) for exponent in exponents]
+        axes.step(exponents, heights, where="mid", color=color, label=" ".join(name))
+    axes.set(title=f"scales at step {last}", xlabel="log2 of the scale", ylabel="% of blocks")
+    axes.legend(frameon=False, fontsize=7)
+
+
+def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
+    """Relative error of elements by binades below the largest one, at the last step: the median over layers."""
+    found = _of(records, "error_by_magnitude")
+    last = max((one.step for one in found), default=0)
+    values: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for one in found:
+        if one.step == last:
+            values.setdefault((one.operand, one.format), []).append(one.value)
+    for color, (name, rows) in zip(CYCLE, values.items(), strict=False):
+        table = np.array(rows)
+        columns = np.flatnonzero(np.isfinite(table).any(0))
+        axes.plot(-columns, 100 * np.nanmedian(table[:, columns], 0), color=color, marker=".", label=" ".join(name))
+    axes.set(title=f"error against magnitude at step {last}", xlabel="log2(|x| / amax)", ylabel="relative error, %")
+    axes.legend(frameon=False, fontsize=7)
+
+
+def loss_gap(losses: dict[str, Sequence[float]], baseline: str, window: int = 1) -> Any:
+    """A Figure of each run's loss minus the baseline's, step by step; the legend names the smoothing."""
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    reference = np.asarray(losses[baseline], float)
+    for color, name in zip(CYCLE, (name for name in losses if name != baseline), strict=False):
+        values = np.asarray(losses[name], float)
+        common = min(len(values), len(reference))
+        gap = np.convolve(values[:common] - reference[:common], np.full(window, 1 / window), mode="valid")
+        axes.plot(np.arange(len(gap)) + (window + 1) / 2, gap, color=color, label=name)
+    axes.axhline(0, color="black", linestyle="--", linewidth=1, label=baseline)
+    axes.set(xlabel="step", ylabel=f"loss - that of {baseline}")
+    axes.legend(title=f"mean over {window} steps" if window > 1 else "not smoothed", frameon=False)
+    clean(axes)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Any, Sequence[Any]], None]] = {
+    "sqnr": sqnr_heatmap, "flushed": flushed, "amax": amax_ribbon, "scales": scale_histogram,
+    "error": error_by_magnitude,
+}  # fmt: skip
+
+
+def draw(records: Sequence[Any], path: Path) -> list[Path]:
+    """Every picture on one sheet (a path that ends in .png, .svg or .pdf), or each in a file of a folder."""
+    if path.suffix.lower() in SUFFIXES:
+        figure = new_figure(16, 9)
+        panels = list(figure.subplots(2, 3).flat)
+        for axes, picture in zip(panels, PICTURES.values(), strict=False):
+            picture(axes, records)
+            clean(axes)
+        panels[-1].set_axis_off()
+        return [save(figure, path)]
+    path.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, picture in PICTURES.items():
+        figure = new_figure(7, 4)
+        picture(axes := figure.subplots(), records)
+        clean(axes)
+        paths.append(save(figure, path / f"{name}.png"))
+    return paths
