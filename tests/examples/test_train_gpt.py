@@ -225,9 +225,8 @@ def test_checkpoints_are_also_written_on_the_way(tmp_path, monkeypatch):
     assert saved == [("bf16", 2), ("bf16", 4), ("bf16", 5), ("bf16", 5)]
 
 
-@pytest.mark.parametrize(
-    "jobs", [pytest.param(1, marks=pytest.mark.slow("Ctrl-C in a process that runs no others beside it")), 2]
-)
+@pytest.mark.slow("Ctrl-C in processes of their own")
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_in_a_real_process(tmp_path, repository, jobs):
     """SIGINT while it trains: status 130, partial results, and a checkpoint that a Trainer continues from."""
     script = repository / "examples" / "train_gpt.py"

@@ -52,6 +52,7 @@ def test_the_evaluation_leaves_conversions_out():
         unchanged(lambda x: (x * x).astype(jnp.float32), HALF)
 
 
+@pytest.mark.slow("JAX: excess precision around fake_quantize")
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float32-*", "*-float8_e4m3fn"))
 @pytest.mark.parametrize("q_dtype", FP8)
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_delayed_state(dtype):
     unchanged(state, X)
 
 
+@pytest.mark.slow("JAX: excess precision around fake_quantize")
 @pytest.mark.parametrize("op", ["in_qdq", "out_qdq"])
 def test_differentiated_fake_quantization(op):
     """x and its gradient are products in bfloat16, which XLA does not round by itself."""

@@ -95,6 +95,7 @@ def test_gradients_equal_flax(case):
         assert golden_cases.mismatch(case, role, np.asarray(actual).astype(np.float32)) is None, role
 
 
+@pytest.mark.slow("JAX: fp8_ops on a long vector")
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
 def test_codes_of_the_long_vector(q_dtype):

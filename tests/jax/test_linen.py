@@ -115,6 +115,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow("JAX: state of layers that are used twice")
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("direct",))
 @pytest.mark.parametrize("op", OPS)
 def test_a_layer_used_twice_leaves_the_maximum(op):

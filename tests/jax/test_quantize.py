@@ -23,6 +23,7 @@ from tests.jax.effort import cheaper_passes
 SEED = digests.SEED
 
 
+@pytest.mark.slow("JAX: special values once more, which the contract casts too")
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_a_matrix_with_special_values(name):

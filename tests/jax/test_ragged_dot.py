@@ -264,6 +264,7 @@ def on_two_devices(in_specs, out_specs):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
+@pytest.mark.slow("JAX: grouped products over several devices")
 @MESH
 def test_tokens_sharded_over_devices_share_the_amaxes_of_a_group():
     x, dy, sizes = X[: 2 * ROWS], DY[: 2 * ROWS], np.concatenate(HALVES)
@@ -280,6 +281,7 @@ def test_tokens_sharded_over_devices_share_the_amaxes_of_a_group():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.slow("JAX: grouped products over several devices")
 @MESH
 def test_experts_of_other_devices_are_other_matrices():
     """Expert parallelism: devices vary in sizes and in matrices, so no amax is shared between them."""

@@ -133,6 +133,7 @@ def in_qdq(x, scale, history):
     return fp8_ops.in_qdq(F32, E4M3, x, scale, history)
 
 
+@pytest.mark.slow("JAX: state of fp8_ops under transformations")
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*scan*", "*vmap*-jit", "*cond*"))
 @eager_and_jit
 @pytest.mark.parametrize("kind", ["scan", "remat", "vmap", "nested_vmap", "cond", "straight"])
