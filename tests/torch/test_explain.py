@@ -318,3 +318,16 @@ def test_alignment_is_said_and_never_needed():  # features P17
     with pytest.raises(InvalidTypeError, match="recipe: got NoneType"):
         mf.get_align_size_for_quantization(None)
     assert mf.Linear(33, 7, recipe=MXFP8BlockScaling())(torch.ones(5, 33)).shape == (5, 7)
+
+
+def test_a_model_with_an_input_says_what_its_sizes_need():
+    model = torch.nn.Sequential(mf.Linear(40, 24), torch.nn.Dropout(), mf.Linear(24, 8), torch.nn.Linear(8, 8))
+    mf.convert(model[:3], "delayed")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with backends.pretend(chip="h200", interpreted=False):
+        rows = {row.name: row for row in mf.explain(model, torch.randn(3, 40))}
+    assert "not converted" in rows["3"].reason
+    assert "not called" not in rows["0"].reason
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert model[1].training

@@ -49,7 +49,8 @@ def flushed(axes: Any, records: Sequence[Any]) -> None:
         label = f"{operand} {fmt}" if is_underflow else None
         axes.plot(steps, shares, marker=".", color=color, linestyle="-" if is_underflow else ":", label=label)
     axes.set(title="underflow (solid) and clip (dotted)", xlabel="step", ylabel="% of elements, mean over layers")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper center")
+    axes.margins(y=0.25)  # above the lines, for the legend
 
 
 def amax_ribbon(axes: Any, records: Sequence[Any]) -> None:
@@ -96,7 +97,9 @@ def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
         table = np.array(rows)
         columns = np.flatnonzero(np.isfinite(table).any(0))
         axes.plot(-columns, 100 * np.nanmedian(table[:, columns], 0), color=color, marker=".", label=" ".join(name))
-    axes.set(title=f"error against magnitude at step {last}", xlabel="log2(|x| / amax)", ylabel="relative error, %")
+    # Logarithmic: the inverse of a Hadamard transform spreads the error of a group over its small elements.
+    axes.set(title=f"error against magnitude at step {last}", xlabel="log2(|x| / amax)", yscale="log")
+    axes.set_ylabel("relative error, %")
     axes.legend(frameon=False, fontsize=7)
 
 

@@ -1,8 +1,8 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from microfloat.torch.grouped import why_one_by_one
 from microfloat.torch.linear import backend_name
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.small import Prediction, check_shape, predict
 
 __all__ = [
@@ -276,11 +277,11 @@ def explain(
 ) -> Explanation: ...  # fmt: skip
 @overload
 def explain(
-    recipe: nn.Module, device: torch.device | str | None = None, *, backend: str = "auto"
+    recipe: nn.Module, device: torch.device | str | torch.Tensor | tuple | dict | None = None, *, backend: str = "auto"
 ) -> ModelExplanation: ...
 def explain(
     recipe: Recipe | str | nn.Module,
-    device: torch.device | str | None = None,
+    device: Any = None,
     shape: tuple[int, int, int] | None = None,
     *,
     backend: str = "auto",
@@ -294,7 +295,10 @@ def explain(
     precision pays there (docs/performance.md); no precision depends on it by itself, see `convert(skip_small=...)`.
 
     A model in place of a recipe: a row for each of its linear layers, with what a call here and now would run
-    (autocasts that are active included), on the device of its weight unless `device` names another.
+    (autocasts that are active included), on the device of its weight unless `device` names another. With an input in
+    its place (a tensor, a tuple of arguments or a dictionary of them) the model is called with it once, in evaluation
+    and without gradients, and the rows also say what the products of these sizes need, such as padding; no generator
+    and no state of scaling changes.
 
     Nothing is run. For "cuda" on a machine without CUDA the answer is that nothing runs there. Paths that no chip of a
     kind has run yet say so. Raises InvalidTypeError or InvalidValueError for arguments that are none.
@@ -306,7 +310,9 @@ def explain(
     if isinstance(recipe, nn.Module):
         if shape is not None:
             raise invalid_value("shape", shape, "None for a model", "Ask for the recipe of one layer with a shape.")
-        return ModelExplanation(tuple(_layer_rows(recipe, device, backend)))
+        if not isinstance(device, torch.Tensor | tuple | dict):
+            return ModelExplanation(tuple(_layer_rows(recipe, device, backend)))
+        return ModelExplanation(tuple(_rows_of_input(recipe, device, backend)))
     return _explain(as_recipe(recipe), device, shape, backend)
 
 
@@ -364,6 +370,64 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             why = why_one_by_one(recipe, routes, there.name, place, shape, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
         yield LayerRow(name, shape, answer, "; ".join(reasons))
+
+
+class _Calls:
+    """Notes the first schedule of every layer that is called."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[nn.Module, dict[str, str]] = {}
+
+    def listener(self, schedule: Any, layers: Sequence[Any], weight: object, is_backward: bool) -> Any:
+        for layer in layers:
+            self.reasons.setdefault(layer, {})
+        return _Inputs(self.reasons, layers)
+
+    def see_plain(self, *_: object) -> None:
+        """Nothing is noted of high precision."""
+
+
+class _Inputs:
+    """Asks the layers of one call for the schedule of a training step with its x."""
+
+    def __init__(self, reasons: dict[nn.Module, dict[str, str]], layers: Sequence[Any]) -> None:
+        self._reasons, self._layers = reasons, layers
+
+    def see_x(self, x: torch.Tensor, inputs: object) -> None:
+        """The products of each layer, and what they do first."""
+        for layer in self._layers:
+            schedule = layer.schedule(x.detach().requires_grad_()) if hasattr(layer, "schedule") else None
+            if schedule is not None:
+                products = schedule.products.items()
+                self._reasons[layer] |= {name: one.reason for name, one in products if one.reason}
+
+    def _see_nothing(self, *_: object) -> None:
+        """Neither weights nor results are looked at."""
+
+    see_w = see_y = see_dy = see_gradients = _see_nothing
+
+
+def _rows_of_input(model: nn.Module, given: Any, backend: str) -> Iterator[LayerRow]:
+    """The rows of a model, with what its products need for the sizes that an input gives them."""
+    calls, modes = _Calls(), {module: module.training for module in model.modules()}
+    arguments, options = (given,) if isinstance(given, torch.Tensor) else given, {}
+    if isinstance(given, dict):
+        arguments, options = (), given
+    OBSERVERS.append(calls)
+    try:
+        model.eval()
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            model(*arguments, **options)
+    finally:
+        OBSERVERS.remove(calls)
+        for module, mode in modes.items():
+            module.training = mode
+    layers = dict(model.named_modules())
+    for row in _layer_rows(model, None, backend):
+        reasons = [f"{name}: {why}" for name, why in calls.reasons.get(layers[row.name], {}).items()]
+        called = "" if row.recipe is None or layers[row.name] in calls.reasons else "not called with this input"
+        yield replace(row, reason="; ".join(filter(None, [row.reason, called, *dict.fromkeys(reasons)])))
 
 
 def _gemm_shapes(shape: tuple[int, int, int] | None) -> dict[str, tuple[int, int, int]]:
