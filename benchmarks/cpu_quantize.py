@@ -1,12 +1,14 @@
-"""Quantize and dequantize on a CPU: microfloat's reference backend beside torchao eager, in one process.
+"""Quantize and dequantize on a CPU: microfloat's torch reference and `microfloat.cpu` beside torchao, in one process.
 
     python -m benchmarks cpu [--json benchmarks/results/cpu_quantize.json] [--threads 2] [--clock wall]
 
 One row per format and direction: Melem/s of a bfloat16 matrix, median of the repetitions. Where torchao is importable
 its eager path for the same format is timed beside it, A B A B, and its codes are compared first: the share of equal
-bytes is recorded (torchao 0.18 computes some scales with float log2). Rows c.* are those of docs/performance.md with a
-target. Data are normal-distributed, never constants; allocating the result is part of every call on both sides.
-`--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with other work.
+bytes is recorded (torchao 0.18 computes some scales with float log2). Rows of `microfloat.cpu` stand beside its eager
+and its compiled path; their bytes are compared with those of the NumPy oracle first. Rows c.* are those of
+docs/performance.md with a target. Data are normal-distributed, never constants; allocating the result is part of every
+call on both sides. `--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with
+other work.
 """
 
 import argparse
@@ -22,10 +24,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import ml_dtypes
 import torch
 
 from benchmarks._report import printable_command
 from benchmarks.cpu_imports import import_rows
+from microfloat import cpu
+from microfloat import reference as oracle
 from microfloat._version import __version__
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
@@ -158,6 +163,57 @@ def cases(x: torch.Tensor, quantizers: dict, wrapped: dict) -> list[Case]:
     return found
 
 
+# What torchao has beside a cast of microfloat.cpu; its FP8 tiles are those of its DeepSeek-style training recipe.
+CPU_CASTS = (Cast("mxfp8"), Cast("mxfp4"), Cast("nvfp4"), Cast("nvfp4", "two_level_torchao"), Cast("nvfp4_2d"),
+             Cast("nvfp4", "four_over_six"), Cast("fp8_tensor"), Cast("fp8_row"), Cast("fp8_1x128"),
+             Cast("fp8_128x128"))  # fmt: skip
+CPU_PEERS = {"mxfp8": ("c.q.mxfp8", ("mxfp8", "rceil")), "nvfp4": ("c.q.nvfp4", ("nvfp4", "two_level_torchao")),
+             "mxfp4": ("c.q.mxfp4", ("mxfp4", "even")),
+             "fp8_128x128": ("c.q.fp8_128x128", ("fp8_128x128", ""))}  # fmt: skip
+
+
+def fp8_tiles(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """128x128 tiles in E4M3 as torchao's float8 blockwise casts write them, in plain torch operations."""
+    rows, columns = x.shape
+    tiles = x.float().view(rows // 128, 128, columns // 128, 128)
+    scale = 448.0 / tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12)
+    codes = (tiles * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.view(rows, columns), (1.0 / scale).squeeze()
+
+
+def cpu_cases(x: torch.Tensor, quantizers: dict) -> list[Case]:
+    """`microfloat.cpu` on the same matrix, beside the peer's eager and compiled casts where it has one."""
+    array = x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    peers = {**quantizers, ("fp8_128x128", ""): fp8_tiles} if quantizers and x.shape[0] % 128 == 0 else quantizers
+    found = []
+    for cast in CPU_CASTS:
+        small = array[:256, :512]
+        assert cpu.quantize(small, cast).codes.tobytes() == oracle.quantize(small, cast).codes.tobytes()
+        name = f"{cast.format.name} {cast.scale_rule}"
+        run = lambda cast=cast: cpu.quantize(array, cast, threads=torch.get_num_threads())  # noqa: E731
+        row_id, key = CPU_PEERS.get(cast.format.name, ("", None))
+        peer = peers.get(key)
+        if peer is None:
+            found.append(Case("", "microfloat.cpu quantize", name, run))
+            continue
+        text = "plain torch" if peer is fp8_tiles else "torchao"
+        eager = lambda peer=peer: peer(x)  # noqa: E731
+        found.append(Case(row_id, "microfloat.cpu quantize", name, run, f"{text} eager", eager, target=6.0))
+        try:
+            peer_compiled = torch.compile(peer)
+            peer_compiled(x)
+        except Exception as error:  # what the peer's code does not compile to is a row without a peer
+            print(f"{name}: {text} does not compile: {type(error).__name__}")
+            continue
+        compiled = lambda peer=peer_compiled: peer(x)  # noqa: E731
+        found.append(Case(row_id, "microfloat.cpu quantize", name, run, f"{text} compiled", compiled, target=1.2))
+    for fmt in ("mxfp8", "nvfp4", "fp8_128x128"):
+        q = cpu.quantize(array, fmt)
+        values = lambda q=q: cpu.dequantize(q, ml_dtypes.bfloat16, threads=torch.get_num_threads())  # noqa: E731
+        found.append(Case("", "microfloat.cpu dequantize", fmt, values))
+    return found
+
+
 def matmul_row(repetitions: int) -> Row:
     """c.mm: both casts and the emulated product of 2048^3, in units of one float32 product of that size."""
     a, b = (torch.randn(2048, 2048, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
@@ -236,7 +292,7 @@ def main(given: list[str] | None = None) -> int:
     before = os.getloadavg()
     copy = torch.empty_like(x)
     copy_case = Case("", "copy", "bfloat16", lambda: copy.copy_(x))
-    listed = (copy_case, *cases(x, quantizers, wrapped))
+    listed = (copy_case, *cases(x, quantizers, wrapped), *cpu_cases(x, quantizers))
     rows = [measure(case, x.numel(), arguments.repetitions) for case in listed]
     rows.append(matmul_row(arguments.repetitions))
     for row in rows:
@@ -260,7 +316,7 @@ def main(given: list[str] | None = None) -> int:
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "torchao": torchao_version,
                          "microfloat": __version__},
             "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
-            "torchao": why_not or "eager, same process, interleaved",
+            "torchao": why_not or "eager and compiled, same process, interleaved",
             "rows": [asdict(row) for row in rows], "imports": [asdict(entry) for entry in imports],
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

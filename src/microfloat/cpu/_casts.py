@@ -120,8 +120,9 @@ def _rule(cast: Cast) -> tuple[Any, Any]:
     else:
         kind = kernels.RATIO if rule.thresholds is None else kernels.E8M0
     threshold = 0 if rule.thresholds is None else e8m0_threshold(rule, element)
+    block: Any = cast.format.block
     grid = kernels.Grid(
-        *cast.format.block, kind, element.emax, threshold, int(rule.power_of_two),
+        *block, kind, element.emax, threshold, int(rule.power_of_two),
         int(two is not None and two.four_over_six == "mse"),
     )  # fmt: skip
     epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
@@ -184,7 +185,7 @@ class _Bands:
         """Do `work` for every band."""
         _spread(work, self.bands, self.workers)
 
-    def source(self, band: slice) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def source(self, band: slice) -> tuple[Any, ...]:
         """A band as the kernels take it: float32, or words of 16 bits, which of them, and the columns."""
         part = np.ascontiguousarray(self.x_RC[band])
         if part.dtype not in _SOURCES:
