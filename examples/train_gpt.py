@@ -26,6 +26,7 @@ import copy
 import io
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from gpt.data import Corpus
 from gpt.files import Arrays
 from gpt.model import GPT
 from gpt.options import Options
+from gpt.report import Result
 from gpt.runs import Training, run_command
 from torch import Tensor, nn
 
@@ -83,6 +85,16 @@ class Trainer(Training):
             mf.autocast(self.recipe is not None, self.recipe),
         ):
             return (model or self.model).loss(torch.from_numpy(tokens_BT).to(self.options.device))
+
+    def train(self, stopped: Any, show: Any) -> Result:
+        """As every run, with its layers watched if --watch asks for it."""
+        if self.options.watch is None:
+            return super().train(stopped, show)
+        with mf.watch(self.model, every=self.options.watch) as watched:
+            result = super().train(stopped, show)
+        watched.to_csv(self.options.folder / f"{self.name}_watch.csv")
+        watched.plot(self.options.folder / f"{self.name}_watch.png")
+        return result
 
     def train_step(self) -> float:
         """One optimizer step on `batch`; returns its loss."""

@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # Flags -> what their values must be.
 NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "steps batch dim layers heads hidden context eval_windows checkpoint_every corpus_bytes jobs": (
+    "steps batch dim layers heads hidden context eval_windows checkpoint_every corpus_bytes jobs watch": (
         lambda count: count >= 1, "a positive number"),
     "lr weight_decay": (lambda value: 0 <= value < math.inf, "a finite number >= 0"),
     "last_fraction_bf16": (lambda share: 0 <= share < 1, "a fraction in [0, 1), such as 0.15"),
@@ -40,7 +40,7 @@ NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
 # What the losses do not depend on.
 NO_SETTINGS = (
     "device", "gpu", "folder", "runs", "recipe", "ablate", "jobs", "name", "out", "resume", "checkpoint_every",
-    "initial_weights", "export_weights", "record",
+    "initial_weights", "export_weights", "record", "watch",
 )  # fmt: skip
 
 
@@ -193,6 +193,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="save this often, besides at the end and on Ctrl-C (default: 100)")
     add("--initial-weights", type=Path, metavar="FILE", help="start every run from these, of either example")
     add("--export-weights", type=Path, metavar="FILE", help="write the weights that the runs start from (safetensors)")
+    add("--watch", type=int, metavar="STEPS", help="in torch: record every layer's metrics at every so many steps, as "
+        "RECIPE_watch.csv and RECIPE_watch.png (docs/watching.md)")
     add("--record", type=Path, metavar="FILE",
         help="write x, w, dy and y of every quantized layer at the last run's first step (safetensors)")
     # fmt: on

@@ -43,7 +43,7 @@ Results = dict[str, Result]  # by the run's name
 
 
 def underflow(layers: dict[str, Arrays], recipe: Recipe | None) -> dict[str, float]:
-    """Share of the non-zero x, w and dy, over all layers, that the recipe flushes to zero: what a GEMM loses."""
+    """Share of the elements of x, w and dy, over all layers, that the recipe flushes to zero: what a GEMM loses."""
     shares = {}
     for operand, gemm, side in (("x", "fprop", "lhs"), ("w", "fprop", "rhs"), ("dy", "dgrad", "lhs")):
         cast = None if recipe is None else recipe.cast(gemm, side)
@@ -88,7 +88,7 @@ def make_table(results: Results, title: str) -> Table:
     """The summary, one row per run."""
     caption = (
         "Losses in nats per byte. train: mean over the last tenth of the steps; gap: held-out minus bf16's (the recipe "
-        "bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's non-zero values that the "
+        "bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's values that the "
         "recipe flushes to zero."
     )
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
