@@ -96,6 +96,27 @@ class QuantizedArray:
         size = shape[axis] if shape else 1
         return cls(stored, scales, outer, fmt, axis, size, hadamard, wide, max(2 - len(shape), 0))
 
+    @classmethod
+    def from_record(cls, record: typing.Any, *, dtype: DTypeLike = jnp.float32) -> "QuantizedArray":
+        """The array of a quantized `microfloat.checkpoint.Record`; `dtype` is what `dequantize` returns.
+
+        Raises CheckpointError for a record whose scales are missing or do not fit, InvalidTypeError for a plain one.
+        """
+        codes, scale, level, fmt = record.parts()
+        return cls.from_parts(
+            codes, scale, level, fmt, axis=record.axis, shape=record.logical_shape, dtype=dtype, packed=True
+        )
+
+    def to_record(self, name: str) -> typing.Any:
+        """The `microfloat.checkpoint.Record` of this array under `name`."""
+        from microfloat.checkpoint import Record
+
+        if self.hadamard is not None:
+            raise invalid_value("hadamard", self.hadamard, "None, as no checkpoint holds a transform", "Dequantize.")
+        level = None if self.tensor_scale is None else np.asarray(self.tensor_scale)
+        codes, scale = np.asarray(self.packed_codes()), np.asarray(self.scale)
+        return Record(name, codes, scale, level, self.format, self.shape, axis=self.axis)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that was quantized."""

@@ -128,6 +128,32 @@ class QuantizedTensor(torch.Tensor):
         return cls(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=dtype)
 
     @classmethod
+    def from_record(cls, record: Any, *, dtype: torch.dtype = torch.float32) -> "QuantizedTensor":
+        """The tensor of a quantized `microfloat.checkpoint.Record`, over the mapped file where the layout allows it.
+
+        `dtype`: what `dequantize` returns. Raises CheckpointError for a record whose scales are missing or do not fit,
+        InvalidTypeError for a plain one.
+        """
+        codes, scale, level, fmt = record.parts()
+        wrapped = codes_dtype(fmt.element)
+        return cls.from_parts(
+            _wrapped(codes).view(wrapped), _wrapped(scale), None if level is None else _wrapped(level), fmt,
+            axis=record.axis, shape=record.logical_shape, dtype=dtype, packed=fmt.element.bits == 6,
+        )  # fmt: skip
+
+    def to_record(self, name: str) -> Any:
+        """The `microfloat.checkpoint.Record` of this tensor under `name`; it shares memory on a CPU."""
+        from microfloat.checkpoint import Record
+
+        if self.hadamard is not None:
+            raise self._refusal("to_record", "No checkpoint holds a Hadamard transform; dequantize first.")
+        level = None if self.tensor_scale is None else self.tensor_scale.cpu().numpy()
+        return Record(
+            name, self.packed_codes().cpu().numpy(), self.scale.cpu().numpy(), level, self.format, tuple(self.shape),
+            axis=self.axis,
+        )  # fmt: skip
+
+    @classmethod
     def from_operand(
         cls, operand: Operand, cast: Cast, *, axis: int, shape: Sequence[int], dtype: torch.dtype
     ) -> "QuantizedTensor":
@@ -387,6 +413,16 @@ def _refuse_methods() -> None:
 
 _refuse_methods()
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor])
+
+
+def _wrapped(array: Any) -> torch.Tensor:
+    """A tensor over the memory of a NumPy array, which is private to this process; a copy of read-only memory."""
+    view = array.view()
+    try:
+        view.flags.writeable = True
+    except ValueError:
+        view = array.copy()
+    return torch.from_numpy(view)
 
 
 def _check_parts(

@@ -1,0 +1,114 @@
+"""Damaged and hostile files are a CheckpointError that lists all findings (features K7)."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from microfloat.checkpoint import load
+from microfloat.errors import CheckpointError
+from tests.checkpoint.files import container, header_of, nvfp4, write
+
+
+def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def text(**tensors):
+    return json.dumps(tensors).encode()
+
+
+HUGE = 10 * 2**40
+FILES = {
+    "empty": (b"", "header"),
+    "longer header": (struct.pack("<Q", 1 << 60) + b"{}", "header"),
+    "no json": (container(b"{[", b""), "json"),
+    "not utf-8": (container(b'{"\xff": 1}', b""), "json"),
+    "deep": (container(b"[" * 100_000, b""), "json"),
+    "no object": (container(b"[1]", b""), "header"),
+    "twice": (container(b'{"a":1,"a":2}', b""), "duplicate-name"),
+    "overlap": (container(text(a=entry(), b=entry(offsets=(2, 6))), b"......"), "offsets"),
+    "negative": (container(text(a=entry(offsets=(-4, 0))), b"...."), "offsets"),
+    "backwards": (container(text(a=entry(offsets=(4, 0))), b"...."), "offsets"),
+    "beyond": (container(text(a=entry(offsets=(0, 400))), b"...."), "offsets"),
+    "gap": (container(text(a=entry(offsets=(1, 5))), b"....."), "offsets"),
+    "bytes left": (container(text(a=entry()), b"......"), "offsets"),
+    "ten terabytes": (container(text(a=entry(shape=(HUGE,))), b"...."), "shape"),
+    "overflowing": (container(text(a=entry(shape=(0, 1 << 200))), b""), "shape"),
+    "size": (container(text(a=entry("F32", (2,), (0, 4))), b"...."), "shape"),
+    "dtype": (container(text(a=entry("Q4")), b"...."), "dtype"),
+    "many digits": (container(b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", b""), "json"),
+    "metadata": (container(b'{"__metadata__":{"a":1}}', b""), "header"),
+    "pickle": (b"PK\x03\x04" + bytes(60), "header"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_headers(name, tmp_path):
+    data, id = FILES[name]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        load(path, strict=False)
+    assert id in {finding.id for finding in caught.value.findings}
+
+
+def test_all_findings_are_listed(tmp_path):
+    header = text(a=entry("Q4"), b=entry(shape=(9,)), c=entry(offsets=(0, 999)))
+    (tmp_path / "model.safetensors").write_bytes(container(header, b"...."))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert [finding.tensor for finding in caught.value.findings] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "a/../../b", "", "absent.safetensors"])
+def test_an_index_names_files_inside(file, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError):
+        load(tmp_path)
+
+
+def test_a_link_out_of_the_directory(tmp_path):
+    outside = write(tmp_path / "other.safetensors", {"a": np.zeros(4, np.float32)})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="link"):
+        load(tmp_path / "model")
+
+
+def _modelopt(parts):
+    names = {"codes": "x.weight", "scale": "x.weight_scale", "global": "x.weight_scale_2"}
+    return {names[role]: array for role, array in parts.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "id"),
+    [
+        ({"scale": None}, "missing-scale"),
+        ({"global": None}, "missing-scale"),
+        ({"global": np.float32("nan")}, "nan-scale"),
+        ({"global": np.float32("inf")}, "inf-scale"),
+        ({"global": np.float32(0)}, "zero-global"),
+        ({"scale": ("F8_E4M3", np.full((4, 2), 0x7F, np.uint8))}, "nan-scale"),
+        ({"scale": ("F8_E4M3", np.full((4, 3), 0x38, np.uint8))}, "shape"),
+    ],
+)
+def test_scales_are_checked(changes, id, tmp_path):
+    path = write(tmp_path / "model.safetensors", _modelopt({**nvfp4(), **changes}))
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert {finding.id for finding in caught.value.findings} == {id}
+    record = load(path, strict=False)["x.weight"]
+    if id in ("missing-scale", "shape"):
+        with pytest.raises(CheckpointError):
+            record.dequantize()
+
+
+def test_any_truncation_is_refused(tmp_path):
+    header, data = header_of(_modelopt(nvfp4()))
+    whole = container(json.dumps(header).encode(), data)
+    for size in range(0, len(whole), 7):
+        (tmp_path / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            load(tmp_path)
