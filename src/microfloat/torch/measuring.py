@@ -174,7 +174,7 @@ def _of_sums(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
 
 def _largest_byte(element: ElementFormat) -> int:
     """A byte of codes of the largest value."""
-    code = int(encode(np.float32([element.max]), element)[0])
+    code = int(encode(np.array([element.max], np.float32), element)[0])
     return code | code << 4 if element.codes_per_byte == 2 else code
 
 

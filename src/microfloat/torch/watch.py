@@ -116,7 +116,7 @@ class watch:
         self.rows = check_int("rows", rows, 128, 2**31 - 128)
         if rows % 128:
             raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
-        self.ema = check_number("ema", ema, "a number in [0, 1)", 0, 1)
+        self.ema: Any = check_number("ema", ema, "a number in [0, 1)", 0, 1)
         self.tensors, self.metrics = _names("tensors", tensors, TENSORS), _names("metrics", metrics, METRICS)
         formats = [what_if] if isinstance(what_if, str | Cast) else what_if
         self.what_if = tuple(as_cast(one) for one in formats)
@@ -313,7 +313,7 @@ class watch:
             if one.step == step:
                 rows.setdefault(one[1:5], {})[one.metric] = one.value
         shown = [name for name in columns if any(name in row for row in rows.values())]
-        cells = [("module", "GEMM", "operand", "format", *shown)]
+        cells: list[tuple[str, ...]] = [("module", "GEMM", "operand", "format", *shown)]
         for key, row in sorted(rows.items(), key=lambda item: (item[0][0], GEMMS.index(item[0][1]))):
             cells.append((*key, *(_shown(name, row.get(name)) for name in shown)))
         found = self.first_non_finite
