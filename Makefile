@@ -5,6 +5,7 @@
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
 #                   the training packages around (Accelerate, Lightning, PEFT, transformers)
 #   make lint       ruff and pyright
+#   make fuzz       damaged checkpoints against their reader, for SECONDS=600; inputs that fail are kept
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
 # TORCH_BUILD=auto|cpu|default (which torch wheel), DEMO="--preset tiny --recipe nvfp4".
@@ -14,6 +15,7 @@ JOBS ?= 2
 TESTS ?=
 DEMO ?= --preset tiny
 TORCH_BUILD ?= auto
+SECONDS ?= 600
 VENV := .venv
 
 # A virtual environment or a module path of the caller must not leak into ours.
@@ -23,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo test test-all test-installed lint format api setup-demo setup-test setup-test-all clean
+.PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +54,9 @@ test-all: setup-test-all
 # All of it in an environment that is already there, for instance on a GPU machine: no set-up, no network.
 test-installed:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(PYTEST_ARGS) $(TESTS)
+
+fuzz: setup-test
+	$(VENV)/bin/python tools/fuzz_checkpoints.py --seconds $(SECONDS)
 
 lint: setup-test
 	$(VENV)/bin/python -m ruff check .
