@@ -1,0 +1,138 @@
+"""Casts of one parameter in slabs of rows, so that memory holds a slab and never a tensor.
+
+A slab ends at the end of a tile, and the amax of a tensor is measured before its first slab is cast: the bytes are
+those of one cast of the whole parameter. Experts [E, N, K] are cast one by one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from microfloat import cpu
+from microfloat.checkpoint.records import Record, scale_in_place
+from microfloat.formats import FORMATS, ScaledFormat
+from microfloat.layout import scale_grid
+from microfloat.recipes import Cast
+from microfloat.reference import pack_fp6
+
+_SLAB = 1 << 22  # elements
+_UNIT = Cast(FORMATS["fp8_tensor"], "amax"), Cast(FORMATS["fp8_tensor_e5m2"], "amax")
+
+
+def experts_of(record: Record) -> int:
+    """The number of matrices that a parameter consists of."""
+    return int(np.prod(record.logical_shape[:-2], dtype=np.int64)) if len(record.logical_shape) > 2 else 1
+
+
+def slabs(record: Record, multiple: int = 1) -> Iterator[tuple[int, int, Record]]:
+    """(expert, first row, record of some rows [R, K]) of a parameter, in order; R is a multiple of `multiple` or last."""
+    rows, length = (1, *record.logical_shape)[-2:]
+    tile = record.format.block[0] or 1 if record.format else 1
+    step = int(np.lcm(multiple, tile))
+    step *= max(_SLAB // max(length, 1) // step, 1)
+    for expert in range(experts_of(record)):
+        matrix = _matrix(record, expert)
+        for first in range(0, rows, step):
+            yield expert, first, matrix.narrow(first, min(first + step, rows))
+
+
+def _matrix(record: Record, expert: int) -> Record:
+    """One expert of a parameter, as a matrix [N, K]."""
+    shape = record.logical_shape
+    if len(shape) == 2:
+        return record
+    count, matrix = experts_of(record), (1, *shape)[-2:]
+
+    def part(array: np.ndarray | None, last: tuple[int, ...]) -> np.ndarray | None:
+        if array is None or not array.ndim:
+            return array
+        return array.reshape(count, *last)[expert]
+
+    scale, fmt = record.scale, record.format
+    if scale is not None:
+        scale = part(scale, () if fmt is not None and fmt.is_per_tensor else scale.shape[-2:])
+    source = record.source
+    if source is not None:
+        divisors = {role: np.asarray(part(array, ())) for role, array in source.divisors.items()}
+        source = source._replace(divisors=divisors)
+    codes = record.codes.reshape(count, *(1, *record.codes.shape)[-2:])[expert]
+    return replace(
+        record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, ()), logical_shape=matrix,
+        source=source,
+    )  # fmt: skip
+
+
+def values(record: Record) -> np.ndarray:
+    """The values of a slab as a cast takes them: stored floats as they are, others dequantized to float32."""
+    factor = record.extras.get("pre_quant_scale")
+    if record.format is None and record.codes.dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        return record.codes
+    made = record.dequantize()
+    return made if factor is None else made * factor.astype(np.float32)
+
+
+def amax_of(array: np.ndarray) -> np.float32:
+    """Largest magnitude as float32; NaN is ignored, infinity counts. A maximum over bits, since those are ordered."""
+    if not array.size:
+        return np.float32(0)
+    if array.dtype.itemsize == 2:
+        nan = 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
+        bits = array.view(np.uint16) & np.uint16(0x7FFF)
+        unsigned = np.uint16
+    else:
+        nan, unsigned = 0x7F800000, np.uint32
+        bits = array.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    largest = bits.max()
+    if largest > nan:
+        largest = np.where(bits > nan, unsigned(0), bits).max()
+    return np.float32(np.asarray(largest, unsigned).view(array.dtype))
+
+
+def needs_amax(cast: Cast) -> bool:
+    """True where the scale of a block depends on the whole matrix."""
+    return cast.format.is_per_tensor or cast.format.tensor_scale is not None
+
+
+def measure(record: Record) -> np.ndarray:
+    """float32 [E]: the amax of every matrix of a parameter."""
+    found = np.zeros(experts_of(record), np.float32)
+    for expert, _, slab in slabs(record):
+        found[expert] = max(found[expert], amax_of(values(slab)))
+    return found
+
+
+def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np.dtype) -> Record:
+    """The record of a slab under `cast`. FP32 scales are rounded to `scale_dtype` first: codes fit the stored scale."""
+    x, fmt = values(slab), cast.format
+    made = cpu.quantize(x, cast, amax=amax)
+    codes, scale = made.codes, made.scale
+    if fmt.scale.bits == 32 and scale_dtype != np.float32:
+        with np.errstate(all="ignore"):
+            scale = np.maximum(scale, ml_dtypes.finfo(scale_dtype).smallest_normal).astype(scale_dtype).astype(np.float32)
+            x = x.astype(np.float32)
+            scale_in_place(x, np.float32(1) / np.atleast_2d(scale), fmt.block)
+            codes = cpu.quantize(x, _UNIT[fmt.element.has_inf], amax=np.float32(fmt.element.max)).codes
+    if fmt.element.bits == 6:
+        codes = pack_fp6(codes)
+    return Record(
+        slab.name, codes.view(np.uint8), scale, made.tensor_scale, fmt, slab.logical_shape,
+        activation=slab.activation, extras=slab.extras,
+    )  # fmt: skip
+
+
+def outline(record: Record, fmt: ScaledFormat, scale_dtype: np.dtype) -> Record:
+    """A record of `fmt` without data: arrays of the right shapes that take no memory."""
+
+    def empty(dtype: object, *shape: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), np.dtype(dtype)), shape)  # type: ignore[arg-type]
+
+    leading, (rows, length) = record.logical_shape[:-2], (1, *record.logical_shape)[-2:]
+    grid = scale_grid(fmt, rows, length) or ((1, 1) if leading else ())
+    level = None if fmt.tensor_scale is None else empty(np.float32, *leading, *((1, 1) if leading else ()))
+    return Record(
+        record.name, empty(np.uint8, *record.logical_shape[:-1], length * fmt.element.bits // 8),
+        empty(np.uint8 if fmt.scale.bits == 8 else np.float32, *leading, *grid), level, fmt, record.logical_shape,
+        activation=record.activation, extras=record.extras,
+    )  # fmt: skip

@@ -1,0 +1,488 @@
+"""`convert`: one checkpoint into another format, module by module, and the report about it."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from microfloat._version import __version__
+from microfloat.checkpoint._casting import (
+    amax_of,
+    cast_slab,
+    experts_of,
+    measure,
+    needs_amax,
+    outline,
+    slabs,
+    values,
+)
+from microfloat.checkpoint._modules import (
+    DEFAULT_FUSE,
+    check_fuse,
+    check_ignore,
+    fused_group,
+    ignored_by,
+    is_kept,
+    module_of,
+)
+from microfloat.checkpoint._saving import Job, Plan, Progress, Put, write
+from microfloat.checkpoint._writer import Entry, byte_count
+from microfloat.checkpoint.load import Checkpoint, load
+from microfloat.checkpoint.records import Record
+from microfloat.errors import CheckpointError, invalid_value, unknown_name
+from microfloat.recipes import Cast
+
+PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter of a conversion.
+
+    `action`: "cast", "carried" (the same codes), "kept" (as it was) or "dequantized". `reason`: why it was not cast.
+    `sqnr_db`: of what was written against the source; None where it was not verified or is the same.
+    """
+
+    name: str
+    action: str
+    source: str
+    format: str
+    reason: str = ""
+    sqnr_db: float | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass
+class Report:
+    """Result of `convert`. `layers`: every parameter; `notes`: sentences about groups and scales; sizes in bytes."""
+
+    source: str
+    destination: str
+    format: str
+    layers: list[Layer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+    shards: list[str] = field(default_factory=list)
+    resumed_shards: int = 0
+    verified: bool = False
+
+    @property
+    def converted(self) -> list[Layer]:
+        """Parameters that were cast, carried over or dequantized."""
+        return [layer for layer in self.layers if layer.action != "kept"]
+
+    @property
+    def skipped(self) -> list[Layer]:
+        """Weights that stayed as they were although others were cast, each with its reason."""
+        return [layer for layer in self.layers if layer.action == "kept" and layer.reason]
+
+    @property
+    def worst(self) -> Layer | None:
+        """The layer of the lowest SQNR, None where nothing was cast or verified."""
+        measured = [layer for layer in self.layers if layer.sqnr_db is not None]
+        return min(measured, key=lambda layer: (layer.sqnr_db == layer.sqnr_db, layer.sqnr_db), default=None)
+
+    def summary(self) -> dict[str, str]:
+        """The lines of a summary: their titles and texts."""
+        counts = {action: sum(layer.action == action for layer in self.layers) for action in _ACTIONS}
+        made = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
+        speed = self.bytes_read / max(self.seconds, 1e-9) / 1e6
+        rows = {
+            "parameters": made,
+            "size": f"{_megabytes(self.bytes_read)} -> {_megabytes(self.bytes_written)}, {len(self.shards)} files",
+            "time": f"{self.seconds:.1f} s, {speed:.0f} MB/s read",
+        }
+        if self.resumed_shards:
+            rows["resumed"] = f"{self.resumed_shards} of {len(self.shards)} files were complete"
+        if self.peak_bytes is not None:
+            rows["peak memory"] = _megabytes(self.peak_bytes)
+        if self.worst is not None:
+            rows["worst layer"] = f"{self.worst.name}: {self.worst.sqnr_db:.2f} dB"
+        rows["verified"] = "read back from disk" if self.verified else "no"
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        worst = None if self.worst is None else asdict(self.worst)
+        return {**asdict(self), "worst": worst, "skipped": [asdict(layer) for layer in self.skipped]}
+
+    def __str__(self) -> str:
+        rows = [f"{self.source} -> {self.destination} ({self.format})"]
+        rows += [f"  {title:12} {text}" for title, text in self.summary().items()]
+        rows += [f"  kept         {layer.name}: {layer.reason}" for layer in self.skipped]
+        return "\n".join(rows + [f"  note         {note}" for note in self.notes])
+
+
+_ACTIONS = ("cast", "carried", "dequantized", "kept")
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+# ---- what becomes of each parameter ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One parameter: its record, what happens to it, and under which cast, family and group of one tensor scale."""
+
+    record: Record
+    action: str
+    reason: str = ""
+    family: Family | None = None
+    cast: Cast | None = None
+    dtype: np.dtype = PLAIN["f32"]
+    group: str | None = None
+    turned: bool = False
+
+    @property
+    def outline(self) -> Record:
+        """The record that will be written, where it is not the source itself, without data."""
+        if self.action == "cast":
+            assert self.cast is not None
+            return outline(self.record, self.cast.format)
+        return self.record
+
+    def encode(self, record: Record) -> dict[str, np.ndarray]:
+        """The tensors of a record, or of a slab of it, in the target's family."""
+        if self.family is None:
+            return {record.name: record.codes}
+        return self.family.encode(self.family, record, self.dtype)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The format of a conversion: a family and a cast, or a plain dtype."""
+
+    name: str
+    family: Family | None = None
+    cast: Cast | None = None
+    dtype: np.dtype | None = None
+
+
+def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
+    """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
+    if to in PLAIN:
+        if scale_rule is not None or four_over_six:
+            raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
+        return Target(to, dtype=PLAIN[to])
+    if to not in WRITTEN:
+        raise unknown_name("to", to, [*WRITTEN, *PLAIN])
+    if four_over_six and scale_rule is not None:
+        raise invalid_value("four_over_six", f"True with scale_rule={scale_rule!r}", "one of them")
+    family, stock = WRITTEN[to]
+    rule = "four_over_six" if four_over_six else scale_rule if scale_rule is not None else stock.scale_rule
+    return Target(to, family, Cast(stock.format, rule))
+
+
+def decide(
+    checkpoint: Checkpoint, target: Target, ignore: Sequence[str], fuse: Sequence[str], notes: list[str]
+) -> list[Step]:
+    """A step for each parameter, in the order of the files."""
+    model_dtype = _model_dtype(checkpoint)
+    turned = _TURNED_EXPERTS & {checkpoint_config(checkpoint).get("model_type")}
+    steps = [_step(record, target, ignore, model_dtype, bool(turned)) for record in checkpoint.values()]
+    groups: dict[str, list[int]] = {}
+    for index, step in enumerate(steps):
+        key = fused_group(module_of(step.record.name), fuse)
+        if key is not None and step.action in ("cast", "carried"):
+            groups.setdefault(key, []).append(index)
+    for key, members in groups.items():
+        _share(steps, members, key, target, notes)
+    return steps
+
+
+_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
+
+
+def checkpoint_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model's own configuration, empty without one."""
+    config = checkpoint.config.get("config.json") if checkpoint.config else None
+    return config if isinstance(config, dict) else {}
+
+
+def _model_dtype(checkpoint: Checkpoint) -> np.dtype:
+    """The dtype of the model: that of its configuration, bfloat16 without one."""
+    config = checkpoint_config(checkpoint)
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return next((dtype for dtype in PLAIN.values() if dtype.name == name), PLAIN["bf16"])
+
+
+def _step(record: Record, target: Target, ignore: Sequence[str], model_dtype: np.dtype, turned: bool) -> Step:
+    module = module_of(record.name)
+    pattern = ignored_by(module, ignore)
+    if record.format is None:
+        return _step_of_plain(record, target, module, pattern, turned)
+    if target.cast is None or pattern is not None:
+        reason = "" if pattern is None else f"ignored by {pattern!r}"
+        return Step(record, "dequantized", reason, dtype=target.dtype or model_dtype)
+    unsuitable = _why_not(record, target.cast)
+    folded = _FOLDED_EXTRAS & set(record.extras)
+    if record.format == target.cast.format and not folded:
+        return Step(record, "carried", family=target.family, dtype=_scale_dtype(record, model_dtype))
+    if unsuitable:
+        return Step(record, "dequantized", unsuitable, dtype=model_dtype)
+    return Step(record, "cast", "", target.family, target.cast, model_dtype)
+
+
+_FOLDED_EXTRAS = {"pre_quant_scale"}
+
+
+def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, turned: bool) -> Step:
+    floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
+    if target.cast is None:
+        same = not floating or record.codes.dtype == target.dtype
+        return Step(record, "kept") if same else Step(record, "dequantized", dtype=target.dtype or PLAIN["f32"])
+    stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
+    is_weight = floating and (stacked or (record.codes.ndim == 2 and record.name.endswith(".weight")))
+    if not is_weight:
+        return Step(record, "kept")
+    turned = turned and stacked
+    if turned:
+        codes = np.swapaxes(record.codes, 1, 2)
+        record = replace(record, codes=codes, logical_shape=codes.shape)
+    reason = "kept by default" if is_kept(module) else _why_not(record, target.cast)
+    if pattern is not None:
+        reason = f"ignored by {pattern!r}"
+    if reason:
+        return Step(replace(record, codes=np.swapaxes(record.codes, 1, 2)) if turned else record, "kept", reason)
+    dtype = record.codes.dtype if record.codes.dtype in PLAIN.values() else PLAIN["f32"]
+    return Step(record, "cast", "", target.family, target.cast, dtype)
+
+
+def _why_not(record: Record, cast: Cast) -> str:
+    """The reason why no family stores a parameter in this format, or nothing."""
+    block, length = cast.format.block[1], record.logical_shape[-1]
+    if cast.format.scale.bits == 8 and block is not None and length % block:
+        return f"{length} columns are no multiple of {block}"
+    return "it has no elements" if not record.codes.size else ""
+
+
+def _scale_dtype(record: Record, model_dtype: np.dtype) -> np.dtype:
+    """The dtype of the scales of a record that is carried over: the one it has."""
+    stored = record.source.tensors.get("scale") if record.source else None
+    return {"BF16": PLAIN["bf16"], "F16": PLAIN["f16"]}.get(stored.dtype if stored else "", PLAIN["f32"])
+
+
+def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: list[str]) -> None:
+    """Give the members of a fused group one tensor scale and one input scale."""
+    assert target.cast is not None
+    if target.cast.format.tensor_scale is not None:
+        levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
+        mixed = len({steps[i].action for i in members}) > 1
+        if len(levels) > 1 or mixed:
+            notes.append(f"{key}: its members had tensor scales of their own and were quantized again under one")
+            for i in members:
+                steps[i] = replace(steps[i], action="cast", cast=target.cast)
+        for i in members:
+            steps[i] = replace(steps[i], group=key)
+    scales = [steps[i].record.activation.get("scale") for i in members]
+    found = [scale for scale in scales if scale is not None]
+    if found and len({np.asarray(scale).tobytes() for scale in scales}) > 1:
+        largest = max(found, key=lambda scale: float(np.max(scale)))
+        notes.append(f"{key}: its members had input scales of their own; they share the largest")
+        for i in members:
+            record = steps[i].record
+            activation = {**record.activation, "scheme": "static", "scale": largest}
+            steps[i] = replace(steps[i], record=replace(record, activation=activation))
+
+
+# ---- the data ----------------------------------------------------------------------------------------------------
+
+
+class _Amaxes:
+    """The amax of every matrix of a parameter, over all members of its fused group; measured once, before any is cast."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self._groups: dict[str, list[Record]] = {}
+        for step in steps:
+            if step.group is not None and step.action == "cast":
+                self._groups.setdefault(step.group, []).append(step.record)
+        self._found: dict[str, np.float32] = {}
+
+    def of(self, step: Step) -> np.ndarray | None:
+        """float32 [E], or None where blocks know all that they need."""
+        assert step.cast is not None
+        if not needs_amax(step.cast):
+            return None
+        if step.group is None:
+            return measure(step.record)
+        if step.group not in self._found:
+            self._found[step.group] = np.float32(max(float(measure(one).max()) for one in self._groups[step.group]))
+        return np.full(experts_of(step.record), self._found[step.group], np.float32)
+
+
+def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
+    """The writing of one parameter."""
+
+    def put_whole(put: Put) -> None:
+        for name, array in step.encode(step.record).items():
+            put(name, array, 0)
+
+    def put_cast(put: Put) -> None:
+        assert step.cast is not None
+        sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.outline).items()}
+        written = dict.fromkeys(sizes, 0)
+        found, count = amaxes.of(step), experts_of(step.record)
+        for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
+            made = cast_slab(slab, step.cast, None if found is None else found[expert], step.dtype)
+            for name, array in step.encode(made).items():
+                # One scale per matrix comes with each of its slabs, and is written with the first.
+                if written[name] < sizes[name] * (expert + 1) // count:
+                    put(name, array, written[name])
+                    written[name] += array.nbytes
+            meter.look()
+        assert written == sizes, (written, sizes)
+
+    def put_plain(put: Put) -> None:
+        start = 0
+        for _, _, slab in slabs(step.record):
+            with np.errstate(all="ignore"):
+                array = values(slab).astype(step.dtype)
+            put(step.record.name, array, start)
+            start += array.nbytes
+            meter.look()
+
+    return {"cast": put_cast, "dequantized": put_plain}.get(step.action, put_whole)
+
+
+def _entries(step: Step) -> tuple[Entry, ...]:
+    """The tensors that a step writes."""
+    if step.action == "dequantized":
+        return (Entry(step.record.name, step.dtype, step.record.logical_shape),)
+    return tuple(Entry.of(name, array) for name, array in step.encode(step.outline).items())
+
+
+class _Peak:
+    """The most memory that the process held beside mapped files, looked at while arrays are alive."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+
+    def look(self) -> None:
+        try:
+            with open("/proc/self/status", encoding="ascii") as file:
+                line = next((line for line in file if line.startswith("RssAnon:")), None)
+        except OSError:
+            return
+        if line is not None:
+            self.bytes = max(self.bytes or 0, int(line.split()[1]) * 1024)
+
+
+def _verify(steps: Sequence[Step], path: Path, target: Target) -> dict[str, float]:
+    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are not the same."""
+    with_format = {} if target.family is None else {"format": target.family.name}
+    written = load(path, **with_format)
+    found, wrong = {}, []
+    for step in steps:
+        again = written[step.record.name]
+        if step.action in ("kept", "carried"):
+            parts = [(getattr(step.record, name), getattr(again, name)) for name in ("codes", "scale")]
+            if any(a is not None and not _same_bytes(a, b) for a, b in parts):
+                wrong.append(f"{step.record.name} does not have the bytes of the source")
+        else:
+            found[step.record.name] = _sqnr_db(step, again)
+            if found[step.record.name] != found[step.record.name]:
+                wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
+    return found
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.nbytes != b.nbytes:
+        return False
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    piece = 1 << 24
+    return all(np.array_equal(first[i : i + piece], second[i : i + piece]) for i in range(0, len(first), piece))
+
+
+def _sqnr_db(step: Step, again: Record) -> float:
+    """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
+    signal = noise = 0.0
+    tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
+    for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
+        x = values(a).astype(np.float32)
+        with np.errstate(all="ignore"):
+            error = b.dequantize() - x
+            if not (np.isfinite(x.min(initial=0)) and np.isfinite(x.max(initial=0))):
+                finite = np.isfinite(x)
+                x, error = x[finite], error[finite]
+        signal += _energy(x)
+        noise += _energy(error)
+    if noise == 0:
+        return float("inf")
+    return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+
+
+def _tile_of(record: Record) -> int:
+    return record.format.block[0] or 1 if record.format else 1
+
+
+def _energy(x: np.ndarray) -> float:
+    """Sum of squares; rows are added in float32, the sums in float64."""
+    return float(np.einsum("ij,ij->i", x, x).sum(dtype=np.float64)) if x.ndim == 2 else float(np.dot(x, x))
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------
+
+
+def convert(
+    src: str | os.PathLike, dst: str | os.PathLike, *, to: str, scale_rule: str | None = None,
+    ignore: Iterable[str] | str = (), fuse: Iterable[str] | str | None = DEFAULT_FUSE, four_over_six: bool = False,
+    verify: bool = True, resume: bool = True, max_shard_size: int | str = "5GB",
+    progress: Callable[[Progress], object] | None = None,
+) -> Report:  # fmt: skip
+    """Convert a checkpoint to another format, and report what became of every parameter.
+
+    * `src`: a file or folder that `load` reads. `dst`: a folder, or a name that ends in ".safetensors".
+    * `to`: a format that can be written, such as "ct:nvfp4" or "deepseek:fp8", or "bf16", "f16" or "f32".
+    * `scale_rule`: the rule of the cast in place of the format's own; `four_over_six`: that rule, for NVFP4.
+    * `ignore`: modules that stay in high precision beside `lm_head`, embeddings, routers, norms and biases: parts of
+      names ("layers.0"), wildcards ("*.layers.0.*") or regular expressions ("re:.*down_proj").
+    * `fuse`: groups that share one tensor scale: "qkv", "gate_up", and "experts" (those of one layer).
+    * `verify`: read the result back from disk and compare it. `max_shard_size`: bytes, or text such as "5GB".
+    * `resume`: go on where the same conversion was interrupted; False starts again.
+    * `progress` is called with a `Progress` now and then.
+
+    Codes that the source has already are carried over byte for byte; all others are dequantized to float32 and cast.
+    One slab of a tensor is in memory at a time. Until the result is whole it grows as ``<dst>.partial``. Raises
+    ValueError for arguments, and CheckpointError for a source that is damaged, a destination that exists, a full disk,
+    and a result that is not read back as it was written.
+    """
+    started = time.perf_counter()
+    target = target_of(to, scale_rule, four_over_six)
+    patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count("max_shard_size", max_shard_size)
+    checkpoint = load(src)
+    report = Report(str(src), str(dst), to)
+    steps = decide(checkpoint, target, patterns, kinds, report.notes)
+    peak, amaxes = _Peak(), _Amaxes(steps)
+    jobs = [Job(_entries(step), _fill(step, amaxes, peak)) for step in steps]
+    files = sorted({Path(path) for path in checkpoint.files})
+    identity = {
+        "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
+        "ignore": patterns, "fuse": kinds,
+        "files": [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+    }  # fmt: skip
+    measured: dict[str, float] = {}
+    plan = Plan(jobs, _documents(checkpoint, steps, target), _copies(src), _metadata(steps, target), identity)
+    written = write(
+        dst, plan, max_shard_size=limit, resume=resume, progress=progress,
+        check=(lambda path: measured.update(_verify(steps, path, target))) if verify else None,
+    )  # fmt: skip
+    report.layers = [_layer(step, job, measured) for step, job in zip(steps, jobs, strict=True)]
+    report.bytes_read = sum(path.stat().st_size for path in files)
+    report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
+    report.verified, report.peak_bytes, report.seconds = verify, peak.bytes, time.perf_counter() - started
+    return report

@@ -1,0 +1,279 @@
+"""`save`, and the writing of a whole checkpoint: everything beside the destination, which one rename makes visible."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from microfloat.checkpoint._writer import (
+    INDEX,
+    Entry,
+    Shard,
+    ShardFile,
+    check_space,
+    index_of,
+    is_complete,
+    lay_out,
+    plan_shards,
+    sync_folder,
+    write_json,
+)
+from microfloat.errors import CheckpointError
+
+JOURNAL = ".microfloat.json"
+PARTIAL = ".partial"
+Put = Callable[[str, np.ndarray, int], None]
+
+
+class Progress(NamedTuple):
+    """Position of a running save or conversion, in bytes of output; `name` is the tensor, `shard` counts from one."""
+
+    done: int
+    total: int
+    name: str
+    shard: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The tensors of one module: their entries, and `fill`, which hands their data, in pieces, to ``put(name, array,
+    start)``; `start` counts bytes from the beginning of the tensor.
+    """
+
+    entries: tuple[Entry, ...]
+    fill: Callable[[Put], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint to be written.
+
+    `documents`: JSON files by name; `copies`: other files by name. `identity`: all that decides the bytes. None: nobody
+    knows, and an interrupted attempt is compared with the data before it counts.
+    """
+
+    jobs: Sequence[Job]
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    identity: Any = None
+
+
+class Written(NamedTuple):
+    """Result of `write`: names of the shards, how many of them an earlier attempt had finished, bytes of tensors."""
+
+    shards: list[str]
+    resumed: int
+    nbytes: int
+
+
+def write(
+    path: str | os.PathLike, plan: Plan, *, max_shard_size: int, resume: bool = True,
+    progress: Callable[[Progress], object] | None = None, check: Callable[[Path], None] | None = None,
+) -> Written:  # fmt: skip
+    """Write a checkpoint to a folder that does not exist yet or, for a name that ends in ".safetensors", to one file.
+
+    A folder grows as ``<path>.partial`` and is renamed when it is whole and `check`, called with it, raises nothing. An
+    attempt that was interrupted leaves complete shards there, which the next one keeps, with `resume`. Raises
+    CheckpointError where the destination exists, another process writes it, or the disk is full.
+    """
+    target = Path(path)
+    if target.suffix == ".safetensors":
+        return _write_file(target, plan, progress, check)
+    shards = plan_shards([job.entries for job in plan.jobs], max_shard_size, plan.metadata)
+    identity = _digest(plan.identity, shards)
+    if _is_finished(target, identity):
+        return Written([shard.name for shard in shards], len(shards), sum(shard.size for shard in shards))
+    _check_absent(target)
+    partial = target.with_name(target.name + PARTIAL)
+    if not resume and partial.exists():
+        _remove_partial(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial):
+        if plan.identity is not None and _journal(partial).get("identity") != identity:
+            _remove_partial(partial, keep=True)
+        write_json(partial / JOURNAL, {"identity": identity, "destination": target.name})
+        resumed = _write_shards(partial, plan, shards, progress)
+        documents = dict(plan.documents)
+        if len(shards) > 1:
+            documents[INDEX] = index_of(shards)
+        for name, document in documents.items():
+            write_json(partial / name, document)
+        for name, source in plan.copies.items():
+            shutil.copyfile(source, partial / name)
+        _remove_others(partial, {JOURNAL, *documents, *plan.copies, *(shard.name for shard in shards)})
+        if check is not None:
+            check(partial)
+        if target.is_dir():
+            target.rmdir()
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    (target / JOURNAL).unlink()
+    return Written([shard.name for shard in shards], resumed, sum(shard.size for shard in shards))
+
+
+def _write_file(
+    target: Path, plan: Plan, progress: Callable[[Progress], object] | None, check: Callable[[Path], None] | None
+) -> Written:
+    """One file, its configuration beside it."""
+    entries = [entry for job in plan.jobs for entry in job.entries]
+    shard = lay_out(target.name, entries, plan.metadata)
+    _check_absent(target)
+    for name, document in plan.documents.items():
+        beside = target.with_name(name)
+        if beside.exists() and json.loads(beside.read_text(encoding="utf-8")) != json.loads(json.dumps(document)):
+            raise CheckpointError(
+                f"{beside} exists and says something else than the configuration of {target.name}. "
+                "Save into a folder of its own, or with config=False."
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ShardFile(target.parent, shard) as file:
+        _fill(file, plan.jobs, _Meter(progress, shard.size, 1))
+    if check is not None:
+        check(target)
+    for name, document in plan.documents.items():
+        write_json(target.with_name(name), document)
+    return Written([shard.name], 0, shard.size)
+
+
+class _Meter:
+    """Counts bytes and reports them."""
+
+    def __init__(self, progress: Callable[[Progress], object] | None, total: int, shards: int) -> None:
+        self.progress, self.total, self.shards = progress, total, shards
+        self.done, self.shard = 0, 1
+
+    def add(self, name: str, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(Progress(self.done, self.total, name, self.shard, self.shards))
+
+
+def _fill(file: "ShardFile | _Comparison", jobs: Iterable[Job], meter: _Meter) -> None:
+    def put(name: str, array: np.ndarray, start: int = 0) -> None:
+        file.write(name, array, start)
+        meter.add(name, array.nbytes)
+
+    for job in jobs:
+        job.fill(put)
+
+
+class _Comparison:
+    """A finished shard in place of the file to be written: `write` raises where the data is another."""
+
+    def __init__(self, folder: Path, shard: Shard) -> None:
+        self.shard = shard
+        self.data = np.memmap(folder / shard.name, np.uint8, "r")
+
+    def write(self, name: str, array: np.ndarray, start: int = 0) -> None:
+        first = self.shard.starts[name] + start
+        if not np.array_equal(self.data[first : first + array.nbytes], array.reshape(-1).view(np.uint8)):
+            raise _Differs
+
+
+class _Differs(Exception):
+    """A finished shard holds other data."""
+
+
+def _write_shards(
+    folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
+) -> int:
+    """Write what is not there yet; returns how many shards were."""
+    owner = {entry.name: index for index, shard in enumerate(shards) for entry in shard.entries}
+    jobs: list[list[Job]] = [[] for _ in shards]
+    for job in plan.jobs:
+        if job.entries:
+            jobs[owner[job.entries[0].name]].append(job)
+    ready = [is_complete(folder, shard) for shard in shards]
+    check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
+    meter = _Meter(progress, sum(shard.size for shard in shards), len(shards))
+    for index, (shard, of_shard) in enumerate(zip(shards, jobs, strict=True)):
+        meter.shard = index + 1
+        if ready[index] and plan.identity is None:
+            try:
+                _fill(_Comparison(folder, shard), of_shard, _Meter(None, 0, 0))
+            except _Differs:
+                ready[index] = False
+        if ready[index]:
+            meter.add(shard.name, shard.size)
+            continue
+        with ShardFile(folder, shard) as file:
+            meter.add(shard.name, len(shard.header))
+            _fill(file, of_shard, meter)
+    return sum(ready)
+
+
+# ---- the folder --------------------------------------------------------------------------------------------------
+
+
+def _digest(identity: Any, shards: Sequence[Shard]) -> str:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
+    for shard in shards:
+        digest.update(shard.name.encode() + shard.header)
+    return digest.hexdigest()
+
+
+def _journal(folder: Path) -> dict:
+    try:
+        found = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_finished(target: Path, identity: str) -> bool:
+    """True for a destination that this very call had made when it was killed between its last two steps."""
+    if _journal(target).get("identity") != identity:
+        return False
+    (target / JOURNAL).unlink()
+    return True
+
+
+def _check_absent(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists already. Choose another destination, or remove it first.")
+
+
+def _remove_others(folder: Path, names: set[str]) -> None:
+    """Remove the files of other attempts; a partial folder holds nothing else."""
+    for entry in folder.iterdir():
+        if entry.name not in names and not entry.is_dir():
+            entry.unlink()
+
+
+def _remove_partial(folder: Path, keep: bool = False) -> None:
+    """Empty a partial folder, and remove it unless `keep`; one that no journal marks as ours is left alone."""
+    if not _journal(folder) and {entry.name for entry in folder.iterdir()} - {JOURNAL + ".tmp"}:
+        raise CheckpointError(f"{folder} is in the way: it was not made by this library. Remove or rename it.")
+    _remove_others(folder, set())
+    if not keep:
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Refuse a second process; the system frees the lock of one that was killed."""
+    try:
+        import fcntl
+    except ImportError:  # systems without it have no such lock
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"Another process writes {folder}. Wait until it has finished.") from None
+        yield
+    finally:
+        os.close(handle)
