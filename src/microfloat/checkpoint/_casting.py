@@ -27,7 +27,7 @@ def experts_of(record: Record) -> int:
 
 
 def slabs(record: Record, multiple: int = 1) -> Iterator[tuple[int, int, Record]]:
-    """(expert, first row, record of some rows [R, K]) of a parameter, in order; R is a multiple of `multiple` or last."""
+    """(expert, first row, record of some rows [R, K]) in order; R is a multiple of `multiple` but for the last rows."""
     rows, length = (1, *record.logical_shape)[-2:]
     tile = record.format.block[0] or 1 if record.format else 1
     step = int(np.lcm(multiple, tile))
@@ -110,19 +110,18 @@ def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np
     codes, scale = made.codes, made.scale
     if fmt.scale.bits == 32 and scale_dtype != np.float32:
         with np.errstate(all="ignore"):
-            scale = np.maximum(scale, ml_dtypes.finfo(scale_dtype).smallest_normal).astype(scale_dtype).astype(np.float32)
+            scale = (
+                np.maximum(scale, ml_dtypes.finfo(scale_dtype).smallest_normal).astype(scale_dtype).astype(np.float32)
+            )
             x = x.astype(np.float32)
             scale_in_place(x, np.float32(1) / np.atleast_2d(scale), fmt.block)
             codes = cpu.quantize(x, _UNIT[fmt.element.has_inf], amax=np.float32(fmt.element.max)).codes
     if fmt.element.bits == 6:
         codes = pack_fp6(codes)
-    return Record(
-        slab.name, codes.view(np.uint8), scale, made.tensor_scale, fmt, slab.logical_shape,
-        activation=slab.activation, extras=slab.extras,
-    )  # fmt: skip
+    return Record(slab.name, codes.view(np.uint8), scale, made.tensor_scale, fmt, slab.logical_shape)
 
 
-def outline(record: Record, fmt: ScaledFormat, scale_dtype: np.dtype) -> Record:
+def outline(record: Record, fmt: ScaledFormat) -> Record:
     """A record of `fmt` without data: arrays of the right shapes that take no memory."""
 
     def empty(dtype: object, *shape: int) -> np.ndarray:
@@ -134,5 +133,4 @@ def outline(record: Record, fmt: ScaledFormat, scale_dtype: np.dtype) -> Record:
     return Record(
         record.name, empty(np.uint8, *record.logical_shape[:-1], length * fmt.element.bits // 8),
         empty(np.uint8 if fmt.scale.bits == 8 else np.float32, *leading, *grid), level, fmt, record.logical_shape,
-        activation=record.activation, extras=record.extras,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """`convert`: one checkpoint into another format, module by module, and the report about it."""
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,6 @@ import numpy as np
 
 from microfloat._version import __version__
 from microfloat.checkpoint._casting import (
-    amax_of,
     cast_slab,
     experts_of,
     measure,
@@ -31,10 +29,13 @@ from microfloat.checkpoint._modules import (
     is_kept,
     module_of,
 )
-from microfloat.checkpoint._saving import Job, Plan, Progress, Put, write
+from microfloat.checkpoint._saving import Job, Plan, Progress, Put, documents, is_linear, producer_of, write
 from microfloat.checkpoint._writer import Entry, byte_count
+from microfloat.checkpoint.families import WRITTEN, Family, native
+from microfloat.checkpoint.families.writing import Member, Written
+from microfloat.checkpoint.folder import CONFIGS, locate
 from microfloat.checkpoint.load import Checkpoint, load
-from microfloat.checkpoint.records import Record
+from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
 from microfloat.errors import CheckpointError, invalid_value, unknown_name
 from microfloat.recipes import Cast
 
@@ -144,20 +145,23 @@ class Step:
     cast: Cast | None = None
     dtype: np.dtype = PLAIN["f32"]
     group: str | None = None
+    activation: Activation = field(default_factory=NO_ACTIVATION.copy)
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     turned: bool = False
 
     @property
-    def outline(self) -> Record:
-        """The record that will be written, where it is not the source itself, without data."""
-        if self.action == "cast":
-            assert self.cast is not None
-            return outline(self.record, self.cast.format)
-        return self.record
+    def made(self) -> Record:
+        """The record that will be written: the source itself, or one without data."""
+        if self.cast is None:
+            return self.record
+        return replace(outline(self.record, self.cast.format), activation=self.activation, extras=self.extras)
 
     def encode(self, record: Record) -> dict[str, np.ndarray]:
         """The tensors of a record, or of a slab of it, in the target's family."""
         if self.family is None:
             return {record.name: record.codes}
+        if self.cast is not None:
+            record = replace(record, activation=self.activation, extras=self.extras)
         return self.family.encode(self.family, record, self.dtype)
 
 
@@ -167,8 +171,13 @@ class Target:
 
     name: str
     family: Family | None = None
-    cast: Cast | None = None
+    written: Written | None = None
     dtype: np.dtype | None = None
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast of the weights."""
+        return None if self.written is None else self.written.cast
 
 
 def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
@@ -181,9 +190,9 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
         raise unknown_name("to", to, [*WRITTEN, *PLAIN])
     if four_over_six and scale_rule is not None:
         raise invalid_value("four_over_six", f"True with scale_rule={scale_rule!r}", "one of them")
-    family, stock = WRITTEN[to]
-    rule = "four_over_six" if four_over_six else scale_rule if scale_rule is not None else stock.scale_rule
-    return Target(to, family, Cast(stock.format, rule))
+    family, written = WRITTEN[to]
+    rule = "four_over_six" if four_over_six else written.cast.scale_rule if scale_rule is None else scale_rule
+    return Target(to, family, written._replace(cast=Cast(written.cast.format, rule)))
 
 
 def decide(
@@ -191,8 +200,8 @@ def decide(
 ) -> list[Step]:
     """A step for each parameter, in the order of the files."""
     model_dtype = _model_dtype(checkpoint)
-    turned = _TURNED_EXPERTS & {checkpoint_config(checkpoint).get("model_type")}
-    steps = [_step(record, target, ignore, model_dtype, bool(turned)) for record in checkpoint.values()]
+    turned = checkpoint.config.get("model_type") in _TURNED_EXPERTS
+    steps = [_step(record, target, ignore, model_dtype, turned) for record in checkpoint.values()]
     groups: dict[str, list[int]] = {}
     for index, step in enumerate(steps):
         key = fused_group(module_of(step.record.name), fuse)
@@ -206,15 +215,9 @@ def decide(
 _TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
 
 
-def checkpoint_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's own configuration, empty without one."""
-    config = checkpoint.config.get("config.json") if checkpoint.config else None
-    return config if isinstance(config, dict) else {}
-
-
 def _model_dtype(checkpoint: Checkpoint) -> np.dtype:
     """The dtype of the model: that of its configuration, bfloat16 without one."""
-    config = checkpoint_config(checkpoint)
+    config = checkpoint.config
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return next((dtype for dtype in PLAIN.values() if dtype.name == name), PLAIN["bf16"])
 
@@ -224,19 +227,41 @@ def _step(record: Record, target: Target, ignore: Sequence[str], model_dtype: np
     pattern = ignored_by(module, ignore)
     if record.format is None:
         return _step_of_plain(record, target, module, pattern, turned)
-    if target.cast is None or pattern is not None:
+    if _LOW_RANK & set(record.extras):
+        raise CheckpointError(
+            f"{record.name}: a low-rank branch (SVDQuant) cannot be converted; no other format has it."
+        )
+    if target.written is None or target.cast is None or pattern is not None:
         reason = "" if pattern is None else f"ignored by {pattern!r}"
         return Step(record, "dequantized", reason, dtype=target.dtype or model_dtype)
-    unsuitable = _why_not(record, target.cast)
-    folded = _FOLDED_EXTRAS & set(record.extras)
-    if record.format == target.cast.format and not folded:
+    unsuitable = _why_not(record, target)
+    if not unsuitable and record.format == target.cast.format and "pre_quant_scale" not in record.extras:
         return Step(record, "carried", family=target.family, dtype=_scale_dtype(record, model_dtype))
     if unsuitable:
         return Step(record, "dequantized", unsuitable, dtype=model_dtype)
-    return Step(record, "cast", "", target.family, target.cast, model_dtype)
+    return _cast_step(record, target, model_dtype)
 
 
-_FOLDED_EXTRAS = {"pre_quant_scale"}
+_LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
+_CAPACITY = {True: 2688.0, False: 448.0}  # of a format with a tensor scale, and of FP8
+
+
+def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
+    """A cast; a static input scale is kept where the target has such scales, in the unit of its format."""
+    assert target.written is not None
+    cast, scheme, fmt = target.written
+    given, of_input = record.activation.get("scale"), record.activation.get("format")
+    activation: Activation = {"scheme": scheme, "scale": None, "format": fmt}
+    takes = cast.format.tensor_scale is not None or cast.format.is_per_tensor
+    if given is not None and takes and record.format is not None:
+        two_level = (of_input or record.format).tensor_scale is not None
+        unit = np.float32(_CAPACITY[two_level] / _CAPACITY[cast.format.tensor_scale is not None])
+        activation = {"scheme": "static", "scale": np.asarray(given * unit, np.float32), "format": cast.format}
+    extras = {name: array for name, array in record.extras.items() if name in _CACHE_SCALES}
+    return Step(record, "cast", "", target.family, cast, dtype, activation=activation, extras=extras)
+
+
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
 def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, turned: bool) -> Step:
@@ -252,7 +277,7 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
     if turned:
         codes = np.swapaxes(record.codes, 1, 2)
         record = replace(record, codes=codes, logical_shape=codes.shape)
-    reason = "kept by default" if is_kept(module) else _why_not(record, target.cast)
+    reason = "kept by default" if is_kept(module) else _why_not(record, target)
     if pattern is not None:
         reason = f"ignored by {pattern!r}"
     if reason:
@@ -261,10 +286,15 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
     return Step(record, "cast", "", target.family, target.cast, dtype)
 
 
-def _why_not(record: Record, cast: Cast) -> str:
-    """The reason why no family stores a parameter in this format, or nothing."""
-    block, length = cast.format.block[1], record.logical_shape[-1]
-    if cast.format.scale.bits == 8 and block is not None and length % block:
+def _why_not(record: Record, target: Target) -> str:
+    """The reason why the target cannot store a parameter, or nothing."""
+    assert target.cast is not None
+    assert target.family is not None
+    fmt, length = target.cast.format, record.logical_shape[-1]
+    block = fmt.block[1]
+    if target.family.experts_only and len(record.logical_shape) != 3:
+        return f"{target.family.name} quantizes stacked experts alone"
+    if fmt.scale.bits == 8 and block is not None and length % block:
         return f"{length} columns are no multiple of {block}"
     return "it has no elements" if not record.codes.size else ""
 
@@ -284,25 +314,31 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
         if len(levels) > 1 or mixed:
             notes.append(f"{key}: its members had tensor scales of their own and were quantized again under one")
             for i in members:
-                steps[i] = replace(steps[i], action="cast", cast=target.cast)
+                if steps[i].action == "carried":
+                    steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
         for i in members:
             steps[i] = replace(steps[i], group=key)
-    scales = [steps[i].record.activation.get("scale") for i in members]
+    scales = [steps[i].made.activation.get("scale") for i in members]
     found = [scale for scale in scales if scale is not None]
-    if found and len({np.asarray(scale).tobytes() for scale in scales}) > 1:
+    if found and len({None if scale is None else scale.tobytes() for scale in scales}) > 1:
         largest = max(found, key=lambda scale: float(np.max(scale)))
         notes.append(f"{key}: its members had input scales of their own; they share the largest")
         for i in members:
-            record = steps[i].record
-            activation = {**record.activation, "scheme": "static", "scale": largest}
-            steps[i] = replace(steps[i], record=replace(record, activation=activation))
+            record, activation = steps[i].record, steps[i].made.activation
+            activation = Activation(scheme="static", scale=largest, format=activation.get("format"))
+            source = record.source and record.source._replace(
+                divisors={role: array for role, array in record.source.divisors.items() if role != "input_scale"}
+            )
+            steps[i] = replace(
+                steps[i], activation=activation, record=replace(record, activation=activation, source=source)
+            )
 
 
 # ---- the data ----------------------------------------------------------------------------------------------------
 
 
 class _Amaxes:
-    """The amax of every matrix of a parameter, over all members of its fused group; measured once, before any is cast."""
+    """The amax of each matrix, over all members of its fused group: measured once, before any of them is cast."""
 
     def __init__(self, steps: Iterable[Step]) -> None:
         self._groups: dict[str, list[Record]] = {}
@@ -332,7 +368,7 @@ def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
 
     def put_cast(put: Put) -> None:
         assert step.cast is not None
-        sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.outline).items()}
+        sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.made).items()}
         written = dict.fromkeys(sizes, 0)
         found, count = amaxes.of(step), experts_of(step.record)
         for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
@@ -361,7 +397,7 @@ def _entries(step: Step) -> tuple[Entry, ...]:
     """The tensors that a step writes."""
     if step.action == "dequantized":
         return (Entry(step.record.name, step.dtype, step.record.logical_shape),)
-    return tuple(Entry.of(name, array) for name, array in step.encode(step.outline).items())
+    return tuple(Entry.of(name, array) for name, array in step.encode(step.made).items())
 
 
 class _Peak:
@@ -381,9 +417,8 @@ class _Peak:
 
 
 def _verify(steps: Sequence[Step], path: Path, target: Target) -> dict[str, float]:
-    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are not the same."""
-    with_format = {} if target.family is None else {"format": target.family.name}
-    written = load(path, **with_format)
+    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others."""
+    written = load(path, format="auto" if target.family is None else target.family.name)
     found, wrong = {}, []
     for step in steps:
         again = written[step.record.name]
@@ -469,14 +504,25 @@ def convert(
     steps = decide(checkpoint, target, patterns, kinds, report.notes)
     peak, amaxes = _Peak(), _Amaxes(steps)
     jobs = [Job(_entries(step), _fill(step, amaxes, peak)) for step in steps]
-    files = sorted({Path(path) for path in checkpoint.files})
+    files = sorted(locate(src).files.values())
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
         "ignore": patterns, "fuse": kinds,
         "files": [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
     }  # fmt: skip
     measured: dict[str, float] = {}
-    plan = Plan(jobs, _documents(checkpoint, steps, target), _copies(src), _metadata(steps, target), identity)
+    members = [
+        Member(module_of(made.name), made.format, made.activation)
+        for step in steps if step.family is not None and (made := step.made).format is not None
+    ]  # fmt: skip
+    kept = [module_of(layer.record.name) for layer in steps if layer.family is None and is_linear(layer.record)]
+    made = documents(target.family, members, kept, checkpoint.configs, producer_of())
+    if target.dtype is not None:
+        made["config.json"] = _with_dtype(made.get("config.json", {}), target.dtype)
+    metadata = {"format": "pt"}
+    if target.family is not None and target.family.name == native.NAME:
+        metadata |= native.metadata_of(step.made for step in steps if step.family is not None)
+    plan = Plan(jobs, made, _copies(Path(src)), metadata, identity)
     written = write(
         dst, plan, max_shard_size=limit, resume=resume, progress=progress,
         check=(lambda path: measured.update(_verify(steps, path, target))) if verify else None,
@@ -486,3 +532,35 @@ def convert(
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
     report.verified, report.peak_bytes, report.seconds = verify, peak.bytes, time.perf_counter() - started
     return report
+
+
+def _layer(step: Step, job: Job, measured: Mapping[str, float]) -> Layer:
+    """The line of the report about one parameter."""
+    record, made = step.record, step.made.format
+    before = "plain" if record.source is None else record.source.family
+    dtype = step.dtype if step.action == "dequantized" else record.codes.dtype
+    return Layer(
+        record.name, step.action, before, dtype.name if made is None or step.family is None else made.name, step.reason,
+        measured.get(record.name), record.nbytes, sum(entry.nbytes for entry in job.entries),
+    )  # fmt: skip
+
+
+def _with_dtype(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """The configuration of a model whose weights have another dtype now."""
+    return {key: dtype.name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+
+
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".pkl", ".ckpt")
+_LARGEST_COPY = 1 << 28
+
+
+def _copies(src: Path) -> dict[str, Path]:
+    """Tokenizer, templates and licences: small files of a folder that hold no weights."""
+    if not src.is_dir():
+        return {}
+    return {
+        path.name: path
+        for path in sorted(src.iterdir())
+        if path.is_file() and path.stat().st_size <= _LARGEST_COPY and not path.name.startswith(".")
+        and not path.name.endswith(_WEIGHTS) and path.name not in CONFIGS
+    }  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from microfloat._version import __version__
+from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint._writer import (
     INDEX,
     Entry,
     Shard,
     ShardFile,
+    byte_count,
     check_space,
     index_of,
     is_complete,
@@ -25,7 +29,12 @@ from microfloat.checkpoint._writer import (
     sync_folder,
     write_json,
 )
-from microfloat.errors import CheckpointError
+from microfloat.checkpoint.config import KEYS
+from microfloat.checkpoint.container import DTYPES
+from microfloat.checkpoint.families import FAMILIES, Family, native
+from microfloat.checkpoint.families.writing import Manifest, Member
+from microfloat.checkpoint.records import Record
+from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, unknown_name
 
 JOURNAL = ".microfloat.json"
 PARTIAL = ".partial"
@@ -277,3 +286,150 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+# ---- save --------------------------------------------------------------------------------------------------------
+
+
+def save(
+    records: Mapping[str, Record] | Iterable[Record], path: str | os.PathLike, *, format: str,
+    config: bool | Mapping[str, Any] = True, max_shard_size: int | str = "5GB",
+    producer: Mapping[str, str] | None = None, progress: Callable[[Progress], object] | None = None,
+) -> list[str]:  # fmt: skip
+    """Write records as a checkpoint of the family `format`, and return the names of its shards.
+
+    * `records`: a Checkpoint, a dictionary, or records one after the other; plain ones are written as they are.
+    * `path`: a folder, or a name that ends in ".safetensors"; it must not exist. A folder appears when it is whole; an
+      interrupted attempt is continued by the same call.
+    * `format`: a family that is written, such as "ct:nvfp4"; "ct:mixed" for several formats of compressed-tensors;
+      "microfloat:native" for every format; "plain" for records without one.
+    * `config`: write the configurations of the family. A dictionary is the model's own config.json to be completed;
+      True takes that of a Checkpoint.
+    * `producer`: name and version of who writes; microfloat's own by default.
+
+    Raises ValueError for a record that the family cannot hold, which names the families that can, and CheckpointError
+    for a destination that exists or a full disk.
+    """
+    limit = byte_count("max_shard_size", max_shard_size)
+    every = list(records.values() if isinstance(records, Mapping) else records)
+    for record in every:
+        if not isinstance(record, Record):
+            raise invalid_type("records", type(record), "Records, as load(path).values() gives them")
+    families = [family_for(record, format) for record in every]
+    dtype = next((one.codes.dtype for one in every if one.format is None and one.codes.dtype.name in _FLOATS), None)
+    jobs, metadata = [], {"format": "pt"}
+    for record, family in zip(every, families, strict=True):
+        tensors = (
+            {record.name: record.codes}
+            if family is None
+            else family.encode(family, record, _scale_dtype(record, dtype))
+        )
+        jobs.append(Job(tuple(Entry.of(name, array) for name, array in tensors.items()), _put_all(tensors)))
+    made: dict[str, Any] = {}
+    if config is not False:
+        given = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
+        members = [
+            Member(module_of(record.name), record.format, record.activation)
+            for record, family in zip(every, families, strict=True)
+            if family is not None and record.format is not None
+        ]
+        kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
+        named = next((family for family in families if family is not None), None)
+        made = documents(named, members, kept, given, producer_of(producer))
+    metadata.update(native.metadata_of(every) if format == native.NAME else {})
+    return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
+
+
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def _put_all(tensors: Mapping[str, np.ndarray]) -> Callable[[Put], None]:
+    def fill(put: Put) -> None:
+        for name, array in tensors.items():
+            put(name, array, 0)
+
+    return fill
+
+
+def _scale_dtype(record: Record, dtype: np.dtype | None) -> np.dtype:
+    """The dtype of FP32 scales in a family that stores the model's: the stored one, or `dtype` if no scale changes."""
+    stored = record.source.tensors.get("scale") if record.source else None
+    if stored is not None and stored.dtype in ("F32", "F16", "BF16"):
+        return DTYPES[stored.dtype][1]
+    if dtype is None or record.scale is None or record.scale.dtype != np.float32:
+        return np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        exact = np.array_equal(record.scale.astype(dtype).astype(np.float32), record.scale, equal_nan=True)
+    return dtype if exact else np.dtype(np.float32)
+
+
+def family_for(record: Record, format: str) -> Family | None:
+    """The family under which `save` stores a record; None for a plain one. ValueError where none of `format` can."""
+    if record.problem is not None:
+        raise checkpoint_error(record.name, [record.problem])
+    if format not in (*SAVED, "plain"):
+        raise unknown_name("format", format, [*SAVED, "plain"])
+    if record.format is None:
+        return None
+    able = [name for name, families in SAVED.items() if any(family.holds(record.format) for family in families)]
+    if format not in able:
+        raise invalid_value(
+            record.name, f"the format {record.format.name} for {format}", f"a format that {format} can hold",
+            f"Families that can: {', '.join(able)}.",
+        )  # fmt: skip
+    return next(family for family in SAVED[format] if family.holds(record.format))
+
+
+SAVED: dict[str, list[Family]] = {}
+for _family in FAMILIES:
+    if _family.writes:
+        SAVED.setdefault(_family.name, []).append(_family)
+SAVED["ct:mixed"] = [family for name, families in SAVED.items() if name.startswith("ct:") for family in families]
+SAVED["modelopt:mixed"] = [
+    family for name, families in SAVED.items() if name.startswith("modelopt:") for family in families
+]
+
+
+# ---- configurations ----------------------------------------------------------------------------------------------
+
+
+def producer_of(producer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name and version of who writes."""
+    return {"name": "microfloat", "version": __version__} if producer is None else dict(producer)
+
+
+def is_linear(record: Record) -> bool:
+    """True for a matrix of a layer that consumers would look for among quantized ones."""
+    shape = record.logical_shape
+    return record.name.endswith(".weight") and len(shape) == 2 and not re.search(r"embed(?!_out)|norm", record.name)
+
+
+def documents(
+    family: Family | None, members: list[Member], kept: list[str], given: Mapping[str, Any], producer: dict[str, str]
+) -> dict[str, Any]:
+    """The JSON files of a checkpoint: the configuration of the model (`given`, by file name) with what `members` are.
+
+    `kept`: layers in high precision. The output layer is named with them, since it often shares the embedding's matrix
+    and then has no tensor of its own.
+    """
+    base = given.get("config.json")
+    base = _without_quantization(base) if isinstance(base, dict) else {}
+    if family is None or family.configure is None or not members:
+        return {"config.json": base} if base else {}
+    quantized = {member.module for member in members}
+    ignore = sorted({*kept, "lm_head"} - quantized)
+    made = family.configure(Manifest(members, ignore, _has_cache(given), producer))
+    return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {key: _without_quantization(value) for key, value in config.items() if key == "text_config" and value}
+    return {key: inner.get(key, value) for key, value in config.items() if key not in KEYS}
+
+
+def _has_cache(given: Mapping[str, Any]) -> bool:
+    """True where the configurations of the source speak of scales for the KV cache."""
+    config, second = given.get("config.json") or {}, given.get("hf_quant_config.json") or {}
+    quantization = next((config[key] for key in KEYS if isinstance(config.get(key), dict)), {})
+    other = second.get("quantization") if isinstance(second, dict) else {}
+    return bool(quantization.get("kv_cache_scheme") or (other or {}).get("kv_cache_quant_algo"))

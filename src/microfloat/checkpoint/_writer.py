@@ -15,15 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from microfloat.checkpoint.container import DTYPES
 from microfloat.errors import CheckpointError, invalid_type, invalid_value
 
 INDEX = "model.safetensors.index.json"
-# safetensors' name of a NumPy dtype. FP4 and FP6 codes are bytes: readers refuse the dtypes F4 and F6.
-DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
-    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
+# Names of dtypes in a file. FP4 and FP6 codes are bytes: readers refuse the dtypes F4 and F6.
+_NAMES = {dtype.name: name for name, (bits, dtype) in DTYPES.items() if bits >= 8}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PIECE = 1 << 26  # bytes of a write
 
@@ -38,8 +35,8 @@ class Entry(NamedTuple):
     @staticmethod
     def of(name: str, array: np.ndarray) -> "Entry":
         """The entry of an array, whose memory is not looked at."""
-        if array.dtype.name not in DTYPES:
-            raise invalid_type(name, array.dtype, "a dtype of safetensors: " + ", ".join(DTYPES))
+        if array.dtype.name not in _NAMES:
+            raise invalid_type(name, array.dtype, "a dtype of safetensors: " + ", ".join(_NAMES))
         return Entry(name, array.dtype, array.shape)
 
     @property
@@ -94,7 +91,11 @@ def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping
                 raise CheckpointError(f"Two tensors have the name {entry.name!r}; a file holds each name once.")
             names.add(entry.name)
     count = len(files)
-    named = ["model.safetensors"] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    named = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    )
     return [lay_out(name, entries, metadata) for name, entries in zip(named, files, strict=True)]
 
 
@@ -106,13 +107,15 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) ->
     for entry in ordered:
         starts[entry.name] = end
         table[entry.name] = {
-            "dtype": DTYPES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes],
+            "dtype": _NAMES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes],
         }  # fmt: skip
         end += entry.nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return Shard(name, ordered, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+    return Shard(
+        name, ordered, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+    )
 
 
 def index_of(shards: Sequence[Shard]) -> dict:

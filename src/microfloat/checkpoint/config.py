@@ -73,7 +73,7 @@ def announced(configs: Mapping[str, Any]) -> list[Announcement]:
     if isinstance(config, dict):
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, dict) else {})
-        found = next((place[key] for place in places for key in _KEYS if isinstance(place.get(key), dict)), None)
+        found = next((place[key] for place in places for key in KEYS if isinstance(place.get(key), dict)), None)
         if found is not None:
             made.append(_announcement("config.json", found))
     second = configs.get("hf_quant_config.json")
@@ -83,7 +83,7 @@ def announced(configs: Mapping[str, Any]) -> list[Announcement]:
     return made
 
 
-_KEYS = ("quantization_config", "compression_config")
+KEYS = ("quantization_config", "compression_config")
 
 
 def _announcement(file: str, config: dict[str, Any]) -> Announcement:

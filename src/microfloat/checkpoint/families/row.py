@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
+from microfloat.checkpoint.families.writing import Arrays, Configure, Written, encode_parts
 from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
 from microfloat.formats import (
     E4M3,
@@ -65,6 +66,9 @@ class Family:
     * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
     * `input_scales`: last parts of the names of a static scale of the module's input.
     * `method`, `announced`: quant_method of a configuration, and its words for this row (quant_algo, format).
+    * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
+    * `scalars`: the shape of a scale of a whole tensor. `model_scales`: FP32 scales are stored in the model's dtype.
+      `experts_only`: other layers stay in high precision.
     """
 
     name: str
@@ -76,9 +80,23 @@ class Family:
     input_scales: tuple[str, ...] = ("input_scale",)
     method: str = ""
     announced: tuple[str, ...] = ()
-    writes: bool = False
     decode: "Callable[[Entry, Container], Record]" = field(default=lambda entry, tensors: decode_parts(entry, tensors))
-    encode: "Callable[[Family, Record], dict[str, tuple[str, np.ndarray]]] | None" = None  # name -> (dtype, array)
+    writes: Mapping[str, Written] = field(default_factory=dict)
+    encode: "Callable[[Family, Record, np.dtype], Arrays]" = encode_parts
+    configure: Configure | None = None
+    scalars: Shape = ()
+    model_scales: bool = False
+    experts_only: bool = False
+
+    def holds(self, fmt: ScaledFormat) -> bool:
+        """True where the family is written with this format, or with tiles of another size."""
+        if self.format is not None:
+            return self.format == fmt
+        written = [one.cast.format for one in self.writes.values()]
+        return fmt in written or any(
+            other.is_tile and fmt.is_tile and (other.element, other.scale) == (fmt.element, fmt.scale)
+            for other in written
+        )
 
     def shape_of(self, codes: Stored) -> Shape:
         """Logical shape of stored codes."""

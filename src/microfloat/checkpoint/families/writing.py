@@ -1,0 +1,122 @@
+"""The encoding that the rows of families share, and what their configurations are made of."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from microfloat.checkpoint.records import Activation, Record
+from microfloat.formats import FP8_ROW, FP8_TENSOR, FP8_1x128, ScaledFormat
+from microfloat.recipes import Cast
+
+__all__ = ["Configuration", "Manifest", "Member", "Written", "encode_parts"]
+
+Arrays = dict[str, np.ndarray]
+# E8M0 scales are bytes: the dtype F8_E8M0 is younger than most readers.
+_SCALES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E8M0": np.dtype(np.uint8)}
+_CODES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E5M2": np.dtype(ml_dtypes.float8_e5m2)}
+
+
+class Written(NamedTuple):
+    """The cast that a family is written with, and what its configuration says about activations without a scale."""
+
+    cast: Cast
+    activation: str = "none"
+    activation_format: ScaledFormat | None = None
+
+
+class Member(NamedTuple):
+    """A quantized parameter as a configuration needs it."""
+
+    module: str
+    format: ScaledFormat
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint that is written: quantized parameters, modules in high precision, dtype of the KV cache.
+
+    `producer`: name and version of who writes it.
+    """
+
+    members: list[Member]
+    ignore: list[str] = field(default_factory=list)
+    kv_cache: bool = False
+    producer: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[tuple[ScaledFormat, str, ScaledFormat | None], list[str]]:
+        """Modules by format, activation scheme and activation format."""
+        made: dict[tuple[ScaledFormat, str, ScaledFormat | None], list[str]] = {}
+        for module, fmt, activation in self.members:
+            scheme = activation.get("scheme", "none")
+            made.setdefault((fmt, scheme, None if scheme == "none" else activation_format(fmt, activation)), []).append(
+                module
+            )
+        return made
+
+
+class Configuration(NamedTuple):
+    """`quantization_config` of config.json, and other documents by file name."""
+
+    quantization: dict[str, Any]
+    documents: dict[str, Any]
+
+
+Configure = Callable[[Manifest], Configuration]
+
+
+def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat:
+    """The format of a layer's input: what the record says, else the usual one beside such a weight."""
+    found = activation.get("format")
+    if found is not None:
+        return found
+    if fmt.scale.bits == 8:
+        return fmt
+    if activation.get("scheme") == "static":
+        return FP8_TENSOR
+    return FP8_1x128 if fmt.is_tile else FP8_ROW
+
+
+def encode_parts(family: Any, record: Record, dtype: np.dtype) -> Arrays:
+    """The tensors of a record by the numbers of its family's row, by name.
+
+    `dtype` is that of FP32 scales in a family that stores them in the dtype of the model. FP4 and FP6 codes and E8M0
+    scales are bytes; a divisor that the record was read with is written as it was.
+    """
+    fmt = record.format
+    assert fmt is not None, record.name
+    assert record.scale is not None, record.name
+    made = {record.name + family.codes[0]: record.codes.view(_CODES.get(fmt.element.name, np.uint8))}
+    scale, leading = record.scale, record.logical_shape[:-2]
+    if fmt.is_per_tensor:
+        scale = scale.reshape(leading or family.scalars)
+    if fmt.scale.bits == 32:
+        scale = scale.astype(dtype if family.model_scales else np.float32, copy=False)
+    else:
+        scale = scale.view(_SCALES[fmt.scale.name])
+    made[record.name + family.scale[0]] = scale
+    if family.tensor_scale is not None and record.tensor_scale is not None:
+        made[record.name + family.tensor_scale] = _scalar(family, record, "tensor_scale", record.tensor_scale, leading)
+    folder, _, leaf = record.name.rpartition(".")
+    given = record.activation.get("scale")
+    if given is not None:
+        last = family.input_scales[0]
+        name = f"{record.name}_{last}" if leaf != "weight" else f"{folder}.{last}" if folder else last
+        made[name] = _scalar(family, record, "input_scale", given, ())
+    for last, array in record.extras.items():
+        made[f"{folder}.{last}" if folder else last] = array
+    return made
+
+
+def _scalar(family: Any, record: Record, role: str, value: np.ndarray, leading: tuple[int, ...]) -> np.ndarray:
+    """A global scale as the family stores it."""
+    value = np.asarray(value, np.float32)
+    if family.divides:
+        divisor = record.source.divisors.get(role) if record.source else None
+        with np.errstate(all="ignore"):
+            value = np.asarray(np.float32(1) / value if divisor is None else divisor, np.float32)
+    return value.reshape(leading or (family.scalars if value.size == 1 else value.size))

@@ -1,0 +1,476 @@
+"""`save` and `convert`: every format that is written, fused groups, exact bytes, memory, interruption and errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat import reference
+from microfloat.checkpoint import Record, convert, load, save
+from microfloat.checkpoint.families import WRITTEN
+from microfloat.errors import CheckpointError
+from microfloat.formats import FORMATS, decode, encode
+from microfloat.recipes import Cast
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = {
+    "model.embed_tokens": (48, 64),
+    "model.layers.0.input_layernorm": (64,),
+    "model.layers.0.self_attn.q_proj": (64, 64),
+    "model.layers.0.self_attn.k_proj": (32, 64),
+    "model.layers.0.self_attn.v_proj": (32, 64),
+    "model.layers.0.mlp.gate_proj": (144, 64),
+    "model.layers.0.mlp.up_proj": (144, 64),
+    "model.layers.0.mlp.down_proj": (64, 144),  # 144 is no multiple of 32
+    "lm_head": (48, 64),
+}
+
+
+def plain(name, shape, dtype=BF16, factor=1.0, seed=0):
+    """A record of random numbers."""
+    values = np.random.default_rng([seed, *name.encode()]).standard_normal(shape) * factor
+    return Record(name, values.astype(dtype), logical_shape=tuple(shape))
+
+
+def model(dtype=BF16, **more):
+    """The records of a small model; `gate_proj` is larger than `up_proj`."""
+    made = [plain(f"{name}.weight", shape, dtype, 3.0 if "gate" in name else 0.1) for name, shape in SHAPES.items()]
+    return made + [plain(name, shape, dtype) for name, shape in more.items()]
+
+
+@pytest.fixture
+def source(tmp_path):
+    save(model(), tmp_path / "source", format="plain", config={"model_type": "llama", "dtype": "bfloat16"})
+    return tmp_path / "source"
+
+
+def expected(record, cast, scale_dtype=None, amax=None):
+    """What a cast of one matrix gives, by the oracle; scales rounded to `scale_dtype`."""
+    q = reference.quantize(record.codes, cast, amax=amax)
+    if scale_dtype is None or scale_dtype == np.float32:
+        return reference.dequantize(q)
+    scale = np.atleast_2d(q.scale.astype(scale_dtype).astype(np.float32))
+    rows, columns = (size or length for size, length in zip(cast.format.block, q.shape, strict=True))
+    every = np.repeat(np.repeat(scale, rows, 0), columns, 1)[: q.shape[0], : q.shape[1]]
+    scaled = record.codes.astype(np.float32) * (np.float32(1) / every)
+    return decode(encode(scaled, cast.format.element), cast.format.element) * every
+
+
+@pytest.mark.parametrize("to", [name for name in WRITTEN if name != "gptoss:hf"])
+def test_every_target_has_the_oracles_values(source, tmp_path, to):  # features K5, U14
+    report = convert(source, tmp_path / "out", to=to)
+    again, family, cast = load(tmp_path / "out"), WRITTEN[to][0], WRITTEN[to][1].cast
+    assert again.detection.family == family.name
+    assert again.detection.confidence == 1.0
+    assert report.verified
+    ragged = ["model.layers.0.mlp.down_proj"] if cast.format.block == (1, 32) else []
+    assert {layer.name for layer in report.skipped} == {
+        f"{name}.weight" for name in ("model.embed_tokens", "lm_head", *ragged)
+    }
+    records = {record.name: record for record in model()}
+    groups = [
+        [name for name in records if any(part in name for part in parts)]
+        for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    ]
+    for layer in report.layers:
+        record = records[layer.name]
+        if layer.action == "kept":
+            assert again[layer.name].codes.tobytes() == record.codes.tobytes()
+            continue
+        amax = None
+        if cast.format.tensor_scale:
+            names = next((one for one in groups if layer.name in one), [layer.name])
+            amax = np.float32(max(np.abs(records[name].codes.astype(np.float32)).max() for name in names))
+        values = expected(record, cast, BF16 if family.model_scales else None, amax)
+        np.testing.assert_array_equal(again[layer.name].dequantize(), values, err_msg=layer.name)
+        sqnr = 10 * np.log10((record.codes.astype(np.float64) ** 2).sum() / ((values - record.codes) ** 2).sum())
+        assert layer.sqnr_db == pytest.approx(sqnr, abs=1e-3)
+    assert report.worst.sqnr_db == min(layer.sqnr_db for layer in report.layers if layer.sqnr_db is not None)
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fuse", "shared"), [(("qkv", "gate_up"), 2), (("gate_up",), 1), ((), 0), (("qkv", "gate_up", "experts"), 3)]
+)
+def test_fused_groups_share_one_tensor_scale(tmp_path, fuse, shared):  # features I5
+    records = model() + [
+        plain(f"model.layers.1.mlp.experts.{expert}.{name}.weight", (32, 64), factor=expert + 1.0)
+        for expert in range(2)
+        for name in ("w1", "w2", "w3")
+    ]
+    save(records, tmp_path / "source", format="plain")
+    convert(tmp_path / "source", tmp_path / "out", to="ct:nvfp4", fuse=fuse)
+    levels = {name: record.tensor_scale for name, record in load(tmp_path / "out").items() if record.format}
+
+    def scales(*parts):
+        return {float(level) for name, level in levels.items() if any(part in name for part in parts)}
+
+    assert len(scales("q_proj", "k_proj", "v_proj")) == (1 if "qkv" in fuse else 3)
+    assert len(scales("gate_proj", "up_proj")) == (1 if "gate_up" in fuse else 2)
+    assert len(scales("experts.0.w1", "experts.0.w3")) == (1 if "gate_up" in fuse else 2)
+    assert len(scales("w1", "w3")) == {"gate_up" in fuse: 2, "experts" in fuse: 1}.get(True, 4)
+    assert len(scales("w2")) == (1 if "experts" in fuse else 2)
+    assert shared == len(fuse)
+
+
+def test_carried_over_groups_with_scales_of_their_own_are_quantized_again(source, tmp_path):  # features I5
+    convert(source, tmp_path / "apart", to="modelopt:nvfp4", fuse=())
+    report = convert(tmp_path / "apart", tmp_path / "out", to="ct:nvfp4")
+    actions = {layer.name.split(".")[-2]: layer.action for layer in report.layers}
+    assert actions["q_proj"] == actions["up_proj"] == "cast"
+    assert actions["down_proj"] == "carried"
+    assert len(report.notes) == 2
+    assert "q" in str(report)
+
+
+def test_what_is_ignored_stays_as_it_is(source, tmp_path):
+    ignore = ["*.mlp", "re:.*q_proj", "v_proj"]
+    report = convert(source, tmp_path / "out", to="ct:mxfp8", ignore=ignore)
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons["model.layers.0.mlp.up_proj.weight"] == "ignored by '*.mlp'"
+    assert [layer.name for layer in report.converted] == ["model.layers.0.self_attn.k_proj.weight"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert set(config["ignore"]) == {"lm_head", *(f"model.layers.0.mlp.{one}_proj" for one in ("up", "gate", "down")),
+                                     *(f"model.layers.0.self_attn.{one}_proj" for one in "qv")}  # fmt: skip
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+def same(a, b):
+    """The same bytes and names."""
+    assert list(a) == list(b)
+    for name in a:
+        for part in ("codes", "scale", "tensor_scale"):
+            one, other = getattr(a[name], part), getattr(b[name], part)
+            assert (one is None) == (other is None)
+            assert one is None or one.tobytes() == other.tobytes(), (name, part)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("modelopt:mxfp8", "ct:mxfp8"), ("deepseek:fp8", "hf:finegrained_fp8"), ("ct:fp8_block", "deepseek:fp8")],
+)
+def test_the_same_codes_are_carried_over(source, tmp_path, first, second):  # features K6
+    convert(source, tmp_path / "first", to=first)
+    report = convert(tmp_path / "first", tmp_path / "second", to=second)
+    assert {layer.action for layer in report.layers} == {"carried", "kept"}
+    back = convert(tmp_path / "second", tmp_path / "back", to=first)
+    assert {layer.action for layer in back.layers} == {"carried", "kept"}
+    same(load(tmp_path / "first"), load(tmp_path / "second"))
+    same(load(tmp_path / "first"), load(tmp_path / "back"))
+
+
+def test_only_the_reciprocal_of_a_global_scale_rounds(source, tmp_path):  # features K6
+    convert(source, tmp_path / "mo", to="modelopt:nvfp4")
+    convert(tmp_path / "mo", tmp_path / "ct", to="ct:nvfp4")
+    convert(tmp_path / "ct", tmp_path / "again", to="ct:nvfp4")
+    mo, ct = load(tmp_path / "mo"), load(tmp_path / "ct")
+    same(ct, load(tmp_path / "again"))
+    for name, record in mo.items():
+        if record.format is not None:
+            assert ct[name].codes.tobytes() == record.codes.tobytes()
+            assert ct[name].scale.tobytes() == record.scale.tobytes()
+            np.testing.assert_allclose(ct[name].tensor_scale, record.tensor_scale, rtol=1.2e-7)
+            stored = ct.tensors[f"{name}_global_scale"]
+            assert stored.shape == (1,)
+            assert stored[0] == np.float32(1) / record.tensor_scale
+            assert mo.tensors[f"{name}_scale_2"].shape == ()
+
+
+def test_experts_are_cast_one_by_one(tmp_path):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stack = plain(name, (3, 136, 160))
+    stack = Record(
+        name, stack.codes * np.float32([1, 10, 100]).reshape(3, 1, 1).astype(BF16), logical_shape=(3, 136, 160)
+    )
+    save([stack], tmp_path / "source", format="plain")
+    for to in ("modelopt:nvfp4", "deepseek:fp8", "ct:fp8", "ct:fp8_dynamic", "modelopt:mxfp8", "microfloat:mxfp6_e3m2"):
+        report = convert(tmp_path / "source", tmp_path / to, to=to)
+        made, cast = load(tmp_path / to)[name].dequantize(), WRITTEN[to][1].cast
+        for expert in range(3):
+            one = Record(name, stack.codes[expert], logical_shape=(136, 160))
+            values = expected(one, cast, BF16 if to.startswith("ct:fp8") else None)
+            np.testing.assert_array_equal(made[expert], values)
+        assert report.worst.sqnr_db > 18
+
+
+def test_gpt_oss_experts_are_stored_transposed(tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    stack = plain(name, (2, 64, 24))  # [E, K, N]
+    save([stack, plain("model.layers.0.self_attn.q_proj.weight", (8, 64))], tmp_path / "source", format="plain",
+         config={"model_type": "gpt_oss"})  # fmt: skip
+    report = convert(tmp_path / "source", tmp_path / "out", to="gptoss:hf")
+    assert [layer.name for layer in report.converted] == [name]
+    record = load(tmp_path / "out")[name]
+    assert record.logical_shape == (2, 24, 64)
+    assert load(tmp_path / "out").tensors[f"{name}_blocks"].shape == (2, 24, 2, 16)
+    values = reference.dequantize(reference.quantize(np.swapaxes(stack.codes, 1, 2), "mxfp4"))
+    np.testing.assert_array_equal(record.dequantize(), values)
+    convert(tmp_path / "out", tmp_path / "back", to="bf16")
+    np.testing.assert_array_equal(load(tmp_path / "back")[name].codes, np.swapaxes(values, 1, 2).astype(BF16))
+
+
+@pytest.mark.parametrize("to", ["bf16", "f32", "f16"])
+def test_plain_targets_dequantize(source, tmp_path, to):
+    convert(source, tmp_path / "low", to="ct:mxfp4")
+    report = convert(tmp_path / "low", tmp_path / "out", to=to)
+    low, out = load(tmp_path / "low"), load(tmp_path / "out")
+    dtype = {"bf16": BF16, "f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}[to]
+    for name, record in low.items():
+        assert out[name].codes.dtype == dtype
+        np.testing.assert_array_equal(out[name].codes, record.dequantize().astype(dtype))
+    assert out.detection.family == "plain"
+    assert "quantization_config" not in out.config
+    assert out.config["dtype"] == dtype.name
+    assert report.worst.sqnr_db > 40
+
+
+def test_a_plain_checkpoint_passes_through_untouched(source, tmp_path):
+    convert(source, tmp_path / "out", to="bf16")
+    same(load(source), load(tmp_path / "out"))
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "weights.bin").write_text("a pickle")
+    convert(source, tmp_path / "again", to="bf16")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {
+        "config.json", "tokenizer.json", "model.safetensors",
+    }  # fmt: skip
+
+
+def test_scale_rules(source, tmp_path):
+    for rule in ("floor", "rceil", None):
+        convert(source, tmp_path / f"{rule}", to="ct:mxfp4", scale_rule=rule)
+        name = "model.layers.0.mlp.up_proj.weight"
+        q = reference.quantize(load(source)[name].codes, Cast(FORMATS["mxfp4"], rule))
+        assert load(tmp_path / f"{rule}")[name].scale.tobytes() == q.scale.tobytes()
+    better = convert(source, tmp_path / "4o6", to="ct:nvfp4", four_over_six=True)
+    plainly = convert(source, tmp_path / "two", to="ct:nvfp4")
+    assert better.worst.sqnr_db > plainly.worst.sqnr_db
+
+
+def test_weights_of_zeros_give_zeros(tmp_path):
+    save([Record("a.weight", np.zeros((32, 64), BF16), logical_shape=(32, 64))], tmp_path / "source", format="plain")
+    for to in WRITTEN:
+        if to != "gptoss:hf":
+            report = convert(tmp_path / "source", tmp_path / to, to=to)
+            assert not load(tmp_path / to)["a.weight"].dequantize().any()
+            assert report.worst.sqnr_db == float("inf")
+
+
+# ---- interruption and memory -------------------------------------------------------------------------------------
+
+_CHILD = """
+    import os, signal, sys
+    from microfloat.checkpoint import convert
+    source, destination, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    count = 0
+
+    def progress(step):
+        global count
+        count += 1
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report = convert(source, destination, to="ct:nvfp4", max_shard_size=6000, progress=progress)
+    print(report.resumed_shards, count)
+"""
+
+
+def run(*arguments):
+    """The child, in a fresh process: what it printed, or None if it was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_CHILD), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode == -signal.SIGKILL:
+        return None
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_killed_conversion_is_resumed_to_the_same_bytes(source, tmp_path):  # features K9
+    _, calls = run(source, tmp_path / "whole", 0)
+    files = contents(tmp_path / "whole")
+    assert sum(name.endswith(".safetensors") for name in files) > 3
+    out = tmp_path / "out"
+    for kill_at in (1, calls // 3, calls // 2, 2):  # the last one would start again if nothing were kept
+        assert run(source, out, kill_at) is None
+        assert not out.exists()
+    resumed, _ = run(source, out, 0)
+    assert resumed > 0
+    assert contents(out) == files
+    assert not out.with_name("out.partial").exists()
+
+
+def test_an_interrupted_folder_of_another_conversion_is_not_taken_over(source, tmp_path):
+    out = tmp_path / "out"
+
+    def stop(step):
+        if step.shard > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, out, to="ct:nvfp4", max_shard_size=6000, progress=stop)
+    assert not out.exists()
+    report = convert(source, out, to="ct:nvfp4", max_shard_size=6000, scale_rule="two_level_17_16")
+    assert report.resumed_shards == 0
+    convert(source, tmp_path / "fresh", to="ct:nvfp4", max_shard_size=6000, scale_rule="two_level_17_16")
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_an_interrupted_save_never_keeps_other_data(tmp_path):
+    def stop(step):
+        if step.shard > 2:
+            raise KeyboardInterrupt
+
+    first, second = model(), [plain(one.name, one.logical_shape, seed=1) for one in model()]
+    with pytest.raises(KeyboardInterrupt):
+        save(first, tmp_path / "out", format="plain", max_shard_size=9000, progress=stop)
+    assert (tmp_path / "out.partial").exists()
+    save(second, tmp_path / "out", format="plain", max_shard_size=9000)
+    same(load(tmp_path / "out"), {one.name: one for one in second})
+
+
+def test_a_tensor_is_never_held_whole(tmp_path):  # features K9
+    """Converting in a process that may allocate less than two of the largest tensors."""
+    size = (4096, 4096)
+    large = [plain(f"model.layers.{i}.mlp.{name}.weight", size) for i in range(2) for name in ("up_proj", "gate_proj")]
+    save(large, tmp_path / "source", format="plain")
+    save([plain("model.layers.0.mlp.up_proj.weight", (64, 64))], tmp_path / "small", format="plain")
+    script = f"""
+        import resource, sys
+        from microfloat.checkpoint import convert
+        for to in ("ct:nvfp4", "bf16"):
+            convert({str(tmp_path / "small")!r}, {str(tmp_path)!r} + "/warm_" + to[:2], to=to)
+        held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (held + {2 * 2 * size[0] * size[1]},) * 2)
+        report = convert({str(tmp_path / "source")!r}, {str(tmp_path / "out")!r}, to="ct:nvfp4")
+        print(report.peak_bytes)
+        convert({str(tmp_path / "out")!r}, {str(tmp_path / "back")!r}, to="bf16")
+    """
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("needs /proc to know what the process holds")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_destination_that_exists_is_left_alone(source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(source, out, to="ct:nvfp4")
+    assert contents(out) == {"precious": b"x"}
+    (out / "precious").unlink()
+    convert(source, out, to="ct:nvfp4")  # an empty folder is no destination that exists
+    with pytest.raises(CheckpointError, match="exists already"):
+        save(model(), source / "model.safetensors", format="plain")
+
+
+def test_a_partial_folder_of_somebody_else_is_left_alone(source, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="not made by this library"):
+        convert(source, tmp_path / "out", to="ct:nvfp4")
+    assert contents(tmp_path / "out.partial") == {"precious": b"x"}
+
+
+def test_a_full_disk_is_found_before_any_work(source, tmp_path, monkeypatch):
+    usage = __import__("shutil").disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match="disk is full.*needed.*free"):
+        convert(source, tmp_path / "out", to="ct:nvfp4")
+
+
+def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path, monkeypatch):
+    write = os.pwrite
+
+    def full(file, data, start):
+        if start > 3000:
+            raise OSError(28, "No space left on device")
+        return write(file, data, start)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="repeat the call"):
+        convert(source, tmp_path / "out", to="ct:nvfp4")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    convert(source, tmp_path / "out", to="ct:nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"to": "ct:nvfp5"}, "Did you mean 'ct:nvfp4'"),
+        ({"to": "torchao"}, "to: got 'torchao', needed one of"),
+        ({"to": "ct:nvfp4", "scale_rule": "floor"}, "a rule that writes E4M3 scales"),
+        ({"to": "bf16", "scale_rule": "floor"}, "bf16 has no scales"),
+        ({"to": "ct:mxfp4", "four_over_six": True}, "a rule that writes E8M0 scales"),
+        ({"to": "ct:nvfp4", "scale_rule": "two_level", "four_over_six": True}, "one of them"),
+        ({"to": "ct:nvfp4", "fuse": ("qvk",)}, "Did you mean 'qkv'"),
+        ({"to": "ct:nvfp4", "ignore": ["re:("]}, "a regular expression after 're:'"),
+        ({"to": "ct:nvfp4", "max_shard_size": "5 parsecs"}, "a positive number of bytes"),
+        ({"to": "ct:nvfp4", "max_shard_size": 0}, "a positive number of bytes"),
+    ],
+)
+def test_arguments(source, tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        convert(source, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_cannot_hold_a_format_names_those_that_can(source, tmp_path):
+    convert(source, tmp_path / "mx", to="ct:mxfp4")
+    with pytest.raises(
+        ValueError, match=r"ct:nvfp4.*Families that can: ct:mxfp4, gptoss:hf, microfloat:native, ct:mixed"
+    ):
+        save(load(tmp_path / "mx"), tmp_path / "out", format="ct:nvfp4")
+    with pytest.raises(ValueError, match="format: got 'torchao', needed one of"):
+        save(load(tmp_path / "mx"), tmp_path / "out", format="torchao")
+
+
+# ---- save --------------------------------------------------------------------------------------------------------
+
+
+def test_several_formats_in_one_checkpoint(source, tmp_path):
+    for to in ("ct:nvfp4", "ct:mxfp8"):
+        convert(source, tmp_path / to, to=to)
+    nvfp4, mxfp8 = load(tmp_path / "ct:nvfp4"), load(tmp_path / "ct:mxfp8")
+    mixed = {name: mxfp8[name] if "k_proj" in name or "down" in name else record for name, record in nvfp4.items()}
+    save(mixed, tmp_path / "mixed", format="ct:mixed", config=nvfp4.config)
+    config = load(tmp_path / "mixed").config["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert {group["format"]: len(group["targets"]) for group in config["config_groups"].values()} == {
+        "nvfp4-pack-quantized": 5, "mxfp8-quantized": 1,
+    }  # fmt: skip
+    again = load(tmp_path / "mixed")
+    assert again.detection.family == "ct:mixed"
+    same(again, mixed)
+    assert not [finding for finding in again.findings if finding.severity == "error"]
+
+
+def test_one_file_and_its_configuration(source, tmp_path):
+    convert(source, tmp_path / "files" / "a.safetensors", to="ct:mxfp8")
+    convert(source, tmp_path / "files" / "b.safetensors", to="ct:mxfp8")
+    assert sorted(contents(tmp_path / "files")) == ["a.safetensors", "b.safetensors", "config.json"]
+    assert load(tmp_path / "files" / "a.safetensors").detection.confidence == 1.0
+    with pytest.raises(CheckpointError, match="config=False"):
+        convert(source, tmp_path / "files" / "c.safetensors", to="ct:mxfp4")
