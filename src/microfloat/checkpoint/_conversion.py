@@ -31,7 +31,7 @@ from microfloat.checkpoint._modules import (
 )
 from microfloat.checkpoint._saving import Job, Plan, Progress, Put, documents, is_linear, producer_of, write
 from microfloat.checkpoint._writer import Entry, byte_count
-from microfloat.checkpoint.families import WRITTEN, Family, native
+from microfloat.checkpoint.families import WRITTEN, Family, torchao
 from microfloat.checkpoint.families.writing import Member, Written
 from microfloat.checkpoint.folder import CONFIGS, locate
 from microfloat.checkpoint.load import Checkpoint, load
@@ -371,8 +371,9 @@ def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
         sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.made).items()}
         written = dict.fromkeys(sizes, 0)
         found, count = amaxes.of(step), experts_of(step.record)
+        rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
         for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
-            made = cast_slab(slab, step.cast, None if found is None else found[expert], step.dtype)
+            made = cast_slab(slab, step.cast, None if found is None else found[expert], rounded)
             for name, array in step.encode(made).items():
                 # One scale per matrix comes with each of its slabs, and is written with the first.
                 if written[name] < sizes[name] * (expert + 1) // count:
@@ -520,8 +521,9 @@ def convert(
     if target.dtype is not None:
         made["config.json"] = _with_dtype(made.get("config.json", {}), target.dtype)
     metadata = {"format": "pt"}
-    if target.family is not None and target.family.name == native.NAME:
-        metadata |= native.metadata_of(step.made for step in steps if step.family is not None)
+    if target.family is torchao.NATIVE:
+        about = {step.record.name: step.made for step in steps if step.family is not None}
+        metadata[torchao.NATIVE_KEY] = torchao.native_metadata(about)
     plan = Plan(jobs, made, _copies(Path(src)), metadata, identity)
     written = write(
         dst, plan, max_shard_size=limit, resume=resume, progress=progress,

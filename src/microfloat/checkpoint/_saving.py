@@ -31,7 +31,7 @@ from microfloat.checkpoint._writer import (
 )
 from microfloat.checkpoint.config import KEYS
 from microfloat.checkpoint.container import DTYPES
-from microfloat.checkpoint.families import FAMILIES, Family, native
+from microfloat.checkpoint.families import FAMILIES, Family, torchao
 from microfloat.checkpoint.families.writing import Manifest, Member
 from microfloat.checkpoint.records import Record
 from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, unknown_name
@@ -336,7 +336,8 @@ def save(
         kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
         named = next((family for family in families if family is not None), None)
         made = documents(named, members, kept, given, producer_of(producer))
-    metadata.update(native.metadata_of(every) if format == native.NAME else {})
+    if format == torchao.NATIVE.name:
+        metadata[torchao.NATIVE_KEY] = torchao.native_metadata({record.name: record for record in every})
     return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from microfloat.checkpoint.config import Announcement, announced
 from microfloat.checkpoint.container import Container
-from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, native, torchao
+from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, torchao
 from microfloat.checkpoint.families.row import BYTES, FP8
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.records import Detection, Finding, Stored
@@ -78,10 +78,10 @@ class _Grouping:
         self.findings: list[Finding] = []
 
     def contents(self) -> Contents:
-        for described, found in (native.entries_of(self.tensors), torchao.entries_of(self.tensors)):
-            self.findings += found
-            for entry in described:
-                self._add(entry)
+        described, found = torchao.entries_of(self.tensors)
+        self.findings += found
+        for entry in described:
+            self._add(entry)
         for name, stored in self.stored.items():
             if name not in self.claimed:
                 self._match(name, stored)
@@ -111,8 +111,6 @@ class _Grouping:
     def _match(self, name: str, codes: Stored) -> None:
         best: list[tuple[tuple[int, ...], Entry]] = []
         for family in FAMILIES:
-            if family.name == native.NAME:
-                continue  # its metadata has told
             suffix, dtypes = family.codes
             if codes.dtype in dtypes and name.endswith(suffix) and (parameter := name[: len(name) - len(suffix)]):
                 made = self._as_family(family, parameter, codes)

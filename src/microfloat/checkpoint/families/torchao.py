@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from microfloat.checkpoint.container import Container, byte_shape, read_json
 from microfloat.checkpoint.families.row import (
     E8M0,
@@ -21,9 +23,11 @@ from microfloat.checkpoint.families.row import (
     fp8_format,
     misfit,
 )
+from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
 from microfloat.checkpoint.records import Finding, Record, Stored
 from microfloat.errors import MicrofloatError
-from microfloat.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, NVFP4, ScaledFormat
+from microfloat.formats import FORMATS, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, NVFP4, ScaledFormat
+from microfloat.recipes import Cast
 from microfloat.recipes._serialize import format_from_data, format_to_data
 from microfloat.reference import pack_fp6, unswizzle_scales
 
@@ -60,10 +64,22 @@ def decode_flat(entry: Entry, tensors: Container) -> Record:
     return record
 
 
+def encode_native(family: Family, record: Record, dtype: np.dtype) -> Arrays:
+    """The tensors of a record, its scales in the shapes that the record has; a tensor scale multiplies."""
+    made = encode_parts(family, record, dtype)
+    scale = f"{record.name}_scale"
+    if record.scale is not None:
+        made[scale] = made[scale].reshape(record.scale.shape)
+    if record.tensor_scale is not None:
+        made[f"{record.name}_tensor_scale"] = np.asarray(record.tensor_scale, np.float32)
+    return made
+
+
 FAMILIES = (
     Family("torchao", None, ("_qdata", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), decode=decode_flat),
     Family(
-        "microfloat:native", None, ("", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), writes=True,
+        "microfloat:native", None, ("", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), encode=encode_native,
+        writes={f"microfloat:{fmt.name}": Written(Cast(fmt)) for fmt in FORMATS.values() if fmt.tensor_scale != "row"},
     ),
 )  # fmt: skip
 _TORCHAO, NATIVE = FAMILIES
