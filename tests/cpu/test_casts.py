@@ -105,6 +105,15 @@ def test_memory_may_lie_anyhow(x):
         assert_same(cpu.quantize(x, cast), reference.quantize(x, cast))
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "fp8_row", "fp8_128x128", "fp8_tensor"])
+def test_parts_in_mapped_or_strided_memory_are_decoded(fmt):
+    q = reference.quantize(NORMAL, fmt)
+    every_second = np.repeat(q.codes, 2, axis=1)[:, ::2]
+    for codes in (misaligned(q.codes), every_second):
+        mapped = dataclasses.replace(q, codes=codes, scale=misaligned(q.scale))
+        assert cpu.dequantize(mapped).tobytes() == reference.dequantize(q).tobytes()
+
+
 @pytest.mark.parametrize("cast", ["mxfp4", "nvfp4_row", "nvfp4_2d", "fp8_tensor", "fp8_row", "fp8_128x128"])
 def test_bytes_do_not_depend_on_threads(monkeypatch, cast):
     monkeypatch.setattr(_casts, "_BAND", 1000)

@@ -242,7 +242,7 @@ def _scale_values(name: str) -> np.ndarray:
 
 def _dequantized(q: Quantized, wanted: np.dtype, workers: int, kernels: Any) -> np.ndarray:
     rows, columns = q.rows, q.length
-    codes, grid = q.codes.reshape(rows, -1), scale_grid(q)
+    codes, grid = np.ascontiguousarray(q.codes.reshape(rows, q.codes.shape[-1])), scale_grid(q)
     table = np.zeros(256, _F32)
     values = decode(np.arange(1 << q.format.element.bits), q.format.element)
     table[: values.size] = values
@@ -258,6 +258,7 @@ def _dequantized(q: Quantized, wanted: np.dtype, workers: int, kernels: Any) -> 
             scales = _scale_values(q.format.scale.name)[scales]
         if q.tensor_scale is not None:
             scales = scales * (q.tensor_scale[band] if q.tensor_scale.size > 1 else q.tensor_scale)
+        scales = np.array(scales, _F32, order="C")  # a mapped file's may be read-only, or lie at any address
         direct = (
             out[band] if wanted == _F32 else nothing[0] if narrow else np.empty((band.stop - band.start, columns), _F32)
         )
