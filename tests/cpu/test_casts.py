@@ -86,7 +86,7 @@ def test_arguments_mean_what_they_mean_to_the_oracle(cast, arguments):
 def misaligned(x):
     memory = np.empty(x.nbytes + 1, np.uint8)
     view = memory[1:].view(x.dtype).reshape(x.shape)
-    view[:] = x
+    view[...] = x
     view.setflags(write=False)
     return view
 
