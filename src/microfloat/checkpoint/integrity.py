@@ -195,7 +195,7 @@ def code_findings(record: Record) -> Iterator[Finding]:
     silenced = _silenced(record, fmt)
     if silenced:
         message = f"{silenced} blocks have a scale of 0, or one that underflows, but codes that are not 0."
-        yield Finding("zero-block-nonzero-codes", "warn", record.name, message, "The values read as zeros.")
+        yield Finding("zero-block-nonzero-codes", "warn", record.name, message, "Their values are lost.")
 
 
 def _tie_style(record: Record) -> Iterator[Finding]:

@@ -1,0 +1,63 @@
+"""Findings about whole checkpoints: ignore lists of three dialects, fused groups, NaN, others (features K7, I7)."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat.checkpoint import load
+from microfloat.checkpoint.config import announced
+from microfloat.errors import CheckpointError
+from tests.checkpoint.files import nvfp4, write
+
+
+def layer(name, **changes):
+    parts = {**nvfp4(), **changes}
+    keys = {"codes": "weight", "scale": "weight_scale", "global": "weight_scale_2"}
+    return {f"{name}.{keys[role]}": array for role, array in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "ignored", "kept"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.mtp*"]}, "model.mtp.0", "a.model.mtp"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["re:.*gate$", "b"]},
+         "x.gate", "x.gate_proj"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["gate"]}, "a.gate.b", "a.up"),
+    ],
+)  # fmt: skip
+def test_ignore_lists_in_the_dialect_of_each_producer(config, ignored, kept):
+    (found,) = announced({"config.json": {"quantization_config": config}})
+    assert found.ignored(ignored)
+    assert not found.ignored(kept)
+
+
+def test_fused_groups_that_differ_and_configurations_that_disagree(tmp_path):
+    tensors = {**layer("mlp.gate_proj"), **layer("mlp.up_proj", **{"global": np.float32(1)})}
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["mlp.up_proj"]}
+    findings = load(write(tmp_path / "model.safetensors", tensors, config=config)).findings
+    by_id = {finding.id: finding for finding in findings}
+    assert "factor of 4" in by_id["fused-mismatch"].message
+    assert by_id["fused-mismatch"].severity == "warn"
+    assert sum(finding.id == "config-disagrees" for finding in findings) == 2
+
+
+def test_foreign_states_orphans_and_refused_methods(tmp_path):
+    tensors = {**layer("a"), "a._extra_state": np.zeros(3, np.uint8), "b.weight_scale": np.zeros(2, np.float32)}
+    with pytest.warns(UserWarning, match="_extra_state"):
+        checkpoint = load(write(tmp_path / "model.safetensors", tensors))
+    assert list(checkpoint) == ["a.weight", "b.weight_scale"]
+    assert {finding.id for finding in checkpoint.findings} == {"extra-state", "orphan"}
+    write(tmp_path / "model.safetensors", tensors, config={"quant_method": "fouroversix"})
+    with pytest.raises(CheckpointError, match="fouroversix"):
+        load(tmp_path)
+
+
+def test_nan_becomes_zero_where_it_is_asked_for(tmp_path):
+    scale = np.full((4, 2), 1, np.float32).astype(ml_dtypes.float8_e4m3fn)
+    scale[1] = np.nan
+    path = write(tmp_path / "model.safetensors", layer("a", scale=scale))
+    assert np.isnan(load(path, strict=False)["a.weight"].dequantize()[1]).all()
+    values = load(path, nan="zero")["a.weight"].dequantize()
+    assert not values[1].any()
+    assert values[0].any()
+    assert np.isfinite(values).all()
