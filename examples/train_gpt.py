@@ -112,6 +112,10 @@ class Trainer(Training):
         with torch.no_grad():
             return self.loss(tokens_BT).item()
 
+    def weights(self) -> dict[str, np.ndarray]:
+        """The parameters as they are now."""
+        return {name: tensor.cpu().numpy() for name, tensor in mf.plain_state_dict(self.model).items()}
+
     def operands(self, rows: int | None) -> dict[str, Arrays]:
         """x, w, y, dy and dw of every quantized layer in this step, at most `rows` rows of each, as float32.
 

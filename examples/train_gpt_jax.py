@@ -76,6 +76,10 @@ class Trainer(Training):
             rngs = nnx.Rngs(sr_rng=self.options.seed)  # of stochastic rounding
             mnnx.convert(self.model, self.options.placement(recipe), rngs=rngs)
 
+    def weights(self) -> dict[str, np.ndarray]:
+        """The parameters as they are now, under the names of the torch model's."""
+        return weights_of(self.model)
+
     def train_step(self) -> float:
         """One optimizer step on `batch`; returns its loss."""
         return float(optimize(self.model, self.optimizer, jnp.asarray(self.batch(), jnp.int32)))

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from microfloat import checkpoint
+from microfloat.checkpoint import Record
 from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
 
 Arrays = dict[str, np.ndarray]
@@ -71,6 +74,15 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
     """Write a safetensors file, under the names of the torch model's parameters: weights, or a record of one step."""
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     write_atomically(path, lambda temporary: save_file(whole, temporary))
+
+
+def save_model(folder: Path, arrays: Arrays, config: dict[str, Any]) -> None:
+    """Write trained weights as bfloat16, in four files or so, as large models come, with a config.json."""
+    records = [
+        Record(name, array.astype(ml_dtypes.bfloat16), logical_shape=array.shape) for name, array in arrays.items()
+    ]
+    size = sum(record.nbytes for record in records)
+    checkpoint.save(records, folder, format="plain", config=config, max_shard_size=max(size // 4, 1))
 
 
 def load_weights(path: Path, model: Arrays) -> Arrays:

@@ -40,7 +40,7 @@ NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
 # What the losses do not depend on.
 NO_SETTINGS = (
     "device", "gpu", "folder", "runs", "recipe", "ablate", "jobs", "name", "out", "resume", "checkpoint_every",
-    "initial_weights", "export_weights", "record", "watch",
+    "initial_weights", "export_weights", "export_model", "record", "watch",
 )  # fmt: skip
 
 
@@ -193,6 +193,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         help="save this often, besides at the end and on Ctrl-C (default: 100)")
     add("--initial-weights", type=Path, metavar="FILE", help="start every run from these, of either example")
     add("--export-weights", type=Path, metavar="FILE", help="write the weights that the runs start from (safetensors)")
+    add("--export-model", type=Path, metavar="FOLDER",
+        help="write the weights that the last run has trained: a sharded bfloat16 checkpoint for `microfloat inspect`")
     add("--watch", type=int, metavar="STEPS", help="in torch: record every layer's metrics at every so many steps, as "
         "RECIPE_watch.csv and RECIPE_watch.png (docs/watching.md)")
     add("--record", type=Path, metavar="FILE",

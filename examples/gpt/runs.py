@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gpt import report
 from gpt.data import Corpus, load_corpus
-from gpt.files import Arrays, check_writable, load_checkpoint, load_weights, save_arrays, save_checkpoint
+from gpt.files import Arrays, check_writable, load_checkpoint, load_weights, save_arrays, save_checkpoint, save_model
 from gpt.options import BASELINE, BASELINE_AGAIN, Options
 from gpt.report import Result, Results
 from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
@@ -28,9 +28,9 @@ from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
 class Training:
     """One run: the loop, and what is kept of it. A framework's Trainer makes the model and adds
 
-    ``place_recipe()``, ``train_step() -> loss``, ``held_out_loss(tokens) -> loss``, ``operands(rows) -> {layer: {name:
-    array}}``, ``prepare_cuda() -> what to say``; and ``dump() -> bytes`` and ``load(bytes)``, all that the rest of the
-    run depends on.
+    ``place_recipe()``, ``train_step() -> loss``, ``held_out_loss(tokens) -> loss``, ``weights() -> {name: array}``,
+    ``operands(rows) -> {layer: {name: array}}``, ``prepare_cuda() -> what to say``; and ``dump() -> bytes`` and
+    ``load(bytes)``, all that the rest of the run depends on.
     """
 
     def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
@@ -75,6 +75,9 @@ class Training:
             batches = self.corpus.held_out_batches(options.eval_windows, options.batch, options.context)
             losses = [self.held_out_loss(tokens_BT) for tokens_BT in batches]
             result.final_heldout = float(np.average(losses, weights=[len(tokens_BT) for tokens_BT in batches]))
+            if options.export_model is not None and self.name == [*options.runs][-1]:
+                sizes = {name: getattr(options, name) for name in ("dim", "layers", "heads", "hidden", "context")}
+                save_model(options.export_model, self.weights(), {"model_type": "gpt_of_bytes", **sizes})
         self.save()
         return result
 
@@ -178,6 +181,8 @@ def check_outputs(options: Options) -> None:
     for flag, path in {**outputs, "--export-weights": options.export_weights}.items():
         if path is not None:
             check_writable(flag, path)
+    if options.export_model is not None and options.export_model.exists():
+        raise invalid_value("--export-model", options.export_model, "a folder that does not exist yet")
     # A checkpoint holds the parameters and two moments of each until its run is done; one more is there while written.
     free, needed = shutil.disk_usage(options.folder).free, 4 * options.parameters * (len(options.runs) + 5)
     if free < needed:

@@ -82,6 +82,20 @@ def test_results_json(tmp_path):
     assert (tmp_path / "small" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_trained_weights_are_a_sharded_checkpoint(tmp_path, monkeypatch):
+    from microfloat import checkpoint
+
+    weights, original = {}, train_gpt.Trainer.weights
+    monkeypatch.setattr(train_gpt.Trainer, "weights", lambda self: weights.update(original(self)) or weights)
+    assert train(tmp_path, f"--recipe delayed --steps 1 --export-model {tmp_path / 'model'}") == 0
+    found = checkpoint.load(tmp_path / "model")
+    assert len(found.files) > 1
+    assert found.config["layers"] > 0
+    assert set(found) == set(weights)  # parameters, and no state of delayed scaling
+    for name, record in found.items():
+        np.testing.assert_array_equal(record.codes, weights[name].astype(record.codes.dtype))
+
+
 def test_runs_share_seed_and_batches_and_differ_by_the_recipe_alone(tmp_path):
     assert train(tmp_path, "--recipe mxfp8,nvfp4 --steps 2") == 0
     first = [entry["train_loss"][0] for entry in results(tmp_path)["recipes"].values()]
@@ -331,6 +345,7 @@ def test_the_command_to_resume_names_the_interpreter_as_seen_from_here(tmp_path,
         ("--out FILE/below", "--out: got .*file/below/small/results.json, needed .*Not a directory"),
         ("--export-weights FOLDER", "--export-weights: got .*folder, needed a file .*: it is a folder"),
         ("--export-weights FILE/w.safetensors", "--export-weights: got .*, needed a file .*file'"),
+        ("--export-model FOLDER", "--export-model: got .*folder, needed a folder that does not exist yet"),
         ("--record FOLDER", "--record: got .*folder, needed .*: it is a folder"),
     ],
 )

@@ -7,6 +7,7 @@ import typer
 
 from microfloat._version import __version__
 from microfloat.cli.bench import bench
+from microfloat.cli.convert import convert
 from microfloat.cli.diff import diff
 from microfloat.cli.doctor import doctor
 from microfloat.cli.formats import formats
@@ -47,6 +48,7 @@ app.command(no_args_is_help=False)(command(doctor))
 # Negative numbers are values to encode, no options.
 app.command(context_settings={"ignore_unknown_options": True})(command(formats))
 app.command(no_args_is_help=True)(command(inspect))
+app.command(no_args_is_help=True)(command(convert))
 app.command(no_args_is_help=True)(command(diff))
 app.command(no_args_is_help=True)(command(plan))
 app.command()(command(bench))

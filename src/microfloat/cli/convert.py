@@ -1,0 +1,118 @@
+"""`microfloat convert`: a checkpoint in another format, with progress, verified, and resumable."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from microfloat.cli.hub import Hub, local
+from microfloat.cli.output import Column, Output, decibel, size
+from microfloat.cli.rows import MOST_LINES, together
+from microfloat.errors import CheckpointError, NotSupportedError
+
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Progress, Report
+
+__all__ = ["convert"]
+
+_CONVERTED = (
+    Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("action"), Column("source"),
+    Column("format"), Column("sqnr_db", "worst\ndB", decibel, right=True),
+    Column("bytes_before", "before", size, right=True), Column("bytes_after", "after", size, right=True),
+)  # fmt: skip
+_SKIPPED = (
+    Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("reason", prose=True),
+)  # fmt: skip
+
+
+def convert(
+    output: Output,
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint in any format.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors file, that does not exist.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, deepseek:fp8, bf16, ...")],
+    scale_rule: Annotated[
+        str | None, typer.Option("--scale-rule", metavar="RULE", help="In place of the format's own: rceil, even, ...")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATTERN", help="Keep these modules as they are; may be given several times: "
+                     "a part of a name, a wildcard, or an expression after re:"),
+    ] = None,
+    fuse: Annotated[
+        str, typer.Option("--fuse", metavar="KINDS", help="Groups with one global scale: qkv, gate_up, experts; none.")
+    ] = "qkv,gate_up",
+    four_over_six: Annotated[
+        bool, typer.Option("--four-over-six", help="NVFP4: choose 4 or 6 as the largest value of each block.")
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read the result back and compare it.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on where the same conversion was interrupted.")
+    ] = True,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 500MB.")
+    ] = "5GB",
+    hub: Hub = False,
+) -> int:  # fmt: skip
+    """Convert a checkpoint to another format; one piece of a tensor is in memory at a time.
+
+    \b
+    microfloat convert model/ model-nvfp4/ --to ct:nvfp4
+    microfloat convert model/ model-fp8/ --to deepseek:fp8 --ignore 're:.*layers\\.0\\.'
+    microfloat convert model-nvfp4/ model-bf16/ --to bf16
+    """
+    from microfloat import checkpoint
+
+    kinds = [kind.strip() for kind in fuse.split(",") if kind.strip() not in ("", "none")]
+    seen: Progress | None = None
+    with output.progress(f"to {to}", None) as advance:
+
+        def follow(progress: "Progress") -> None:
+            nonlocal seen
+            seen = progress
+            advance(0, f"file {progress.shard}/{progress.shards}", done=progress.done, total=progress.total)
+
+        try:
+            report = checkpoint.convert(
+                local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
+                four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
+                progress=follow,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_stopped(dst, seen)) from None
+        except CheckpointError as error:
+            if error.findings or (seen is not None and seen.done == seen.total):
+                raise  # the source is damaged, or the result is not what was written
+            raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
+    _show(output, report)
+    return 0
+
+
+def _stopped(dst: Path, seen: "Progress | None") -> str:
+    """What Ctrl-C leaves, and how to go on."""
+    where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}" if seen else "before writing"
+    again = shlex.join(["microfloat", *(word for word in sys.argv[1:] if word != "--no-resume")])
+    if dst.suffix == ".safetensors":
+        return f"{where}; nothing was left behind. To start again:\n    {again}"
+    return f"{where}. Complete files stay in {dst}.partial. To go on:\n    {again}"
+
+
+def _show(output: Output, report: "Report") -> None:
+    document = report.to_dict()
+    output.put(**document)
+    if not output.shows:
+        return
+    converted = [row for row in document["layers"] if row["action"] != "kept"]
+    many = len(document["layers"]) > MOST_LINES
+    keys = ("action", "source", "format")
+    shown = list(together(converted, keys)) if many else converted
+    if converted:
+        output.table(None, shown, _CONVERTED, f"{report.source} -> {report.destination}")
+    skipped: list[dict[str, Any]] = document["skipped"]
+    if skipped:
+        output.table(None, list(together(skipped, ("reason",))), _SKIPPED, "Kept as they are")
+    output.pairs(report.summary())
+    for note in report.notes:
+        output.warn(note)
+    output.say(f"Next: microfloat inspect {report.destination}; microfloat diff {report.source} {report.destination}")
