@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -13,10 +15,12 @@ import pytest
 
 from microfloat import reference
 from microfloat.checkpoint import Record, convert, load, save
+from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError
 from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
+from tests.checkpoint import files
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {
@@ -217,6 +221,8 @@ def test_gpt_oss_experts_are_stored_transposed(tmp_path):
     assert load(tmp_path / "out").tensors[f"{name}_blocks"].shape == (2, 24, 2, 16)
     values = reference.dequantize(reference.quantize(np.swapaxes(stack.codes, 1, 2), "mxfp4"))
     np.testing.assert_array_equal(record.dequantize(), values)
+    convert(tmp_path / "out", tmp_path / "back", to="bf16")
+    np.testing.assert_array_equal(load(tmp_path / "back")[name].codes, np.swapaxes(values, 1, 2).astype(BF16))
 
 
 @pytest.mark.parametrize("to", ["bf16", "f32", "f16"])
@@ -470,3 +476,42 @@ def test_one_file_and_its_configuration(source, tmp_path):
     assert load(tmp_path / "files" / "a.safetensors").detection.confidence == 1.0
     with pytest.raises(CheckpointError, match="config=False"):
         convert(source, tmp_path / "files" / "c.safetensors", to="ct:mxfp4")
+
+
+# Beside their tensors the golden files hold inputs and expected outputs, which are no part of a checkpoint.
+GOLDEN = [name for name in files.QUANTIZED if files.family_of(name) in SAVED]
+PART = r"re:(?!in\.|out\.|ref\.|ct_converted\.).*"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_files_are_written_as_they_were(tmp_path, name):  # features K5, K8
+    """Every tensor has the same name, dtype, shape and bytes, and the configurations say the same."""
+    source = load(files.as_checkpoint(name, tmp_path), pattern=PART)
+    save(source, tmp_path / "out", format=files.family_of(name))
+    again = load(tmp_path / "out")
+    assert set(again.tensors) == {one for one in source.tensors if re.match(PART[3:], one)}
+    for one, array in again.tensors.items():
+        stored = source.tensors[one]
+        assert (array.dtype, array.shape, array.tobytes()) == (stored.dtype, stored.shape, stored.tobytes()), one
+
+    def without_producer(configs):
+        return [
+            {key: value for key, value in document.items() if key != "producer"}
+            for document in (configs["config.json"]["quantization_config"], configs.get("hf_quant_config.json", {}))
+        ]
+
+    assert without_producer(again.configs) == without_producer(source.configs)
+    producer = again.configs["config.json"]["quantization_config"].get("producer", {"name": "microfloat"})
+    assert producer["name"] == "microfloat"
+
+
+@pytest.mark.parametrize("name", ["ct_mxfp4_16x128_bfloat16", "ct_mxfp6a16_16x128_bfloat16"])
+def test_the_rule_even_has_the_bytes_of_compressed_tensors(tmp_path, name):  # traps 1, 2 and 6
+    golden = load(files.as_checkpoint(name, tmp_path))
+    record = replace(golden["in.weight"], name="weight")
+    save([record], tmp_path / "plain", format="plain")
+    convert(tmp_path / "plain", tmp_path / "out", to=files.family_of(name), scale_rule="even")
+    made, theirs = load(tmp_path / "out")["weight"], golden["weight"]
+    blocks = np.abs(record.codes.astype(np.float32)).reshape(len(record.codes), -1, 32).max(-1)
+    np.testing.assert_array_equal(made.scale[blocks > 0], theirs.scale[blocks > 0])
+    np.testing.assert_array_equal(made.dequantize(), theirs.dequantize())

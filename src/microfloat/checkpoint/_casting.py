@@ -33,12 +33,12 @@ def slabs(record: Record, multiple: int = 1) -> Iterator[tuple[int, int, Record]
     step = int(np.lcm(multiple, tile))
     step *= max(_SLAB // max(length, 1) // step, 1)
     for expert in range(experts_of(record)):
-        matrix = _matrix(record, expert)
+        matrix = matrix_of(record, expert)
         for first in range(0, rows, step):
             yield expert, first, matrix.narrow(first, min(first + step, rows))
 
 
-def _matrix(record: Record, expert: int) -> Record:
+def matrix_of(record: Record, expert: int) -> Record:
     """One expert of a parameter, as a matrix [N, K]."""
     shape = record.logical_shape
     if len(shape) == 2:

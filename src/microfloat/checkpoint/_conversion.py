@@ -14,6 +14,7 @@ from microfloat._version import __version__
 from microfloat.checkpoint._casting import (
     cast_slab,
     experts_of,
+    matrix_of,
     measure,
     needs_amax,
     outline,
@@ -233,13 +234,19 @@ def _step(record: Record, target: Target, ignore: Sequence[str], model_dtype: np
         )
     if target.written is None or target.cast is None or pattern is not None:
         reason = "" if pattern is None else f"ignored by {pattern!r}"
-        return Step(record, "dequantized", reason, dtype=target.dtype or model_dtype)
+        return _dequantized(record, reason, target.dtype or model_dtype)
     unsuitable = _why_not(record, target)
     if not unsuitable and record.format == target.cast.format and "pre_quant_scale" not in record.extras:
         return Step(record, "carried", family=target.family, dtype=_scale_dtype(record, model_dtype))
     if unsuitable:
-        return Step(record, "dequantized", unsuitable, dtype=model_dtype)
+        return _dequantized(record, unsuitable, model_dtype)
     return _cast_step(record, target, model_dtype)
+
+
+def _dequantized(record: Record, reason: str, dtype: np.dtype) -> Step:
+    """A step to a plain tensor; transformers stores the plain experts of gpt-oss the other way round, [E, K, N]."""
+    turned = record.source is not None and record.source.family == "gptoss:hf" and len(record.logical_shape) == 3
+    return Step(record, "dequantized", reason, dtype=dtype, turned=turned)
 
 
 _LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
@@ -270,7 +277,7 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
         same = not floating or record.codes.dtype == target.dtype
         return Step(record, "kept") if same else Step(record, "dequantized", dtype=target.dtype or PLAIN["f32"])
     stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
-    is_weight = floating and (stacked or (record.codes.ndim == 2 and record.name.endswith(".weight")))
+    is_weight = floating and (stacked or (record.codes.ndim == 2 and record.name.rpartition(".")[2] == "weight"))
     if not is_weight:
         return Step(record, "kept")
     turned = turned and stacked
@@ -391,13 +398,24 @@ def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
             start += array.nbytes
             meter.look()
 
-    return {"cast": put_cast, "dequantized": put_plain}.get(step.action, put_whole)
+    def put_turned(put: Put) -> None:
+        start = 0
+        for expert in range(experts_of(step.record)):
+            with np.errstate(all="ignore"):
+                array = matrix_of(step.record, expert).dequantize(step.dtype)
+            put(step.record.name, np.ascontiguousarray(array.T), start)
+            start += array.nbytes
+            meter.look()
+
+    plain = put_turned if step.turned else put_plain
+    return {"cast": put_cast, "dequantized": plain}.get(step.action, put_whole)
 
 
 def _entries(step: Step) -> tuple[Entry, ...]:
     """The tensors that a step writes."""
     if step.action == "dequantized":
-        return (Entry(step.record.name, step.dtype, step.record.logical_shape),)
+        shape = step.record.logical_shape
+        return (Entry(step.record.name, step.dtype, (shape[0], shape[2], shape[1]) if step.turned else shape),)
     return tuple(Entry.of(name, array) for name, array in step.encode(step.made).items())
 
 
@@ -428,6 +446,9 @@ def _verify(steps: Sequence[Step], path: Path, target: Target) -> dict[str, floa
             if any(a is not None and not _same_bytes(a, b) for a, b in parts):
                 wrong.append(f"{step.record.name} does not have the bytes of the source")
         else:
+            if step.turned:
+                codes = np.swapaxes(again.codes, 1, 2)
+                again = replace(again, codes=codes, logical_shape=codes.shape)
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
                 wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
