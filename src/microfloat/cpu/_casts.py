@@ -70,12 +70,12 @@ def dequantize(q: Quantized, dtype: Any = np.float32, *, threads: int | None = N
 def _kernels() -> ModuleType | str:
     """The module of the kernels, or why there is none."""
     try:
-        from numba import config
+        from numba.core import config
 
         from microfloat.cpu import _kernels
     except ImportError as error:
         return f'numba cannot be imported ({error}); install it with: pip install "microfloat[cpu]"'
-    return "numba compiles nothing under NUMBA_DISABLE_JIT" if config.DISABLE_JIT else _kernels
+    return "numba compiles nothing under NUMBA_DISABLE_JIT" if getattr(config, "DISABLE_JIT", 0) else _kernels
 
 
 def _refusal(cast: Cast) -> str | None:
@@ -120,9 +120,9 @@ def _rule(cast: Cast) -> tuple[Any, Any]:
     else:
         kind = kernels.RATIO if rule.thresholds is None else kernels.E8M0
     threshold = 0 if rule.thresholds is None else e8m0_threshold(rule, element)
-    block: Any = cast.format.block
+    rows, columns = cast.format.block
     grid = kernels.Grid(
-        *block, kind, element.emax, threshold, int(rule.power_of_two),
+        rows or 1, columns or 0, kind, element.emax, threshold, int(rule.power_of_two),
         int(two is not None and two.four_over_six == "mse"),
     )  # fmt: skip
     epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
