@@ -7,7 +7,7 @@ powers of two. `GRADIENT`: scales are those of an output gradient (`scales.unles
 
 from typing import NamedTuple
 
-__all__ = ["Band", "BlockCast", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
+__all__ = ["Band", "BlockCast", "DecodeCodes", "DecodeCut", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
 
 
 class How(NamedTuple):
@@ -99,3 +99,35 @@ class Band(NamedTuple):
     PIECES: int
     HELD: int
     MISSING: bool
+
+
+class DecodeCodes(NamedTuple):
+    """The stored codes of a weight as `gemm.decode` reads them.
+
+    BITS: those that a code takes in memory, 4 or 8. SCALE: what a stored scale is (`casts.dequantize`). HEIGHT, WIDTH:
+    rows and elements that share one; a WIDTH of 0 is the whole row. LEVEL: there is a tensor scale.
+    """
+
+    MB: int
+    BIAS: int
+    BITS: int
+    SCALE: int
+    HEIGHT: int
+    WIDTH: int
+    LEVEL: bool
+
+
+class DecodeCut(NamedTuple):
+    """How programs of `gemm.decode` share a product.
+
+    A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
+    of x; SPLIT programs share the contraction of the same rows. EVEN: it is a whole number of chunks for every warp.
+    """
+
+    ROW_WARPS: int
+    LENGTH_WARPS: int
+    TILES: int
+    TOKENS: int
+    SPLIT: int
+    BIAS: bool
+    EVEN: bool

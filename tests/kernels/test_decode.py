@@ -1,0 +1,137 @@
+"""Products of a few rows with stored codes: values of every format in the interpreter, and what compiles for GPUs."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from microfloat.kernels.constants import DecodeCodes, DecodeCut  # noqa: E402
+from tests.interpreter import interpreting  # noqa: E402
+
+FORMATS = (
+    "nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "fp8_tensor",
+    "fp8_row", "fp8_1x128", "fp8_128x128",
+)  # fmt: skip
+# M, N, K, cut: whole chunks with a bias; ragged in every size, warps that share rows and K; K shared by programs.
+CASES = {
+    "whole": (3, 40, 256, DecodeCut(1, 2, 1, 1, 1, True, True)),
+    "ragged": (11, 33, 416, DecodeCut(2, 2, 2, 2, 1, False, False)),
+    "split": (5, 24, 384, DecodeCut(1, 1, 1, 1, 3, True, False)),
+}
+
+
+def _codes_of(operand):
+    fmt = operand.format
+    scale = {"FP32": 0, "E8M0": 1, "E4M3": 2}[fmt.scale.name]
+    element, block = fmt.element, fmt.block
+    bits, level = 4 if element.bits == 4 else 8, operand.tensor_scale is not None
+    return DecodeCodes(element.mantissa_bits, element.bias, bits, scale, block[0] or 1, block[1] or 0, level)
+
+
+def _product(case):
+    """y of the kernel, the exact product, and the sum of the magnitudes of its terms; all float64."""
+    import microfloat.torch as mf
+    from microfloat.kernels.gemm import decode
+
+    name, kind, dtype, special = case
+    (m, n, k, cut), dtype = CASES[kind], getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(len(name) + k)
+    w, x = torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator).to(dtype)
+    if special == "tiny":  # scales at the end of their range
+        w *= 2.0**-100
+    elif special == "nan":
+        w[1, 3] = float("nan")
+    weight = mf.quantize(w, name)
+    operand, bias = weight.to_operand(), torch.randn(n, generator=generator) if cut.BIAS else None
+    scale, level, codes = operand.scale, operand.tensor_scale, _codes_of(operand)
+    stride_r, stride_k = scale.stride() if scale.dim() == 2 else (0, 0)
+    stride = level.stride(0) if level is not None and level.dim() else 0
+    y = torch.full((m, n), float("inf"), dtype=dtype)
+    parts = torch.full((cut.SPLIT, m, n), float("inf"))
+    rows, stored = 16 * cut.TILES * cut.ROW_WARPS, operand.codes.view(torch.uint8)
+    inputs = scale, level, bias
+    decode.decode_gemm[(-(-n // rows) * cut.SPLIT,)](
+        x, stored, *inputs, parts if cut.SPLIT > 1 else y, m, n, k, k // 8, stored.shape[1] // 16, stride_r, stride_k,
+        stride, codes, cut, 1 if dtype == torch.bfloat16 else 2, False, False,
+    )  # fmt: skip
+    if cut.SPLIT > 1:
+        decode.decode_finish[(m,)](parts, *inputs, y, m, n, stride_r, stride, codes, cut, False, 32)
+    values = weight.dequantize(torch.float64)
+    exact = x.double() @ values.T
+    terms = x.double().abs() @ values.abs().T
+    if bias is not None:
+        exact, terms = exact + bias.double(), terms + bias.double().abs()
+    return y.double().numpy(), exact.numpy(), terms.numpy()
+
+
+@pytest.fixture(scope="module")
+def product():
+    with interpreting(_product) as call:
+        yield call
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("ragged", "bfloat16"), pytest.param("whole", "float16", marks=pytest.mark.slow)]
+    + [pytest.param("split", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_values_of_every_format(product, name, kind, dtype):  # features I2
+    y, exact, terms = product((name, kind, dtype, ""))
+    # One rounding of y, and float32 sums of K exact products (docs/numerics.md 8.2).
+    bound = 2.0 ** (-8 if dtype == "bfloat16" else -11) * np.abs(exact) + CASES[kind][2] * 2.0**-23 * terms
+    assert (np.abs(y - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_small_scales_lose_nothing(product, name):
+    y, exact, terms = product((name, "ragged", "bfloat16", "tiny"))
+    assert (np.abs(exact) > 0).all()
+    assert (np.abs(y - exact) <= 2.0**-8 * np.abs(exact) + 416 * 2.0**-23 * terms).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_nan_blocks_give_nan(product, name):
+    y, exact, _ = product((name, "ragged", "bfloat16", "nan"))
+    assert np.isnan(exact[:, 1]).all()
+    assert (np.isnan(y) == np.isnan(exact)).all()
+
+
+def _compile(capability):
+    """The layouts of what the tensor cores multiply, of an NVFP4 and an MXFP8 weight; all spilled registers."""
+    import re
+
+    from triton.runtime import driver
+
+    from microfloat.kernels.gemm import decode
+    from tests.kernels.compiling import _NamedTarget, instructions_of
+
+    driver.set_active(_NamedTarget(capability))
+    x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
+    layouts, spilled = set(), []
+    for kind in (DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(3, 7, 8, 1, 1, 32, False)):
+        cut = DecodeCut(2, 4, 2, 1, 1, False, True)
+        compiled = decode.decode_gemm.run(
+            x, codes, codes, one, None, x, 8, 8192, 8192, 1024, 1024 * kind.BITS // 16, 8192 // kind.WIDTH, 1, 0, kind,
+            cut, 1, True, capability >= 89, num_warps=8, enable_fp_fusion=False, grid=(1,), warmup=True,
+        )  # fmt: skip
+        text = compiled.asm["ttgir"]
+        used = set(re.findall(r"mma\.sync[^\n]*tensor<256x[a-z0-9]+, (#\w+)>", text))
+        layouts |= {line.split("<", 1)[1] for line in text.splitlines() if line.split(" ")[0] in used}
+        spilled += [line for line in instructions_of(compiled.asm["cubin"]) if "STL" in line]
+    return layouts, spilled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_lanes_hold_what_the_tensor_cores_read(capability):
+    """Another layout would be a wrong product without a message: the instruction mixes what lanes of a warp hold."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        layouts, spilled = pool.submit(_compile, capability).result()
+    one_per_lane = "{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
+    assert layouts == {one_per_lane}
+    assert not spilled
