@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from microfloat.kernels.constants import DecodeCodes, DecodeCut  # noqa: E402
 from tests.interpreter import interpreting  # noqa: E402
 
+_FURTHER = pytest.mark.slow("further cuts of the same kernel")
 FORMATS = (
     "nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "fp8_tensor",
     "fp8_row", "fp8_1x128", "fp8_128x128",
@@ -77,8 +78,8 @@ def product():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("ragged", "bfloat16"), pytest.param("whole", "float16", marks=pytest.mark.slow)]
-    + [pytest.param("split", "bfloat16", marks=pytest.mark.slow)],
+    [("ragged", "bfloat16"), pytest.param("whole", "float16", marks=_FURTHER)]
+    + [pytest.param("split", "bfloat16", marks=_FURTHER)],
 )
 def test_values_of_every_format(product, name, kind, dtype):  # features I2
     y, exact, terms = product((name, kind, dtype, ""))
@@ -126,7 +127,7 @@ def _compile(capability):
     return layouts, spilled
 
 
-@pytest.mark.slow
+@pytest.mark.slow("machine code for three chips")
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_lanes_hold_what_the_tensor_cores_read(capability):
     """Another layout would be a wrong product without a message: the instruction mixes what lanes of a warp hold."""
