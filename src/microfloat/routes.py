@@ -27,11 +27,16 @@ from microfloat.passes import WRITES_VALUES, family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
-    "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of", "own_gemm_is_faster",
-    "route_between", "route_of",
+    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
+    "own_gemm_is_faster", "route_between", "route_of",
 ]  # fmt: skip
 
 UNTRIED = "not yet run on the hardware"
+NO_GRADIENT = (
+    "weight: got a backward that asks for its gradient, needed a frozen weight, since it is quantized for inference. "
+    "Freeze it (model.requires_grad_(False)) and train adapters or inputs, or microfloat.torch.revert the model and "
+    "train it under a recipe."
+)
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 
@@ -86,6 +91,12 @@ class Routes(NamedTuple):
             wgrad = wgrad._replace(kind="fprop", rhs=fprop.lhs)
         return Routes(fprop, dgrad, wgrad)
 
+    def of_stored(self, recipe: Recipe) -> "Routes":
+        """The same for a weight stored as codes: fprop reads those, and has them decoded where it multiplies values."""
+        if self.fprop.rhs != "values":
+            return self
+        return self._replace(fprop=self.fprop._replace(rhs="codes")).reading_fprop(recipe)
+
 
 # What multiplies, in words, for each library of GEMMs: torch's, and XLA's as JAX calls it.
 _KERNELS = {
@@ -134,6 +145,8 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     `fold`: whether path="auto" may fold, given the lossy counts of the step before. `library`: "torch" or "xla".
     """
     lhs, rhs = gemm.casts
+    if gemm.path == "refused":
+        return Route("refused", "codes", "codes", "-", False, NO_GRADIENT)
     route = route_between(encoding_of(lhs), encoding_of(rhs), chip, gemm.accumulate, gemm.path, library)
     if route.kind != "values" or lhs is None or rhs is None or lhs.format.scale.name == "FP32" or library != "torch":
         return route

@@ -4,8 +4,9 @@ One file per family; an entry in `names.RECIPES` makes a recipe reachable by nam
 measured (docs/adding_a_recipe.md).
 """
 
-from microfloat.recipes.core import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, Recipe, as_cast
+from microfloat.recipes.core import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, Recipe, Static, as_cast
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, Format
+from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from microfloat.recipes.names import FAMILIES, RECIPES, from_name, get_default_recipe
 from microfloat.recipes.nvfp4 import NVFP4BlockScaling
@@ -14,5 +15,6 @@ from microfloat.recipes.placement import Placement
 __all__ = [
     "FAMILIES", "RECIPES", "Cast", "Current", "CustomRecipe", "Delayed", "DelayedScaling", "Float8BlockScaling",
     "Float8CurrentScaling", "Float8RowScaling", "Format", "Gemm", "Hadamard", "MXFP4BlockScaling", "MXFP6BlockScaling",
-    "MXFP8BlockScaling", "NVFP4BlockScaling", "Placement", "Recipe", "as_cast", "from_name", "get_default_recipe",
+    "MXFP8BlockScaling", "NVFP4BlockScaling", "Placement", "Recipe", "Static", "WeightActivation", "WeightOnly",
+    "as_cast", "from_name", "get_default_recipe",
 ]  # fmt: skip

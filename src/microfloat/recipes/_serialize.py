@@ -9,7 +9,17 @@ from microfloat.arguments import check_choice, check_keys
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.operands import GEMMS
-from microfloat.recipes.core import Cast, Current, Delayed, Gemm, Hadamard, NamedRecipe, Recipe, as_scaled_format
+from microfloat.recipes.core import (
+    Cast,
+    Current,
+    Delayed,
+    Gemm,
+    Hadamard,
+    NamedRecipe,
+    Recipe,
+    Static,
+    as_scaled_format,
+)
 
 
 def format_to_data(fmt: ScaledFormat) -> str | dict:
@@ -63,7 +73,7 @@ def cast_from_data(data: dict | None) -> Cast | None:
     scaling = data["scaling"]
     if not isinstance(scaling, dict):
         raise invalid_type("scaling", type(scaling), "a dictionary")
-    kinds = {"Current": Current, "Delayed": Delayed}
+    kinds = {"Current": Current, "Delayed": Delayed, "Static": Static}
     check_choice("scaling.kind", scaling.get("kind"), kinds)
     kind = kinds[scaling["kind"]]
     numbers = {**check_keys("scaling", scaling, ["kind", *_names(kind)])}
@@ -97,7 +107,8 @@ def recipe_from_dict(data: dict) -> Recipe:
     from microfloat import recipes
 
     check_keys("data", data, ("recipe", "fields"))
-    classes = {cls.__name__: cls for cls in (*recipes.FAMILIES, recipes.CustomRecipe, Recipe)}
+    others = recipes.WeightOnly, recipes.WeightActivation, recipes.CustomRecipe, Recipe
+    classes = {cls.__name__: cls for cls in (*recipes.FAMILIES, *others)}
     check_choice("recipe", data["recipe"], classes)
     cls, values = classes[data["recipe"]], data["fields"]
     if issubclass(cls, NamedRecipe):

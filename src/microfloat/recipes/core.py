@@ -19,7 +19,7 @@ from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 from microfloat.support import text_table
 
 __all__ = [
-    "Cast", "Current", "CustomRecipe", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe",
+    "Cast", "Current", "CustomRecipe", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe", "Static",
     "as_cast", "as_scaled_format",
 ]  # fmt: skip
 
@@ -84,6 +84,11 @@ class Delayed:
         if not callable(self.amax_compute_algo):
             check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         check_bool("reduce_amax", self.reduce_amax)
+
+
+@dataclass(frozen=True)
+class Static(Current):
+    """Scale from an amax that was measured beforehand, by `microfloat.torch.calibrate`, and comes with every call."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,11 @@ class Cast(HashOnce):
                 "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
                 "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
             )  # fmt: skip
+        if isinstance(self.scaling, Static) and (not self.takes_amax or self.tensor_scale == "row"):
+            raise invalid_value(
+                "scaling", f"Static with {self.format.name} and rule {self.scale_rule!r}",
+                "a format with one scale for the whole tensor: FP8_TENSOR or NVFP4", "Use Current() here.",
+            )  # fmt: skip
         if isinstance(self.scaling, Current) and self.scaling.amax_epsilon and self.format.scale.name != "FP32":
             raise invalid_value("amax_epsilon", self.scaling.amax_epsilon, f"0 for {self.format.name} (no FP32 scale)")
 
@@ -182,6 +192,11 @@ class Cast(HashOnce):
     def is_delayed(self) -> bool:
         """True where the scale comes from earlier steps."""
         return isinstance(self.scaling, Delayed)
+
+    @functools.cached_property
+    def is_static(self) -> bool:
+        """True where the amax was measured beforehand and comes with the call."""
+        return isinstance(self.scaling, Static)
 
     @property
     def is_gradient(self) -> bool:
@@ -334,7 +349,8 @@ class Gemm(HashOnce):
     """The two Casts of one GEMM (None = high precision), how it accumulates, and its path on chips without MX GEMMs.
 
     `accumulate`: "split" (partial sums over at most 128 contraction elements added in float32), "fast" (hardware
-    accumulator), "exact" (reference backend only). `path`: "exact", "folded" or "auto" (docs/numerics.md, section 10).
+    accumulator), "exact" (reference backend only). `path`: "exact", "folded" or "auto" (docs/numerics.md, section 10);
+    "refused", of a GEMM without casts, makes a call of it an error.
     `from_fprop`, of dgrad and wgrad: lhs is None, and rhs is the operand that fprop has read, dequantized to the
     compute dtype, in place of one cast along this GEMM's own contraction axis.
     """
@@ -353,8 +369,10 @@ class Gemm(HashOnce):
             elif cast is not None and not isinstance(cast, Cast):
                 raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
         check_choice("accumulate", self.accumulate, ("fast", "split", "exact"))
-        check_choice("path", self.path, ("exact", "folded", "auto"))
+        check_choice("path", self.path, ("exact", "folded", "auto", "refused"))
         check_bool("from_fprop", self.from_fprop)
+        if self.path == "refused" and not self.is_high_precision:
+            raise invalid_value("Gemm.path", "'refused' with casts", "'refused' for Gemm(None, None) alone")
         if self.from_fprop and (self.lhs is not None or self.rhs is None or self.rhs.hadamard is not None):
             raise invalid_value(
                 "Gemm.from_fprop", f"True with {self.lhs} x {self.rhs}",
@@ -431,6 +449,18 @@ class Recipe(HashOnce):
     def is_delayed(self) -> bool:
         """True where an operand carries delayed-scaling state."""
         return any(cast is not None and isinstance(cast.scaling, Delayed) for cast in self.casts.values())
+
+    @functools.cached_property
+    def is_static(self) -> bool:
+        """True where x is cast under an amax that was measured beforehand."""
+        return self.fprop.lhs is not None and self.fprop.lhs.is_static
+
+    def for_call(self, rows: int, stored: Cast | None) -> "Recipe":
+        """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes, or None.
+
+        Itself, but for recipes of inference.
+        """
+        return self
 
     def to_dict(self) -> dict:
         """A JSON-ready dictionary; `Recipe.from_dict` gives an equal recipe back."""
@@ -535,6 +565,8 @@ def _scaling_text(cast: Cast) -> str:
         algo = cast.scaling.amax_compute_algo
         name = algo if isinstance(algo, str) else getattr(algo, "__name__", "callable")
         return f"delayed({name} of {cast.scaling.amax_history_len}, margin {cast.scaling.margin})"
+    if cast.is_static:
+        return "static"
     return f"current(>= {cast.scaling.amax_epsilon:g})" if cast.scaling.amax_epsilon else "current"
 
 
@@ -546,7 +578,7 @@ def recipe_table(recipe: Recipe) -> str:
         # The operand as the GEMM reads it: its contraction axis last (docs/numerics.md, section 6).
         name, axes = (f"{tensor}.T", _AXES[tensor][::-1]) if transposed else (tensor, _AXES[tensor])
         if cast is None:
-            described = ("high precision", "-", "-", "-", "-", "-")
+            described = ("refused" if gemm.path == "refused" else "high precision", "-", "-", "-", "-", "-")
         elif gemm.from_fprop:
             described = (f"{cast.format.name} of fprop", "-", "-", "-", "-", "-")
         else:

@@ -11,7 +11,18 @@ if find_spec("torch") is None:
     raise missing_package("torch", "microfloat.torch", "torch")
 
 from microfloat import formats, recipes
-from microfloat.recipes import Cast, Current, Delayed, Gemm, Hadamard, Placement, Recipe, get_default_recipe
+from microfloat.recipes import (
+    Cast,
+    Current,
+    Delayed,
+    Gemm,
+    Hadamard,
+    Placement,
+    Recipe,
+    WeightActivation,
+    WeightOnly,
+    get_default_recipe,
+)
 from microfloat.support import Support
 from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast, get_autocast_recipe, is_autocast_enabled
@@ -25,6 +36,7 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from microfloat.torch.inference import calibrate, quantize_
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
@@ -42,11 +54,12 @@ from microfloat.torch.watch import Record, watch
 __all__ = [
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
-    "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer", "apply_rotary", "autocast", "checkpoint",
-    "convert", "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init",
-    "from_blocked", "get_align_size_for_quantization", "get_autocast_recipe", "get_default_recipe",
-    "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize",
-    "quantized_model_init", "recipes", "reset_scaling", "revert", "scaled_matmul", "set_seed_rank", "to_blocked",
-    "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling", "watch",
+    "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer", "WeightActivation", "WeightOnly",
+    "apply_rotary", "autocast", "calibrate", "checkpoint", "convert", "dequantize", "explain", "export",
+    "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked", "get_align_size_for_quantization",
+    "get_autocast_recipe", "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6",
+    "plain_state_dict", "quantize", "quantize_", "quantized_model_init", "recipes", "reset_scaling", "revert",
+    "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling",
+    "watch",
 ]  # fmt: skip

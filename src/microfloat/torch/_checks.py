@@ -130,7 +130,7 @@ def check_grouped(x: object, weight: object, bias: object) -> None:
     ):
         if tensor is None and name == "bias":
             continue
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, QuantizedTensor) and name != "weight":
             raise invalid_type(
                 name, f"a QuantizedTensor ({tensor.format})", "a plain tensor", "Call dequantize() first."
             )

@@ -269,18 +269,37 @@ def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None
     seed = draw_seed(q.device, folds=False) if q.cast.is_stochastic else None
     if q.axis != max(q.dim() - 1, 0):
         values = values.movedim(q.axis, -1)
+    if q.is_per_expert:
+        return torch.stack([quantize(one, q.cast, seed=seed) for one in values])  # type: ignore[return-value]
     return quantize(values, q.cast, amax=amax, seed=seed)
 
 
 def _upper(q: QuantizedTensor) -> str:
-    """The part that the most elements share."""
+    """The name of the part that the most elements share."""
     return "scale" if q.tensor_scale is None else "tensor_scale"
+
+
+def _of_experts(q: QuantizedTensor, window: slice | int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and tensor scale of some of the experts: a slice of them, or one."""
+    if not q.is_per_expert:
+        return q.scale, q.tensor_scale
+    upper = q.upper[window]
+    return (upper, None) if q.tensor_scale is None else (q.scale, upper)
+
+
+def _refuse_experts(q: QuantizedTensor, operation: str) -> None:
+    """Refuse to move or to divide the first axis of experts, which have one scale each."""
+    if q.is_per_expert:
+        raise invalid_value(
+            operation, f"a QuantizedTensor ({q.format}) of {q.shape[0]} experts, each with a scale of its own",
+            "their axis where it is, the first", "Take them one by one, q[e], or dequantize.",
+        )  # fmt: skip
 
 
 def _shares_a_scale(q: QuantizedTensor) -> bool:
     """A slice of a tensor whose scale, tensor scale or row scales serve elements outside of the slice too."""
     root, upper = q.root, getattr(q, _upper(q))
-    if root is None or upper.dim() == 0:
+    if root is None or upper.dim() < 2:
         return root is not None
     if q.format.block[1] is not None and q.tensor_scale is None:
         return False  # blocks are never torn
@@ -338,6 +357,8 @@ def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
 def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Replace whole rows, chosen by indices or masks of the leading axes, by plain or quantized ones."""
     q, indices, values, *accumulate = args
+    if isinstance(q, QuantizedTensor):
+        _refuse_experts(q, "index_put_")
     if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
         raise _refusal(func, args, kwargs)
     leading = q.shape[:-1]
@@ -512,6 +533,17 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     _check_joints(tensors, dim, along)
     scale_axis = (1 if along == -1 else 0) if first.format.is_tile else along
     tensor_scale = None
+    upper = [q.upper for q in tensors]
+    if any(q.is_per_expert for q in tensors):
+        if not all(q.is_per_expert for q in tensors):
+            raise invalid_value("tensors", "experts beside a tensor of one scale", "experts alone")
+        one = torch.cat(upper) if not dim else _common(tensors, _upper(first))
+        scales = [q.scale for q in tensors] if first.tensor_scale is not None else None
+        return QuantizedTensor(
+            torch.cat([_raw(q.codes) for q in tensors], along).view(first.codes.dtype),
+            one if scales is None else torch.cat(scales, along),
+            None if scales is None else one, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
+        )  # fmt: skip
     if first.tensor_scale is not None and first.tensor_scale.dim() and along != -1:
         rows = [q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors]
         tensor_scale = torch.cat(rows, lead).view(-1, 1)
@@ -558,7 +590,20 @@ def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
         raise _refusal(func, args, kwargs)
-    func([_valueless(q) for q in tensors], dim)
+    joined = func([_valueless(q) for q in tensors], dim)
+    first = tensors[0]
+    if not dim and first.dim() == 2 and first.upper.dim() == 0 and not first.format.is_tile:
+        # Experts, which keep their scales.
+        for q in tensors[1:]:
+            _check_kinds("stack", first, q, tuple(q.shape), tuple(first.shape))
+        parts = {
+            name: torch.stack([_raw(q.parts()[name]) for q in tensors]).view(part.dtype)
+            for name, part in first.parts().items()
+        }
+        return QuantizedTensor(
+            parts["codes"], parts["scale"], parts.get("tensor_scale"), first.cast, axis=first.axis + 1,
+            shape=joined.shape, dtype=first.dtype,
+        )  # fmt: skip
     return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
 
 
@@ -603,6 +648,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     shape = tuple(shape)
     if shape == tuple(q.shape):
         return _detach(q)
+    _refuse_experts(q, "view")
     length = q.shape[q.axis] if q.shape else 1
     axis, behind = max(len(shape) - 1, 0), math.prod(q.shape[q.axis + 1 :])
     if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
@@ -646,6 +692,8 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
         return _detach(q)
     shape, axis = tuple(q.shape[dim] for dim in order), order.index(q.axis)
     leads = [_lead(q, dim) for dim in order if dim != q.axis]
+    if order[0]:
+        _refuse_experts(q, "permute")
     if leads == sorted(leads):
         return _view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
     if q.format.is_tile:
@@ -664,7 +712,7 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
 
 def _rows(q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
     """The tensor_scale; one of rows after a function of it with the leading axes of the codes."""
-    if q.tensor_scale is None or q.tensor_scale.dim() == 0:
+    if q.tensor_scale is None or q.tensor_scale.dim() < 2:
         return q.tensor_scale
     return function(q.tensor_scale.view(*q.codes.shape[:-1], 1)).reshape(-1, 1)
 
@@ -675,6 +723,7 @@ def _expand(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     shape, axis = tuple(shape), q.axis + len(shape) - q.dim()
     if shape == tuple(q.shape):
         return _detach(q)
+    _refuse_experts(q, "expand")
     if not q.shape or shape[axis] != q.shape[q.axis]:
         raise invalid_value(
             "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
@@ -737,7 +786,8 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
     shape[dim] = len(range(first, last, step))
     lead = _lead(q, dim)
     window = (slice(None),) * lead + (slice(first, last, step),)
-    codes, scale, tensor_scale = q.codes[window], q.scale, q.tensor_scale
+    scale, tensor_scale = (q.scale, q.tensor_scale) if dim else _of_experts(q, window[0])
+    codes = q.codes[window]
     if q.format.is_tile:
         inner = math.prod(q.codes.shape[1:-1])
         tile = q.format.block[0] or 1
@@ -748,9 +798,15 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
         scale = scale[start // tile : -(-stop // tile)]
     elif not q.format.is_per_tensor:
         scale = scale[window]
-    if tensor_scale is not None and tensor_scale.dim():
+    if tensor_scale is not None and tensor_scale.dim() == 2:
         tensor_scale = tensor_scale.view(*q.codes.shape[:-1], 1)[window].reshape(-1, 1)
-    return _view_of(q, codes, scale, tensor_scale, shape=shape, is_slice=True)
+    made = _view_of(q, codes, scale, tensor_scale, shape=shape, is_slice=True)
+    return _alone(made) if q.is_per_expert and not dim else made
+
+
+def _alone(q: QuantizedTensor) -> QuantizedTensor:
+    """Experts cut from others: they share no scale with those, so that writing them is writing a tensor."""
+    return QuantizedTensor(q.codes, q.scale, q.tensor_scale, q.cast, axis=q.axis, shape=q.shape, dtype=q.dtype)
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
@@ -774,11 +830,13 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     index = index % q.shape[dim]
     row = _slice(q, dim, index, index + 1)
     shape = [size for position, size in enumerate(q.shape) if position != dim]
-    codes, scale, lead = row.codes, row.scale, _lead(q, dim)
+    codes, scale, tensor_scale, lead = row.codes, row.scale, row.tensor_scale, _lead(q, dim)
+    if not dim:
+        scale, tensor_scale = _of_experts(row, 0)
     if q.dim() > 2:  # the codes of one row have two axes
         codes = codes.squeeze(lead)
         scale = scale if q.format.is_per_tensor or q.format.is_tile else scale.squeeze(lead)
-    return _view_of(row, codes, scale, row.tensor_scale, shape=shape, axis=q.axis - (dim < q.axis))
+    return _view_of(row, codes, scale, tensor_scale, shape=shape, axis=q.axis - (dim < q.axis))
 
 
 @_view(aten.split.Tensor)

@@ -23,7 +23,7 @@ from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch._operators import refuse_batches, refuse_transforms
-from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
+from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
@@ -116,6 +116,8 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         compute = torch.get_autocast_dtype(x.device.type)
     if _exports_plainly:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
+        if context.is_static(token):
+            scales = static_amax(layer), None
         return _in_torch_operations(x, weight, layer.bias, token, scales, compute)
     backend = context.BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
@@ -124,6 +126,8 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if context.is_delayed(token):
         state = delayed_state(layer)
         number = layer._number  # a constant of compiled code, which only state makes one layer's own
+    elif context.is_static(token):
+        state = (static_amax(layer), None, None, None)
     outputs = _CompiledLinear.apply(
         x, weight, layer.bias, seed, *state, stored, token, pinned, backend, compute, number,
         torch.is_grad_enabled(),
@@ -323,6 +327,8 @@ def _linear_forward(
         schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
     x_inputs, w_inputs = cast_inputs(x_scale, seed, live, "x"), cast_inputs(w_scale, seed, live, "w")
+    if schedule.is_static:  # x_scale is an amax then
+        x_inputs = CastInputs(seed=seed, amax=x_scale)
     with schedule.scope():
         # The seed is drawn, so that the launch which casts x and w together and draws one does not serve.
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
@@ -373,6 +379,8 @@ def _linear_backward(
     inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
     saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw, stored)
     x_layout, w_layout = schedule.saved_layouts()
+    if wants_dw and schedule.recipe.wgrad.path == "refused":
+        raise NotSupportedError(schedule.routes.wgrad.reason)
 
     def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> tuple[Maybe, ...]:
         """A column operand: taken from what forward has saved, or cast now; nothing where it is not needed."""
@@ -538,4 +546,5 @@ def _in_torch_operations(
         )
     routes = module.routes(recipe, x.device, None)
     schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
-    return schedule.forward(x, weight, bias, CastInputs(scales[0]), CastInputs(scales[1]))[0]
+    inputs = CastInputs(amax=scales[0]) if schedule.is_static else CastInputs(scales[0])
+    return schedule.forward(x, weight, bias, inputs, CastInputs(scales[1]))[0]

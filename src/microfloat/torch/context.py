@@ -19,8 +19,8 @@ from microfloat.torch import scaling
 from microfloat.torch.reduction import Group
 
 __all__ = [
-    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_stochastic",
-    "keeps_x", "recipe_of", "reset_ambient", "set_ambient", "token_of",
+    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_static",
+    "is_stochastic", "keeps_x", "recipe_of", "reset_ambient", "set_ambient", "token_of",
 ]  # fmt: skip
 
 
@@ -124,8 +124,9 @@ def token_of(recipe: Recipe | None) -> str:
         return PLAIN
     token = _TOKENS.get(recipe)
     if token is None:
-        kept = recipe.wgrad.rhs is None
-        traits = ("s" if recipe.is_stochastic else "-") + ("d" if recipe.is_delayed else "-") + ("x" if kept else "-")
+        kept = recipe.wgrad.rhs is None and recipe.wgrad.path != "refused"
+        scaling_of_x = "d" if recipe.is_delayed else "a" if recipe.is_static else "-"
+        traits = ("s" if recipe.is_stochastic else "-") + scaling_of_x + ("x" if kept else "-")
         try:
             contents = json.dumps(recipe.to_dict(), sort_keys=True)
         except InvalidValueError:  # a callable amax_compute_algo has no contents to write down
@@ -151,6 +152,11 @@ def is_stochastic(token: str) -> bool:
 def is_delayed(token: str) -> bool:
     """True where the recipe carries delayed-scaling state."""
     return token[1] == "d"
+
+
+def is_static(token: str) -> bool:
+    """True where x is cast under an amax that was measured beforehand."""
+    return token[1] == "a"
 
 
 def keeps_x(token: str) -> bool:

@@ -64,18 +64,45 @@ def convert(
     check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
-    exclude = check_exclude(exclude)
-    check_filter(filter)
     if not isinstance(fuse, bool):
         raise invalid_type("fuse", type(fuse), "True or False")
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
+    rows = pin_layers(model, recipe, (nn.Linear,), filter, exclude, skip_small)
+    blocks = tuple(
+        ConversionRow(name, None, "not fused" if what.startswith("left") else "fused", None, what)
+        for name, what in (fuse_blocks(model) if fuse else ())
+    )
+    return report_of(model, rows, blocks)
+
+
+def report_of(
+    model: nn.Module, rows: Sequence[ConversionRow], blocks: tuple[ConversionRow, ...] = ()
+) -> ConversionReport:
+    """The report of these rows, which is logged too."""
+    running = {id(model.get_submodule(row.name)) for row in rows if row.recipe is not None}
+    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)), blocks)
+    logging.getLogger("microfloat").info("%s", report)
+    return report
+
+
+def pin_layers(
+    model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
+    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
+    refuse: Callable[[nn.Module], str | None] = lambda module: None,
+) -> list[ConversionRow]:  # fmt: skip
+    """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each.
+
+    `refuse`: why a layer is left as it is, or None.
+    """
+    exclude = check_exclude(exclude)
+    check_filter(filter)
     reserved = {
         id(module.out_proj): "nn.MultiheadAttention reads this layer's weight without calling it"
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention)
     }
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers: list[Any] = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     chosen = None
     if isinstance(recipe, Placement):
         pinned = {name: getattr(module, "pinned", None) for name, module in layers}
@@ -85,11 +112,11 @@ def convert(
     rows, wishes = [], []
     for name, module in layers:
         shape = (module.out_features, module.in_features)
-        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates)
+        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates) or refuse(module)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
         if reason is not None:
-            pinned = module.pinned if isinstance(module, Linear) and id(module) not in reserved else None
+            pinned = module.pinned if isinstance(module, RecipeLayer) and id(module) not in reserved else None
             if isinstance(pinned, Recipe):
                 rows.append(ConversionRow(name, shape, "kept", pinned, f"pinned before; {reason}"))
             else:
@@ -101,26 +128,19 @@ def convert(
             prediction = predict(wanted, (skip_small, module.in_features, module.out_features))
             if prediction.is_small:
                 wanted, reason = None, str(prediction)
-        action = "high precision" if wanted is None else "repinned" if isinstance(module, Linear) else "converted"
+        action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
         if wanted is not None:
             reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
     for name, module, wanted in wishes:
-        if wanted is not None and not isinstance(module, Linear):
+        if wanted is not None and not isinstance(module, RecipeLayer):
             _change_class(module, nn.Linear, Linear)
-        if isinstance(module, Linear):
+        if isinstance(module, RecipeLayer):
             module.pin(wanted)
             module._path = name
     _keep_slow_paths(model)
-    running = {id(module) for (_, module), row in zip(layers, rows, strict=True) if row.recipe is not None}
-    blocks = tuple(
-        ConversionRow(name, None, "not fused" if what.startswith("left") else "fused", None, what)
-        for name, what in (fuse_blocks(model) if fuse else ())
-    )
-    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)), blocks)
-    logging.getLogger("microfloat").info("%s", report)
-    return report
+    return rows
 
 
 def _refusal(
@@ -130,7 +150,7 @@ def _refusal(
     kind = type(module)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
-    if not isinstance(module, Linear):
+    if not isinstance(module, RecipeLayer):
         if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
@@ -236,6 +256,7 @@ def revert(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
+            module._buffers.pop("input_amax", None)
             if isinstance(module._parameters.get("weight"), QuantizedTensor) and not _dequantize_weight(module):
                 replaced.append(name or "(root)")
             if _change_class(module, Linear, nn.Linear):
@@ -304,8 +325,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     dropped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for slot in scaling.SLOTS
-        for name in scaling.buffer_names(slot)
+        for name in ("input_amax", *(name for slot in scaling.SLOTS for name in scaling.buffer_names(slot)))
         if isinstance(module, Linear)
     }
     return {

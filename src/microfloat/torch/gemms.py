@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.chips import Chip
-from microfloat.errors import invalid_value
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import E4M3, decode, encode
 from microfloat.layout import folded_format
 from microfloat.passes import is_stock
@@ -123,6 +123,8 @@ def _looks(bias: torch.Tensor | None) -> _Bias | None:
 
 def _made(task: _Task) -> Product:
     kind, (m, k, n) = task.route.kind, task.shape
+    if kind == "refused" and task.lhs is None:
+        return _as_product(functools.partial(_refuse, task.route.reason), "refused when it is asked for")
     if kind == "refused":
         needed = "'fast' or 'split' on the native backend"
         raise invalid_value("accumulate", "'exact'", needed, "Use backend='reference' for exact sums.")
@@ -137,6 +139,10 @@ def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Prod
     made: Any = function
     made.direct, made.reason = not reason, reason
     return made
+
+
+def _refuse(reason: str, *parts: Level) -> torch.Tensor:
+    raise NotSupportedError(reason)
 
 
 def _empty(task: _Task, *parts: Level) -> torch.Tensor:

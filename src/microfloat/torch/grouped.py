@@ -47,6 +47,7 @@ from microfloat.torch.schedule import (
     saved_parts,
 )
 from microfloat.torch.seeds import draw_seed
+from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.program import GroupPlan
@@ -137,6 +138,8 @@ def grouped_plain(
 ) -> torch.Tensor:  # fmt: skip
     """The same in high precision: torch's grouped matmul in bfloat16 on a GPU, else a loop of ``F.linear``."""
     compute = autocast_dtype(x.device.type) or x.dtype
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize(compute)
     if bias is None and x.is_cuda and compute == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         behind = torch.arange(x.shape[0], device=x.device)[:, None] >= groups.ends[-1]
         # The rows behind are masked on both sides, so that dx has zeros there too.
@@ -182,7 +185,7 @@ def find_grouped(
     compute = compute or autocast_dtype(x.device.type) or x.dtype
     key = (
         "grouped", recipe, name, compute, wants_dx, wants_dw, x.shape, x.dtype, x.get_device(), weight.shape,
-        weight.dtype, None if bias is None else bias.dtype,
+        weight.cast if isinstance(weight, QuantizedTensor) else weight.dtype, None if bias is None else bias.dtype,
     )  # fmt: skip
     schedule: Any = SCHEDULES.get(key)
     if schedule is None:
@@ -261,7 +264,8 @@ class GroupedSchedule(Schedule):
         self.number, self.out_features, self.in_features = weight.shape
         self.rows = x.shape[0]
         casts = [cast for cast in recipe.casts.values() if cast is not None]
-        self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
+        self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
+        self.keeps_weight = False
         self.delayed_scaling: Any = next((cast.scaling for cast in casts if cast.is_delayed), None)
         self._programs = backend.programs
         self._entries = {
@@ -396,7 +400,8 @@ class GroupedSchedule(Schedule):
     def _of_group(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: int) -> Schedule:
         """The schedule of one group; that of its backward is found by the group and its number of rows alone."""
         batch = group if self.is_stochastic else 0
-        aligned = *(t if t is None else t.data_ptr() & 15 for t in (x, weight, bias)), x.stride(), weight.stride()
+        codes = weight.codes if isinstance(weight, QuantizedTensor) else weight
+        aligned = *(t if t is None else t.data_ptr() & 15 for t in (x, codes, bias)), x.stride(), weight.stride()
         schedule = self._schedules.get((batch, len(x), *aligned))
         if schedule is None:
             if len(self._schedules) >= _MOST_SCHEDULES:  # sizes made anew for every call must not pile up

@@ -46,6 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_WEIGHT_TYPES = (nn.Parameter, QuantizedTensor)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
 
@@ -63,7 +64,7 @@ def run_linear(
     if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
         weight, bias = layer.weight, layer.bias
     if (
-        type(x) not in _PLAIN_TYPES or type(weight) is not nn.Parameter or x.is_meta
+        type(x) not in _PLAIN_TYPES or type(weight) not in _WEIGHT_TYPES or x.is_meta
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
         refuse_transforms("forward", x, weight, bias)
@@ -131,7 +132,7 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
     if counts.is_quiet:
         return schedule
     routes = schedule.backend.routes(schedule.recipe, call[2].device, counts)
-    return schedule if routes is schedule.routes else find(*call, routes=routes)  # type: ignore[misc]
+    return schedule if routes is schedule.asked else find(*call, routes=routes)  # type: ignore[misc]
 
 
 def find(
@@ -285,6 +286,8 @@ def begin(
     if layer is None:  # of a function, which keeps nothing between calls
         return run
     run.path = layer._path
+    if schedule.is_static:
+        run.x = run.x._replace(amax=_aligned(static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(weight, is_first_microbatch is True)
     if schedule.is_delayed and _dispatch_modes():
@@ -292,9 +295,20 @@ def begin(
             _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
-    elif is_first_microbatch is not None:
-        _keep_weight(run, layer, weight, is_first_microbatch, None)
+    elif is_first_microbatch is not None or schedule.keeps_weight:
+        _keep_weight(run, layer, weight, is_first_microbatch is True, None)
     return run
+
+
+def static_amax(layer: Any) -> torch.Tensor:
+    """The amax of a layer's inputs, float32 (), that `microfloat.torch.calibrate` has measured; raises without one."""
+    amax = getattr(layer, "input_amax", None)
+    if amax is None:
+        raise invalid_value(
+            "input_amax", "none: the layer was never calibrated", "the amax of its inputs, for scales='static'",
+            "Run data through the model: with microfloat.torch.calibrate(model): model(batch).",
+        )  # fmt: skip
+    return amax
 
 
 def begin_apart(
@@ -447,7 +461,10 @@ class KeptWeight:
 
 def _stamp(weights: Sequence[torch.Tensor], key: tuple) -> tuple:
     # Operands that were made in inference mode cannot be saved for a backward.
-    state = [number for weight in weights for number in (weight.data_ptr(), weight._version)]
+    state = []
+    for weight in weights:  # torch counts the writes to a QuantizedTensor, and those of a user to its parts
+        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
+        state += [weight._version, *(number for part in parts for number in (part.data_ptr(), part._version))]
     return *state, _latest_step, torch.is_inference_mode_enabled(), *key
 
 
@@ -457,9 +474,11 @@ def _keep_weight(
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
     weights: tuple[torch.Tensor, ...] = getattr(weight, "joined_of", (weight,))
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
-    if not all(isinstance(one, nn.Parameter) and not isinstance(one, QuantizedTensor) for one in weights):
-        return True
     schedule = run.schedule
+    if not all(isinstance(one, nn.Parameter) for one in weights) or (
+        isinstance(weight, QuantizedTensor) and not schedule.keeps_weight
+    ):
+        return True
     kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
     if is_first_microbatch:
         kept.clear()

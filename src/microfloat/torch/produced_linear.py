@@ -111,6 +111,8 @@ class _Casts:
     def kernels(self) -> ModuleType | None:
         """The backend's fused kernels, if they write these operands; else None."""
         producers = self.reader.schedule.backend.producers
+        if any(cast is not None and cast.is_static for cast in self.both):
+            return None
         codes_only = all(entry is None or (entry.cast is not None and entry.form == "codes") for entry in self.entries)
         return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
 
@@ -129,7 +131,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     caster = next((reader for reader in readers if reader.schedule.wants_dw), readers[0])
     schedule, run = caster.schedule, caster.run
     casts = _Casts.of(caster, "x", True, schedule.wants_dw)
-    shares = _are_alike(readers) and (len(readers) == 1 or not casts.is_stochastic)
+    shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
     kernels = casts.kernels() if shares and producer.dtype == schedule.dtype else None
     if kernels is None:
         value, _, statistics = producer.values(schedule.backend.producers)

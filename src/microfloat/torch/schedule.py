@@ -87,7 +87,8 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
     """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
     made: list[Entry | None] = []
     for is_read, operand in zip((row, column), operands_of(tensor), strict=True):
-        if not is_read or (operand.side == "rhs" and getattr(recipe, operand.gemm).from_fprop):
+        gemm = getattr(recipe, operand.gemm)
+        if not is_read or gemm.path == "refused" or (operand.side == "rhs" and gemm.from_fprop):
             made.append(None)
             continue
         cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
@@ -161,10 +162,11 @@ class CastStep:
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
-        self.program = backend.programs.cast_program(x, row, column, batch=batch, in_groups=in_groups)
+        options = {"batch": batch, "in_groups": in_groups}
+        given = any(spec is not None and spec.cast.is_static for spec in (row, column))
+        self.program = backend.programs.cast_program(x, row, column, given_amax=given, **options)
         if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
-            options = {"records": True, "batch": batch, "in_groups": in_groups}
-            self._recording = backend.programs.cast_program(x, row, column, **options)
+            self._recording = backend.programs.cast_program(x, row, column, records=True, **options)
 
     @property
     def names(self) -> str:
@@ -208,7 +210,7 @@ class CastStep:
 
     def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Parts:
         casts = [None if entry is None else entry.cast for entry in self.entries]
-        options: dict[str, Any] = {"batch": self._batch}
+        options: dict[str, Any] = {"batch": self._batch, "amax": inputs.amax}
         if any(cast is not None and cast.is_delayed for cast in casts):
             options["scale_enc"] = inputs.scale_enc
             if inputs.record is not None:
@@ -261,6 +263,11 @@ class _StoredCast:
     is_bound, names = False, "stored codes"
 
     @property
+    def makes(self) -> bool:
+        """True where operands are cast anew."""
+        return self._step is not None
+
+    @property
     def delayed(self) -> Cast | None:
         """The first delayed cast, by whose scaling the amax is recorded; stored codes of the row were scaled before."""
         return _first_delayed(entry and entry.cast for entry in self.entries[self._stored[0] :])
@@ -293,18 +300,26 @@ class Schedule:
         bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool, batch: int = 0,
     ) -> None:  # fmt: skip
         """`batch`: a word of the random counters."""
+        self.asked = routes  # for the recipe that was asked for; it may name another one for this call
+        self.in_features, self.out_features = x.shape[-1], weight.shape[0]
+        self.rows = x.numel() // self.in_features
+        stored = weight.cast if isinstance(weight, QuantizedTensor) else None
+        chosen = recipe.for_call(self.rows, stored)
+        is_other, recipe = chosen is not recipe, chosen
+        routes = backend.routes(recipe, x.device, None) if is_other else routes
+        routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw = wants_dx, wants_dw
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
         delayed = _first_delayed(recipe.casts.values())
         self.delayed_scaling: Any = None if delayed is None else delayed.scaling
-        self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
-        self.in_features, self.out_features = x.shape[-1], weight.shape[0]
-        self.rows = x.numel() // self.in_features
+        self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
         self.x_shape = None if x.dim() == 2 else x.shape
         self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
-        self.folds = any(form in ("folded", "tiles") for route in routes for form in (route.lhs, route.rhs))
+        # Of a recipe that follows from the call nobody asks what folding has changed.
+        folded = ("folded", "tiles")
+        self.folds = not is_other and any(form in folded for route in routes for form in (route.lhs, route.rhs))
         m, k, n = self.rows, self.in_features, self.out_features
         self.products: dict[str, Product] = {
             "fprop": product(recipe.fprop, routes.fprop, (m, k, n), bias, compute, x.device)
@@ -331,14 +346,16 @@ class Schedule:
             for layout in self._layouts
         )
         self.x_cast = CastStep(backend, self._matrix(x), x_entries, batch)
-        stored = isinstance(weight, QuantizedTensor)
-        self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute) if stored else None
-        if self.w_cast is None:
+        if isinstance(weight, QuantizedTensor):
+            self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute)
+        else:
             self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries, batch)
+        # What a frozen weight's codes do not serve, such as a folded operand, is made once.
+        self.keeps_weight = stored is not None and recipe.wgrad.path == "refused" and self.w_cast.makes
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
-        self._converts_w = not stored and weight.dtype != compute
+        self._converts_w = stored is None and weight.dtype != compute
         self._pair: tuple[Program | None, Program | None] = (None, None)
         if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
             self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)

@@ -42,7 +42,8 @@ class QuantizedTensor(torch.Tensor):
     * `codes`: operand form (contraction axis last, leading axes kept); float8 dtypes for 8-bit elements, uint8 for 4
       and 6 bit, 4-bit codes packed two per byte, the even one in the low nibble.
     * `scale`: uint8 bytes (E8M0, E4M3) or float32; () per tensor, 2-D for tiles, else one entry per block of a row.
-    * `tensor_scale`: float32 of shape () or [R, 1], or None.
+    * `tensor_scale`: float32 of shape () or [R, 1], or None. Of experts [E, N, K] the one scale of a tensor (`scale`
+      per tensor, or `tensor_scale`) may be one for each expert, of shape [E].
     * `format`, `hadamard`: those of the Cast. `axis`: the contraction axis of `shape`, >= 0.
     * `shape`, `dtype`: those of the original; `dtype` is what `dequantize` and products return unless told otherwise.
 
@@ -167,16 +168,30 @@ class QuantizedTensor(torch.Tensor):
 
     def to_operand(self) -> Operand:
         """The matrix [R, C] that a GEMM sees, sharing storage."""
-        codes, scale = self.codes, self.scale
+        codes, scale, tensor_scale, fmt = self.codes, self.scale, self.tensor_scale, self.format
         rows = 1
         for size in codes.shape[:-1]:
             rows *= size
+        if self.is_per_expert:  # each row has the scale of its expert
+            of_rows = self.upper.repeat_interleave(codes.shape[1])[:, None]
+            scale, tensor_scale = (of_rows, None) if tensor_scale is None else (scale, of_rows)
+            fmt = dataclasses.replace(fmt, block=(1, None)) if tensor_scale is None else fmt
         if codes.dim() != 2:
             codes = codes.reshape(rows, codes.shape[-1])
         if scale.dim() > 2:
             scale = scale.reshape(rows, scale.shape[-1])
         length = self.shape[self.axis] if self.shape else 1
-        return Operand(codes, scale, self.tensor_scale, self.format, rows, length, self.hadamard)
+        return Operand(codes, scale, tensor_scale, fmt, rows, length, self.hadamard)
+
+    @property
+    def upper(self) -> torch.Tensor:
+        """The part that the most elements share: the tensor scale, else the scale."""
+        return self.scale if self.tensor_scale is None else self.tensor_scale
+
+    @property
+    def is_per_expert(self) -> bool:
+        """True for experts [E, N, K], each of which has a scale of its own where a tensor has one."""
+        return self.upper.dim() == 1
 
     @property
     def format(self) -> ScaledFormat:
@@ -442,6 +457,8 @@ def _check_parts(
             raise invalid_type(name, type(part), needed)
         if part.dtype != getattr(torch, expected.dtype):
             raise invalid_type(name, part.dtype, needed, "View or convert it first.")
+        if expected.shape == () and len(shape) == 3 and part.dim() == 1:
+            expected = expected._replace(shape=shape[:1])  # one for each expert
         if tuple(part.shape) != tuple(expected.shape):
             raise invalid_value(
                 name,

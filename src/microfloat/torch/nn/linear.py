@@ -177,11 +177,11 @@ class RecipeLayer(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
         self._drop_weight_cache()
-        kept = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith("scaling_")}
+        float32 = ("scaling_", "input_amax")
+        state = [name for name, value in self._buffers.items() if value is not None and name.startswith(float32)]
+        kept: dict[str, Any] = {name: self._buffers.pop(name) for name in state}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
-            if buffer is None:
-                continue
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
         return self
@@ -192,6 +192,8 @@ class RecipeLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
+        if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
+            self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_weight_cache()
 

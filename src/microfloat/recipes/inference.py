@@ -1,0 +1,139 @@
+"""Recipes of inference: weights that are stored quantized, under activations in high precision or quantized too.
+
+    weight-only          y = x @ dequantize(w).T           weights are read in 4 to 8 bits, nothing else changes
+    weight-activation    y = quantize(x) @ w.T             the product is one of the format's own
+
+They are recipes like any other: `microfloat.torch.quantize_` stores weights under them, a Placement puts them on
+layers, `explain` and ``print`` show them. dx is ``dy @ dequantize(w)``, so that adapters train over frozen weights; a
+gradient of the weight is refused (`Gemm.path`).
+"""
+
+from dataclasses import dataclass, replace
+
+from microfloat.arguments import check_choice, check_int
+from microfloat.errors import invalid_value, unknown_name
+from microfloat.formats import ScaledFormat
+from microfloat.recipes.core import Cast, CustomRecipe, Gemm, NamedRecipe, Recipe, Static, as_scaled_format
+
+__all__ = ["WeightActivation", "WeightOnly"]
+
+_SEARCHES = ("four_over_six", "mse")
+# The format of activations -> (that of the weights beside them, how the product accumulates as in training).
+_PAIRS = {
+    "fp8_tensor": ("fp8_tensor", "fast"),
+    "fp8_row": ("fp8_row", "split"),
+    "fp8_1x128": ("fp8_128x128", "split"),
+    "mxfp8": ("mxfp8", "fast"),
+    "mxfp6_e2m3": ("mxfp6_e2m3", "fast"),
+    "mxfp6_e3m2": ("mxfp6_e3m2", "fast"),
+    "mxfp4": ("mxfp4", "fast"),
+    "nvfp4": ("nvfp4", "fast"),
+    "nvfp4_row": ("nvfp4", "fast"),
+}
+
+
+def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
+    """The name of a stock format, given by itself or by its name."""
+    return as_scaled_format(fmt, argument).name
+
+
+def _weight_cast(fmt: str, scale_search: str | None) -> Cast:
+    """The cast whose codes a searched weight holds: that of its rule, or the format's own where scales are searched."""
+    if scale_search is not None:
+        check_choice("scale_search", scale_search, _SEARCHES)
+    if scale_search != "four_over_six":
+        return Cast(as_scaled_format(fmt))
+    if not fmt.startswith("nvfp4"):
+        raise invalid_value("scale_search", f"'four_over_six' with {fmt}", "'mse', or an NVFP4 format")
+    return Cast(as_scaled_format(fmt), "four_over_six")
+
+
+def _table(fprop: Gemm) -> tuple[Gemm, Gemm, Gemm]:
+    """fprop, dx from the operand of the weight that fprop reads, and no dw."""
+    return fprop, Gemm(None, fprop.rhs, from_fprop=True), Gemm(None, None, path="refused")
+
+
+class _Inference(NamedRecipe):
+    """Base of both: a weight that is stored in the format, by whatever rule, is read as it is."""
+
+    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
+        """The recipe with the Cast of the stored weight in place of its own."""
+        w = self.fprop.rhs
+        if stored is None or w is None or stored == w or stored.format != w.format:
+            return self
+        return CustomRecipe(*_table(replace(self.fprop, rhs=stored)))
+
+
+@dataclass(frozen=True)
+class WeightOnly(_Inference):
+    """Quantized weights under activations in high precision: ``y = x @ dequantize(w).T``.
+
+    `format`: that of the weights. `scale_search`: "four_over_six" (NVFP4: each block maps its maximum to 6 or to 4,
+    whichever errs less) or "mse" (any format: each block takes the candidate scale of the smallest squared error);
+    None takes the format's own rule. `prefill` "folded": calls of `prefill_rows` rows (tokens) or more multiply on FP8
+    tensor cores instead. An MX weight is then folded as ``path="folded"`` does (at most 2^-17.8 of a group's amax is
+    lost, docs/numerics.md 9), any other is quantized once more, to FP8 with 128x128 scales (a relative error of at most
+    2^-4 of an element, besides its own), and activations are quantized too: MXFP8, or FP8 with 1x128 scales. The codes
+    are kept; the folded weight, a byte for each element, is made at the first such call. Source: docs/inference.md.
+    """
+
+    format: str = "nvfp4"
+    scale_search: str | None = None
+    prefill: str | None = None
+    prefill_rows: int = 128
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", _name_of(self.format, "format"))
+        if self.prefill is not None:
+            check_choice("prefill", self.prefill, ("folded",))
+        check_int("prefill_rows", self.prefill_rows, 1, 2**31 - 1)
+        super().__post_init__()
+
+    def _table(self) -> tuple[Gemm, Gemm, Gemm]:
+        return _table(Gemm(None, _weight_cast(self.format, self.scale_search)))
+
+    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
+        """The recipe of the stored weight, or from `prefill_rows` rows on that of the folded one."""
+        if self.prefill is None or rows < self.prefill_rows:
+            return super().for_call(rows, stored)
+        weight = stored or self.fprop.rhs
+        assert weight is not None
+        if weight.format.scale.name == "E8M0":
+            element = as_scaled_format("mxfp8")
+            return CustomRecipe(*_table(Gemm(Cast(element), weight, "fast", "folded")))
+        return CustomRecipe(*_table(Gemm("fp8_1x128", "fp8_128x128")))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class WeightActivation(_Inference):
+    """Quantized weights and activations: the product of both on the format's tensor cores, where there are any.
+
+    `format`: that of the activations: fp8_tensor, fp8_row, fp8_1x128, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4,
+    nvfp4_row. `weight`: that of the weights; None is the same one (128x128 beside 1x128, NVFP4 beside nvfp4_row).
+    `scales` "dynamic": of each input as it comes; "static": the scale of a whole input (fp8_tensor, and the tensor
+    scale of nvfp4) is that of the largest amax met under `microfloat.torch.calibrate`. `scale_search`: as in
+    `WeightOnly`. `path`: that of an MX product on chips without MX GEMMs. Source: docs/inference.md.
+    """
+
+    format: str = "mxfp8"
+    weight: str | None = None
+    scales: str = "dynamic"
+    scale_search: str | None = None
+    path: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", _name_of(self.format, "format"))
+        if self.format not in _PAIRS:
+            raise unknown_name("format", self.format, _PAIRS)
+        if self.weight is not None:
+            object.__setattr__(self, "weight", _name_of(self.weight, "weight"))
+        check_choice("scales", self.scales, ("dynamic", "static"))
+        super().__post_init__()
+
+    def _table(self) -> tuple[Gemm, Gemm, Gemm]:
+        weight, accumulate = _PAIRS[self.format]
+        x = Cast(as_scaled_format(self.format))
+        if self.scales == "static":
+            x = replace(x, scaling=Static())
+        w = _weight_cast(self.weight or weight, self.scale_search)
+        return _table(Gemm(x, w, accumulate, self.path))

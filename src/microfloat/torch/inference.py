@@ -1,0 +1,280 @@
+"""Inference: weights stored quantized, scales searched for them, and amaxes of activations measured beforehand.
+
+    quantize_(model, WeightOnly("nvfp4"))      every Linear keeps codes and scales in place of its weight
+    with calibrate(model): model(batch)        amaxes of activations, for scales="static"
+    load_quantized(path, model)                weights that a checkpoint holds quantized, as they are
+
+A quantized layer is a `Linear` (or a `GroupedLinear`) like any other: its weight is a QuantizedTensor, its recipe one
+of `microfloat.recipes.inference`, and its calls run the schedule of that recipe. Its state dict holds the quantized
+weight under the name of the plain one.
+
+Legend: N = out features, K = in features, E = experts.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from microfloat.errors import MicrofloatError, invalid_type, invalid_value
+from microfloat.operands import GEMMS
+from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, FUSED, ConversionReport, fused_groups
+from microfloat.torch import backends
+from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
+from microfloat.torch.convert import pin_layers, report_of
+from microfloat.torch.nn.grouped_linear import GroupedLinear
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.ops import quantize
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["calibrate", "quantize_", "searched"]
+
+Config = WeightOnly | WeightActivation
+_LAYERS = (nn.Linear, GroupedLinear)
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module,
+    config: Config | Placement | Mapping[str, Config | None],
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    *,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = tuple(FUSED),
+) -> ConversionReport:
+    """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
+
+    `config`: a `WeightOnly` or a `WeightActivation` for all layers, or a Placement (or dictionary) of them by name
+    pattern, None being high precision. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
+    patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
+    serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
+    have a scale each. Weights that several layers share stay shared; biases, embeddings and norms stay as they are.
+
+    A layer keeps its identity and ``isinstance(layer, nn.Linear)``. Its weight requires grad as before, and a backward
+    that asks for that gradient raises: freeze the model to train adapters. Raises InvalidTypeError and
+    InvalidValueError for other arguments and where no layer is left to quantize, PlacementError for patterns that
+    match no layer; then nothing changes.
+    """
+    check_model(model)
+    config = Placement(list(config.items())) if isinstance(config, Mapping) else config
+    for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
+        _check_config(pattern, one, isinstance(config, Placement))
+    layers = _named_layers(model)
+    rows = pin_layers(model, config, _LAYERS, filter, exclude, refuse=_why_not_stored)
+    configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
+    configs = {name: one for name, one in configs.items() if one is not None}
+    if not configs:
+        reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
+        raise invalid_value(
+            "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
+            "an nn.Linear or a GroupedLinear that filter and exclude leave in", "exclude=() excludes nothing.",
+        )  # fmt: skip
+    amaxes: dict[str, torch.Tensor | None] = {}  # of each group, before any of its members is written
+    for group in fused_groups(layers, fuse):
+        for cast in {configs[name].fprop.rhs for name in group if name in configs}:
+            members = [name for name in group if name in configs and configs[name].fprop.rhs == cast]
+            amaxes.update(dict.fromkeys(members, _shared_amax([layers[name].weight for name in members], cast)))
+    stored: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, which stays alive meanwhile
+    for name, recipe in configs.items():
+        layer, weight = layers[name], layers[name].weight
+        if id(weight) not in stored:
+            try:
+                q = searched(weight.detach(), recipe.fprop.rhs, amaxes.get(name), recipe.scale_search)
+            except MicrofloatError as error:
+                raise with_path(error, name) from None
+            stored[id(weight)] = weight, nn.Parameter(q, requires_grad=weight.requires_grad)
+        layer.weight = stored[id(weight)][1]
+        if recipe.is_static:
+            layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+    made = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    return report_of(model, made)
+
+
+def _check_config(pattern: str, config: object, in_placement: bool) -> None:
+    if pattern.endswith(tuple(f":{gemm}" for gemm in GEMMS)):
+        raise invalid_value("config", f"the pattern {pattern!r}", "patterns of whole layers: a weight is stored once")
+    if isinstance(config, Config) or (in_placement and config is None):
+        return
+    remedy = f"Write WeightOnly({config!r})." if isinstance(config, str) else ""
+    if isinstance(config, Recipe):
+        config, remedy = type(config).__name__, "A recipe for training goes to microfloat.torch.convert."
+    raise invalid_type("config", config, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
+
+
+def _named_layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}
+
+
+def _why_not_stored(layer: nn.Module) -> str | None:
+    """Why the weight of a layer cannot be replaced by codes, or None."""
+    weight = layer._parameters.get("weight")
+    if isinstance(weight, QuantizedTensor):
+        return f"its weight is quantized already ({weight.format})"
+    if type(weight) is not nn.Parameter:
+        return "its weight is no plain Parameter (a parametrization, or a distributed tensor)"
+    if weight.dtype not in INPUT_DTYPES:
+        return f"its weight has {weight.dtype}"
+    return None
+
+
+def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast) -> torch.Tensor | None:
+    """The largest amax of the weights, float32 (), or [E] of experts; None where no amax of theirs is shared."""
+    if len(weights) < 2 or not cast.takes_amax or cast.tensor_scale == "row" or weights[0].is_meta:
+        return None
+    if len({weight.shape[:-2] for weight in weights}) > 1:
+        return None
+    measured = []
+    for weight in weights:
+        amax = backends.choose("auto", weight.device).amax
+        experts = [amax(one) for one in weight] if weight.dim() == 3 else [amax(weight)]
+        measured.append(torch.stack([one.reshape(()) for one in experts]).to(weights[0].device))
+    largest = torch.stack(measured).amax(0)
+    return largest if weights[0].dim() == 3 else largest[0]
+
+
+# ---------------------------------------------------------------------------------------------------- search of scales
+
+_RATIOS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's amax, for scales that are not powers of two
+
+
+def searched(
+    weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None = None, scale_search: str | None = None
+) -> QuantizedTensor:
+    """A weight [N, K], or experts [E, N, K] one by one, under `cast`; `amax`: in place of the measured one, or None.
+
+    `scale_search` "mse": each block takes the scale of the smallest squared error among that of the cast, those of
+    smaller amaxes, at which the largest elements saturate, and those of other rules for the same scales. Ties keep the
+    scale of the cast. Codes and scales are those that a reader of the format expects.
+    """
+    if weight.dim() == 3:
+        amaxes = [None] * len(weight) if amax is None else amax.unbind()
+        made = [searched(one, cast, own, scale_search) for one, own in zip(weight, amaxes, strict=True)]
+        return torch.stack(made)  # type: ignore[arg-type,return-value]
+    best = quantize(weight, cast, amax=amax)
+    if scale_search != "mse" or weight.is_meta or not weight.numel():
+        return best
+    if cast.format.is_per_tensor:
+        largest = backends.choose("auto", weight.device).amax(weight) if amax is None else amax
+        candidates = [best, *(quantize(weight, cast, amax=largest * ratio) for ratio in _RATIOS)]
+        errors = torch.stack([_error(one, weight, None).sum() for one in candidates])
+        return candidates[int(errors.argmin())]
+    if best.tensor_scale is not None and amax is None:
+        amax = _held_amax(weight, cast)
+    lowest = _error(best, weight, cast.format.block)
+    for one in _candidates(weight, cast, amax):
+        error = _error(one, weight, cast.format.block)
+        is_better = error < lowest
+        lowest = torch.where(is_better, error, lowest)
+        _take_blocks(best, one, is_better)
+    return best
+
+
+def _held_amax(weight: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """The amax behind the tensor scale: of all values, or of each row."""
+    if cast.tensor_scale == "row":
+        return weight.detach().abs().amax(1, keepdim=True).float()
+    return backends.choose("auto", weight.device).amax(weight).reshape(())
+
+
+def _candidates(weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> Iterator[QuantizedTensor]:
+    """The weight under other scales: of other rules that write the same kind of scale, and of clamped blocks."""
+    fmt = cast.format
+    rules = {"E8M0": ("floor", "rceil"), "E4M3": ("four_over_six_mse_448",)}.get(fmt.scale.name, ())
+    for rule in rules:
+        if rule != cast.scale_rule:
+            yield quantize(weight, dataclasses.replace(cast, scale_rule=rule), amax=amax)
+    limit = _spread(_blocks(weight.detach().abs().float(), fmt.block).amax((1, 3)), fmt.block, weight.shape)
+    whole = fmt.scale.name == "E8M0" or cast.rule.power_of_two
+    for ratio in (0.5,) if whole else _RATIOS:
+        bound = limit * ratio
+        yield quantize(weight.float().clamp(-bound, bound), cast, amax=amax)
+
+
+def _blocks(values: torch.Tensor, block: tuple[int | None, int | None]) -> torch.Tensor:
+    """[rows of blocks, R, columns of blocks, C], filled up with zeros."""
+    rows, columns = block[0] or values.shape[0], block[1] or values.shape[1]
+    values = nn.functional.pad(values, (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
+    return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
+
+
+def _spread(blocks: torch.Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> torch.Tensor:
+    """One value of each block, for each of its elements [N, K]."""
+    rows, columns = block[0] or shape[0], block[1] or shape[1]
+    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _error(q: QuantizedTensor, weight: torch.Tensor, block: tuple[int | None, int | None] | None) -> torch.Tensor:
+    """Squared error of each block; `block` None: of each element."""
+    squares = (q.dequantize(torch.float32) - weight.float()).square()
+    return squares if block is None else _blocks(squares, block).sum((1, 3))
+
+
+def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor) -> None:
+    """Put codes and scales of some blocks of `other` into q."""
+    codes = _spread(which, q.format.block, q.shape)
+    if q.format.element.codes_per_byte == 2:  # blocks are whole bytes
+        codes = codes[:, ::2]
+    q.codes.view(torch.uint8).copy_(torch.where(codes, other.codes.view(torch.uint8), q.codes.view(torch.uint8)))
+    q.scale.copy_(torch.where(which.view(q.scale.shape), other.scale, q.scale))
+
+
+# --------------------------------------------------------------------------------------------------------- calibration
+
+
+@contextlib.contextmanager
+def calibrate(model: nn.Module) -> Iterator[nn.Module]:
+    """Measure the amax of every input that layers with static scales get inside; ``with calibrate(model): model(x)``.
+
+    Layers run with dynamic scales meanwhile. At the end each keeps the largest finite amax that it has met, as its
+    buffer `input_amax` (float32, saved with the model), from which its static scale follows; a warning names layers
+    that were not called. Of a model without such layers, all linear layers are measured, for a `quantize_` to come.
+    Raises InvalidTypeError for anything but a module, InvalidValueError for one without linear layers. After an
+    exception inside nothing has changed.
+    """
+    check_model(model)
+    layers = _named_layers(model)
+    static = {name: layer for name, layer in layers.items() if _is_static(layer)}
+    if not layers:
+        raise invalid_value("model", f"a {type(model).__name__} without linear layers", "one with layers to calibrate")
+    measured: dict[nn.Module, torch.Tensor] = {}
+
+    def measure(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        x = arguments[0] if arguments else options.get("input")
+        if isinstance(x, torch.Tensor) and x.numel():
+            x = x.detach().reshape(-1, x.shape[-1])
+            amax = backends.choose("auto", x.device).amax(x).reshape(())
+            before = measured.get(layer, torch.zeros_like(amax))
+            measured[layer] = torch.where(torch.isfinite(amax), torch.maximum(before.to(amax.device), amax), before)
+
+    hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
+    pinned = {layer: layer.pinned for layer in static.values()}
+    try:
+        for layer, recipe in pinned.items():
+            layer.pin(dataclasses.replace(recipe, scales="dynamic"))
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, recipe in pinned.items():
+            layer.pin(recipe)
+    for layer, amax in measured.items():
+        if static:
+            layer.register_buffer("input_amax", amax)
+        else:
+            layer.__dict__["_measured_amax"] = amax
+    missed = [name for name, layer in static.items() if layer not in measured]
+    if missed:
+        warnings.warn(
+            f"calibrate: these layers were not called, and keep no or an earlier amax: {', '.join(missed)}.",
+            UserWarning, stacklevel=3,
+        )  # fmt: skip
+
+
+def _is_static(layer: nn.Module) -> bool:
+    recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
+    return isinstance(recipe, Recipe) and recipe.is_static

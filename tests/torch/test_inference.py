@@ -1,0 +1,356 @@
+"""features I1, I2, I3, I4, I5, I6, K3, G5, Q6, Q13: models whose weights are stored quantized, through all that is done
+with one.
+"""
+
+import copy
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat import reference  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError, PlacementError  # noqa: E402
+from microfloat.recipes import NVFP4BlockScaling, Placement, Recipe, WeightActivation, WeightOnly  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
+FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128")
+ACTIVATIONS = ("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+
+
+class Block(nn.Module):
+    """The Linears of a decoder layer, ragged on purpose: 72 is no multiple of 16 or 32."""
+
+    def __init__(self, size: int = 72, hidden: int = 96) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, nn.Linear(size, size))
+        self.gate_proj, self.up_proj = nn.Linear(size, hidden, bias=False), nn.Linear(size, hidden, bias=False)
+        self.down_proj, self.lm_head = nn.Linear(hidden, size), nn.Linear(size, 10)
+
+        with torch.no_grad():
+            self.k_proj.weight.mul_(2)
+            self.v_proj.weight.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+        return self.lm_head(x + self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def made(config=None, dtype=torch.bfloat16, **options) -> Block:
+    torch.manual_seed(0)
+    model = Block().to(dtype)
+    if config is not None:
+        mf.quantize_(model, config, **options)
+    return model
+
+
+def inputs(dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(3, 5, 72, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_weight_only_multiplies_by_the_values_of_the_codes(fmt, dtype) -> None:
+    layer = made(WeightOnly(fmt), dtype).q_proj
+    assert isinstance(layer, mf.Linear)
+    assert isinstance(layer, nn.Linear)
+    x, weight = inputs(dtype), layer.weight
+    assert isinstance(weight, mf.QuantizedTensor)
+    assert weight.dtype == dtype
+    own = reference.quantize(made(dtype=dtype).k_proj.weight.detach().float().numpy(), fmt)
+    if weight.cast.tensor_scale is None and fmt != "fp8_tensor":
+        assert (made(WeightOnly(fmt), dtype).k_proj.weight.codes.view(torch.uint8).numpy() == own.codes).all()
+    expected = x.float() @ weight.dequantize(dtype).float().T + layer.bias.float()
+    assert torch.equal(layer(x), expected.to(dtype))
+
+
+@pytest.mark.parametrize("fmt", ACTIVATIONS)
+def test_weight_activation_multiplies_quantized_activations(fmt) -> None:
+    layer = made(WeightActivation(fmt)).up_proj
+    x = inputs().reshape(-1, 72)
+    assert torch.equal(layer(x), mf.scaled_matmul(mf.quantize(x, fmt), layer.weight, accumulate="fast"))
+
+
+def test_activations_and_weights_of_two_formats() -> None:
+    layer = made(WeightActivation("mxfp8", weight="mxfp4")).up_proj
+    assert layer.weight.format.name == "mxfp4"
+    x = inputs().reshape(-1, 72)
+    assert torch.equal(layer(x), mf.scaled_matmul(mf.quantize(x, "mxfp8"), layer.weight, accumulate="fast"))
+
+
+def test_fused_groups_share_one_tensor_scale() -> None:
+    model = made(WeightOnly("nvfp4"))
+    q, k, v = (getattr(model, name).weight for name in ("q_proj", "k_proj", "v_proj"))
+    plain = made()
+    amax = max(float(getattr(plain, name).weight.detach().abs().max()) for name in ("q_proj", "k_proj", "v_proj"))
+    for one, name in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj")):
+        assert torch.equal(one.detach(), mf.quantize(getattr(plain, name).weight, "nvfp4", amax=amax))
+    assert torch.equal(model.gate_proj.weight.tensor_scale, model.up_proj.weight.tensor_scale)
+    assert torch.equal(torch.cat([q, k, v])[72:144], k)  # what a serving engine makes of them
+    alone = made(WeightOnly("nvfp4"), fuse=())
+    assert len({float(getattr(alone, name).weight.tensor_scale) for name in ("q_proj", "k_proj", "v_proj")}) == 3
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"])
+def test_searched_scales_err_no_more_in_any_block(fmt) -> None:
+    torch.manual_seed(2)
+    layer = nn.Linear(256, 128, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(128, 256) ** 3)
+    plain, found = copy.deepcopy(layer), copy.deepcopy(layer)
+    mf.quantize_(plain, WeightOnly(fmt))
+    mf.quantize_(found, WeightOnly(fmt, scale_search="mse"))
+    assert found.weight.cast == plain.weight.cast
+    errors = [(one.weight.dequantize() - layer.weight).detach().square() for one in (plain, found)]
+    block = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}.get(fmt, 256)
+    if fmt not in ("fp8_tensor", "fp8_128x128"):
+        before, after = (error.view(128, -1, block).sum(2) for error in errors)
+        assert (after <= before * 1.00001).all()
+    assert errors[1].sum() <= errors[0].sum()
+    if fmt in ("nvfp4", "mxfp4"):
+        assert errors[1].sum() < 0.99 * errors[0].sum()
+
+
+def test_four_over_six_is_a_rule_of_the_oracle() -> None:
+    layer = made(WeightOnly("nvfp4", scale_search="four_over_six")).down_proj
+    expected = reference.quantize(made().down_proj.weight.detach().float().numpy(), layer.weight.cast)
+    assert layer.weight.cast.scale_rule == "four_over_six_mae_256"
+    assert (layer.weight.codes.numpy() == expected.codes).all()
+
+
+def test_layers_follow_a_placement() -> None:
+    rules = {"*_proj": WeightOnly("nvfp4"), "lm_head": None}
+    model = made()
+    report = mf.quantize_(model, {"down_proj": WeightActivation("mxfp8"), **rules}, exclude=())
+    assert model.down_proj.weight.format.name == "mxfp8"
+    assert model.q_proj.weight.format.name == "nvfp4"
+    assert not isinstance(model.lm_head.weight, mf.QuantizedTensor)
+    assert {row.name: row.action for row in report}["lm_head"] == "high precision"
+    assert "quantized" in str(report)
+    assert len(report.converted) == 6
+
+
+def test_configs_are_values() -> None:
+    for config in (WeightOnly("mxfp4", prefill="folded"), WeightActivation("fp8_tensor", scales="static")):
+        assert Recipe.from_dict(config.to_dict()) == config
+        assert hash(config) == hash(copy.deepcopy(config))
+        assert "refused" in str(config)
+        assert mf.explain(config, device="h200").rows
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    mf.quantize_(model, WeightOnly("mxfp8"))
+    assert model["a"].weight is model["b"].weight
+
+
+# ---------------------------------------------------------------------------------------------------- static scales
+
+
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_static_scales_are_those_of_the_largest_amax(fmt, before) -> None:
+    config = WeightActivation(fmt, scales="static")
+    model = made() if before else made(config)
+    x = inputs()
+    with mf.calibrate(model) as same:
+        assert same is model
+        model(x)
+        model(x * 2)
+    if before:
+        mf.quantize_(model, config)
+    layer = model.q_proj
+    assert float(layer.input_amax) == float((x * 2).abs().max())
+    rows = x.reshape(-1, 72)
+    expected = mf.quantize(rows, fmt, amax=layer.input_amax)
+    y = mf.scaled_matmul(expected, layer.weight, bias=layer.bias, accumulate="fast")
+    assert torch.equal(layer(rows), y)
+    outliers = rows * 100
+    assert torch.equal(
+        layer(outliers),
+        mf.scaled_matmul(mf.quantize(outliers, fmt, amax=layer.input_amax), layer.weight, bias=layer.bias,
+                         accumulate="fast"),
+    )  # fmt: skip
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+    again = made(config)
+    again.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(again(x), model(x))
+    assert again.half().q_proj.input_amax.dtype == torch.float32
+
+
+def test_calibration_that_never_ran_is_an_error() -> None:
+    model = made(WeightActivation("fp8_tensor", scales="static"))
+    with pytest.raises(InvalidValueError, match=r"never calibrated.*calibrate\(model\).*'q_proj'"):
+        model(inputs())
+    with pytest.raises(Exception, match="never calibrated"):  # Dynamo's, with the text of ours
+        torch.compile(model, fullgraph=True, backend="aot_eager")(inputs())
+    with pytest.warns(UserWarning, match="not called.*down_proj"), mf.calibrate(model):
+        model.q_proj(inputs())
+    with pytest.raises(InvalidTypeError), mf.calibrate(model):
+        model.up_proj(inputs().int())
+    assert model.up_proj.input_amax is None
+    assert model.up_proj.pinned == WeightActivation("fp8_tensor", scales="static")
+    with pytest.raises(InvalidValueError, match="linear layers"), mf.calibrate(nn.ReLU()):
+        pass
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_row", "fp8_1x128", "nvfp4_row"])
+def test_formats_without_a_scale_of_the_whole_tensor_have_no_static_one(fmt) -> None:
+    with pytest.raises(InvalidValueError, match="one scale for the whole tensor"):
+        WeightActivation(fmt, scales="static")
+
+
+# ------------------------------------------------------------------------------------------------- gradients, settings
+
+
+def test_training_is_refused_and_adapters_train() -> None:
+    model = made(WeightOnly("nvfp4"))
+    with pytest.raises(NotSupportedError, match=r"requires_grad_\(False\).*'q_proj'|requires_grad_\(False\)"):
+        model(inputs()).sum().backward()
+    x = inputs().requires_grad_()
+    model.requires_grad_(False)
+    y = model.q_proj(x)
+    y.backward(torch.ones_like(y))
+    weight = model.q_proj.weight.dequantize(torch.bfloat16).float()
+    assert torch.equal(x.grad, (torch.ones_like(y).float() @ weight).bfloat16())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = [torch.autograd.grad(call(x).float().square().sum(), [x])[0] for call in (model, compiled)]
+    assert torch.equal(*gradients)
+
+
+def test_a_compiled_training_step_is_refused_too() -> None:
+    model = made(WeightActivation("mxfp8"))
+    with pytest.raises(NotSupportedError, match="quantized for inference"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(inputs()).sum().backward()
+
+
+def test_settings_decide_as_for_any_layer() -> None:
+    model, x = made(WeightActivation("nvfp4")), inputs()
+    weight_only = made(WeightOnly("nvfp4"))
+    with mf.autocast(enabled=False):
+        assert torch.equal(model(x), weight_only(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x.float()).dtype == torch.bfloat16
+    assert model.float()(x.float()).dtype == torch.float32
+    assert model.q_proj.weight.dtype == torch.float32
+    assert "nvfp4" in str(model.q_proj.schedule(x.float()))
+    mf.revert(model)
+    assert type(model.q_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8"])
+def test_a_folded_weight_serves_many_rows(fmt) -> None:
+    config = WeightOnly(fmt, prefill="folded", prefill_rows=8)
+    model, x = made(config).requires_grad_(False), inputs().reshape(-1, 72)
+    layer = model.up_proj
+    assert torch.equal(layer(x[:7]), made(WeightOnly(fmt)).up_proj(x[:7]))
+    folded = layer.weight.detach()
+    activation = "mxfp8"
+    if fmt == "nvfp4":
+        folded, activation = mf.quantize(layer.weight.dequantize(), "fp8_128x128"), "fp8_1x128"
+    y = layer(x)
+    assert torch.equal(y, mf.scaled_matmul(mf.quantize(x, activation), folded, accumulate="fast"))
+    kept = layer._weight_cache._entry if fmt == "nvfp4" else None
+    assert torch.equal(layer(x), y)
+    assert kept is None or layer._weight_cache._entry is kept  # made once
+    layer.weight.copy_(torch.zeros(96, 72))
+    assert not layer(x).any()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+# ----------------------------------------------------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_tensor", "mxfp4", "mxfp8", "fp8_row", "fp8_128x128"])
+def test_every_expert_has_a_scale_of_its_own(fmt) -> None:
+    torch.manual_seed(3)
+    experts = mf.GroupedLinear(3, 64, 128, bias=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        experts.weight.mul_(torch.tensor([1.0, 5.0, 0.2])[:, None, None])
+    plain = [one.detach().clone() for one in experts.weight]
+    mf.quantize_(experts, WeightOnly(fmt))
+    weight, x = experts.weight, torch.randn(9, 64).bfloat16()
+    assert weight.shape == (3, 128, 64)
+    for one, own in zip(plain, weight, strict=True):
+        assert torch.equal(own, mf.quantize(one, fmt))
+    assert torch.equal(weight.dequantize(), torch.stack([mf.quantize(one, fmt).dequantize() for one in plain]))
+    y = experts(x, [4, 0, 5])
+    expected = [x[:4] @ weight[0].dequantize().T, x[4:] @ weight[2].dequantize().T]
+    assert torch.allclose(y.float(), torch.cat([expected[0] + experts.bias[0], expected[1] + experts.bias[2]]).float(),
+                          atol=0.02, rtol=0.02)  # fmt: skip
+    file = io.BytesIO()
+    torch.save(experts.state_dict(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["weight"], weight)
+    assert torch.equal(copy.deepcopy(experts)(x, [4, 0, 5]), y)
+    weight.detach()[1].copy_(plain[0])  # as a serving engine loads one expert
+    assert torch.equal(weight[1], weight[0])
+
+
+def test_gates_of_experts_share_scales_with_their_ups() -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({name: mf.GroupedLinear(2, 32, 48) for name in ("gate_proj", "up_proj")})
+    mf.quantize_(model, WeightOnly("nvfp4"))
+    gate, up = (layer.weight.tensor_scale for layer in model.values())
+    assert gate.shape == (2,)
+    assert torch.equal(gate, up)
+    with pytest.raises(InvalidValueError, match="experts"):
+        model["up_proj"].weight.permute(1, 0, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_configs_are_named() -> None:
+    for config, error, text in (
+        ("nvfp4", InvalidTypeError, r"WeightOnly\('nvfp4'\)"),
+        (NVFP4BlockScaling(), InvalidTypeError, "convert"),
+        ({"*": NVFP4BlockScaling()}, InvalidTypeError, "convert"),
+        (None, InvalidTypeError, "config"),
+        ({"nothing.*": WeightOnly("nvfp4")}, PlacementError, "match no layer"),
+        (Placement([("*:wgrad", WeightOnly("nvfp4"))]), InvalidValueError, "whole layers"),
+    ):
+        with pytest.raises(error, match=text):
+            mf.quantize_(made(), config)
+    with pytest.raises(InvalidValueError, match="Did you mean 'nvfp4'"):
+        WeightOnly("nvfp")
+    with pytest.raises(InvalidValueError, match="one of 'fp8_tensor'"):
+        WeightActivation("fp8_128x128")
+    for options in ({"scale_search": "best"}, {"prefill": "yes"}, {"prefill_rows": 0}):
+        with pytest.raises(InvalidValueError):
+            WeightOnly("nvfp4", **options)
+    with pytest.raises(InvalidValueError, match="four_over_six"):
+        WeightOnly("mxfp4", scale_search="four_over_six")
+
+
+def test_a_model_without_a_layer_that_matches_is_an_error() -> None:
+    for model, options in ((nn.ReLU(), {}), (Block(), {"filter": lambda name, module: False}), (nn.Linear(4, 4), {
+        "exclude": ("*",)
+    })):  # fmt: skip
+        with pytest.raises(InvalidValueError, match="without a layer to quantize"):
+            mf.quantize_(model, WeightOnly("nvfp4"), **options)
+    model = made(WeightOnly("nvfp4"))
+    with pytest.raises(InvalidValueError, match="quantized already"):
+        mf.quantize_(model, WeightOnly("mxfp8"))
+    double = Block().double()
+    with pytest.raises(InvalidValueError, match="float64"):
+        mf.quantize_(double, WeightOnly("mxfp8"), exclude=())
+    assert type(double.q_proj) is nn.Linear
+
+
+def test_activations_of_another_dtype() -> None:
+    model = made(WeightOnly("nvfp4"))
+    assert model.q_proj(inputs().float()).dtype == torch.float32  # the compute dtype is x's
+    with pytest.raises(InvalidTypeError, match=r"torch.int64.*'q_proj'"):
+        model.q_proj(torch.ones(2, 72, dtype=torch.int64))
+    with pytest.raises(InvalidTypeError, match="float64"):
+        model.q_proj(torch.ones(2, 72, dtype=torch.float64))
