@@ -455,8 +455,8 @@ class Recipe(HashOnce):
         """True where x is cast under an amax that was measured beforehand."""
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
 
-    def for_call(self, rows: int, stored: Cast | None) -> "Recipe":
-        """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes, or None.
+    def for_call(self, rows: int, stored: Cast) -> "Recipe":
+        """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes.
 
         Itself, but for recipes of inference.
         """

@@ -56,10 +56,10 @@ def _table(fprop: Gemm) -> tuple[Gemm, Gemm, Gemm]:
 class _Inference(NamedRecipe):
     """Base of both: a weight that is stored in the format, by whatever rule, is read as it is."""
 
-    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
+    def for_call(self, rows: int, stored: Cast) -> Recipe:
         """The recipe with the Cast of the stored weight in place of its own."""
         w = self.fprop.rhs
-        if stored is None or w is None or stored == w or stored.format != w.format:
+        if w is None or stored == w or stored.format != w.format:
             return self
         return CustomRecipe(*_table(replace(self.fprop, rhs=stored)))
 
@@ -92,15 +92,13 @@ class WeightOnly(_Inference):
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         return _table(Gemm(None, _weight_cast(self.format, self.scale_search)))
 
-    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
+    def for_call(self, rows: int, stored: Cast) -> Recipe:
         """The recipe of the stored weight, or from `prefill_rows` rows on that of the folded one."""
         if self.prefill is None or rows < self.prefill_rows:
             return super().for_call(rows, stored)
-        weight = stored or self.fprop.rhs
-        assert weight is not None
-        if weight.format.scale.name == "E8M0":
+        if stored.format.scale.name == "E8M0":
             element = as_scaled_format("mxfp8")
-            return CustomRecipe(*_table(Gemm(Cast(element), weight, "fast", "folded")))
+            return CustomRecipe(*_table(Gemm(Cast(element), stored, "fast", "folded")))
         return CustomRecipe(*_table(Gemm("fp8_1x128", "fp8_128x128")))  # type: ignore[arg-type]
 
 

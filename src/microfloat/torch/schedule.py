@@ -28,7 +28,7 @@ import torch
 from microfloat.layout import Layout, Part, layout_of
 from microfloat.operands import GEMMS, Operand, operands_of
 from microfloat.passes import CastInputs, OperandSpec
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Cast, Recipe, Static
 from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
@@ -163,7 +163,7 @@ class CastStep:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
         options = {"batch": batch, "in_groups": in_groups}
-        given = any(spec is not None and spec.cast.is_static for spec in (row, column))
+        given = row is not None and isinstance(row.cast.scaling, Static)
         self.program = backend.programs.cast_program(x, row, column, given_amax=given, **options)
         if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
             self._recording = backend.programs.cast_program(x, row, column, records=True, **options)
@@ -304,7 +304,7 @@ class Schedule:
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
         stored = weight.cast if isinstance(weight, QuantizedTensor) else None
-        chosen = recipe.for_call(self.rows, stored)
+        chosen = recipe if stored is None else recipe.for_call(self.rows, stored)
         is_other, recipe = chosen is not recipe, chosen
         routes = backend.routes(recipe, x.device, None) if is_other else routes
         routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
@@ -314,7 +314,8 @@ class Schedule:
         self.device = x.get_device()
         delayed = _first_delayed(recipe.casts.values())
         self.delayed_scaling: Any = None if delayed is None else delayed.scaling
-        self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
+        self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
+        self.is_static = recipe.fprop.lhs is not None and isinstance(recipe.fprop.lhs.scaling, Static)
         self.x_shape = None if x.dim() == 2 else x.shape
         self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
         # Of a recipe that follows from the call nobody asks what folding has changed.
