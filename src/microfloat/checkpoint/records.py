@@ -178,7 +178,8 @@ class Record:
         if level is not None and level.ndim:
             fmt = NVFP4_ROW if fmt.block == NVFP4_ROW.block else fmt
             level = np.ascontiguousarray(np.broadcast_to(level, (*leading, 1))).reshape(-1, 1)
-        return Parts(self.codes.reshape(*leading, self.codes.shape[-1]), np.ascontiguousarray(scale), level, fmt)
+        scale = np.require(scale, requirements="C")  # which leaves a scale without axes one
+        return Parts(self.codes.reshape(*leading, self.codes.shape[-1]), scale, level, fmt)
 
     def to_quantized(self) -> Quantized:
         """The oracle's Quantized of the same bytes; FP6 codes are unpacked."""

@@ -14,13 +14,11 @@ from microfloat.support import text_table
 
 __all__ = [
     "DEFAULT_EXCLUDE",
-    "FUSED",
     "ConversionReport",
     "ConversionRow",
     "Placement",
     "check_exclude",
     "check_filter",
-    "fused_groups",
     "gates_of_mlps",
     "why_left_out",
 ]
@@ -153,28 +151,6 @@ def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-# ---- layers that run as one GEMM in a serving engine ---------------------------------------------------------------
-
-# Their weights share one tensor scale, and their inputs another: engines keep one for the joint matrix.
-FUSED = {
-    "qkv": (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("query", "key", "value")),
-    "gate_up": (("gate_proj", "up_proj"), ("w1", "w3")),
-}
-
-
-def fused_groups(names: Iterable[str], fuse: Sequence[str] = tuple(FUSED)) -> list[tuple[str, ...]]:
-    """Layers of one parent that are one GEMM: q, k and v, or gate and up, by the last part of their names."""
-    if isinstance(fuse, str) or any(one not in FUSED for one in fuse):
-        raise invalid_type("fuse", repr(fuse), f"a tuple of some of {tuple(FUSED)}")
-    present, found = list(names), []
-    for members in (members for kind in fuse for members in FUSED[kind]):
-        parents = {name.rpartition(".")[0]: None for name in present if name.rpartition(".")[2] in members}
-        for parent in parents:
-            group = tuple(name for name in (f"{parent}.{one}".lstrip(".") for one in members) if name in present)
-            found += [group] if len(group) > 1 else []
-    return found
-
-
 # ---- reports -----------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +158,9 @@ def fused_groups(names: Iterable[str], fuse: Sequence[str] = tuple(FUSED)) -> li
 class ConversionRow:
     """The outcome for one layer; `shape` is (out features, in features), None for a layer that has no such form.
 
-    `action`: "converted", "repinned", "quantized", "kept" (left out, and runs the recipe that an earlier `convert` gave
-    it), "high precision", "skipped", "not seen" (weights that belong to no linear layer), or of blocks "fused" and "not
-    fused".
+    `action`: "converted", "repinned", "quantized", "loaded", "dequantized", "kept" (left out, and runs the recipe that
+    an earlier `convert` gave it), "high precision", "skipped", "not seen" (weights that belong to no linear layer), or
+    of blocks "fused" and "not fused".
     """
 
     name: str

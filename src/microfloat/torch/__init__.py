@@ -37,6 +37,7 @@ from microfloat.torch.explain import (
     is_nvfp4_available,
 )
 from microfloat.torch.inference import calibrate, quantize_
+from microfloat.torch.loading import load_quantized, save_quantized
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
@@ -58,8 +59,8 @@ __all__ = [
     "apply_rotary", "autocast", "calibrate", "checkpoint", "convert", "dequantize", "explain", "export",
     "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked", "get_align_size_for_quantization",
     "get_autocast_recipe", "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "pack_fp4", "pack_fp6",
-    "plain_state_dict", "quantize", "quantize_", "quantized_model_init", "recipes", "reset_scaling", "revert",
-    "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling",
-    "watch",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "load_quantized",
+    "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantize_", "quantized_model_init", "recipes",
+    "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4",
+    "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
     quantize_(model, WeightOnly("nvfp4"))      every Linear keeps codes and scales in place of its weight
     with calibrate(model): model(batch)        amaxes of activations, for scales="static"
-    load_quantized(path, model)                weights that a checkpoint holds quantized, as they are
 
 A quantized layer is a `Linear` (or a `GroupedLinear`) like any other: its weight is a QuantizedTensor, its recipe one
 of `microfloat.recipes.inference`, and its calls run the schedule of that recipe. Its state dict holds the quantized
@@ -23,7 +22,7 @@ from torch import nn
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
-from microfloat.recipes.placement import DEFAULT_EXCLUDE, FUSED, ConversionReport, fused_groups
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch.convert import pin_layers, report_of
@@ -32,10 +31,10 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["calibrate", "quantize_", "searched"]
+__all__ = ["LAYERS", "Config", "calibrate", "quantize_", "searched"]
 
 Config = WeightOnly | WeightActivation
-_LAYERS = (nn.Linear, GroupedLinear)
+LAYERS = (nn.Linear, GroupedLinear)
 
 
 @torch.no_grad()
@@ -45,7 +44,7 @@ def quantize_(
     filter: Callable[[str, nn.Module], bool] | None = None,
     *,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = tuple(FUSED),
+    fuse: Sequence[str] = ("qkv", "gate_up"),
 ) -> ConversionReport:
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
@@ -60,12 +59,14 @@ def quantize_(
     InvalidValueError for other arguments and where no layer is left to quantize, PlacementError for patterns that
     match no layer; then nothing changes.
     """
+    from microfloat.checkpoint._modules import check_fuse, fused_group
+
     check_model(model)
     config = Placement(list(config.items())) if isinstance(config, Mapping) else config
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         _check_config(pattern, one, isinstance(config, Placement))
-    layers = _named_layers(model)
-    rows = pin_layers(model, config, _LAYERS, filter, exclude, refuse=_why_not_stored)
+    fused, layers = check_fuse(fuse), named_layers(model)
+    rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
     configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
     configs = {name: one for name, one in configs.items() if one is not None}
     if not configs:
@@ -75,10 +76,13 @@ def quantize_(
             "an nn.Linear or a GroupedLinear that filter and exclude leave in", "exclude=() excludes nothing.",
         )  # fmt: skip
     amaxes: dict[str, torch.Tensor | None] = {}  # of each group, before any of its members is written
-    for group in fused_groups(layers, fuse):
-        for cast in {configs[name].fprop.rhs for name in group if name in configs}:
-            members = [name for name in group if name in configs and configs[name].fprop.rhs == cast]
-            amaxes.update(dict.fromkeys(members, _shared_amax([layers[name].weight for name in members], cast)))
+    groups: dict[tuple[str, Cast], list[str]] = {}
+    for name, recipe in configs.items():
+        key = fused_group(name, fused)
+        if key is not None:
+            groups.setdefault((key, recipe.fprop.rhs), []).append(name)
+    for (_, cast), members in groups.items():
+        amaxes.update(dict.fromkeys(members, _shared_amax([layers[name].weight for name in members], cast)))
     stored: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, which stays alive meanwhile
     for name, recipe in configs.items():
         layer, weight = layers[name], layers[name].weight
@@ -106,8 +110,8 @@ def _check_config(pattern: str, config: object, in_placement: bool) -> None:
     raise invalid_type("config", config, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
 
 
-def _named_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, _LAYERS)}
+def named_layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
 
 
 def _why_not_stored(layer: nn.Module) -> str | None:
@@ -237,7 +241,7 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     exception inside nothing has changed.
     """
     check_model(model)
-    layers = _named_layers(model)
+    layers = named_layers(model)
     static = {name: layer for name, layer in layers.items() if _is_static(layer)}
     if not layers:
         raise invalid_value("model", f"a {type(model).__name__} without linear layers", "one with layers to calibrate")

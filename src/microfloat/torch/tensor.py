@@ -148,9 +148,12 @@ class QuantizedTensor(torch.Tensor):
 
         if self.hadamard is not None:
             raise self._refusal("to_record", "No checkpoint holds a Hadamard transform; dequantize first.")
-        level = None if self.tensor_scale is None else self.tensor_scale.cpu().numpy()
+        scale, level = (part if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
+        if self.is_per_expert:
+            scale, level = (part if part is None or part.dim() != 1 else part[:, None, None] for part in (scale, level))
         return Record(
-            name, self.packed_codes().cpu().numpy(), self.scale.cpu().numpy(), level, self.format, tuple(self.shape),
+            name, self.packed_codes().detach().cpu().numpy(), scale.numpy(),  # type: ignore[union-attr]
+            None if level is None else level.numpy(), self.format, tuple(self.shape),
             axis=self.axis,
         )  # fmt: skip
 

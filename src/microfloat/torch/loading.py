@@ -1,0 +1,267 @@
+"""Quantized models from checkpoints of every family that `microfloat.checkpoint` reads, and back.
+
+A record becomes a QuantizedTensor without a change of its bytes, and its layer a quantized one, as `quantize_` makes
+them. Experts [E, N, K] keep a scale each.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import nn
+
+from microfloat.errors import CheckpointError, InvalidValueError, NotSupportedError, invalid_value
+from microfloat.recipes import Cast
+from microfloat.recipes.inference import WeightActivation, WeightOnly
+from microfloat.recipes.placement import ConversionReport, ConversionRow
+from microfloat.torch._checks import check_model
+from microfloat.torch.convert import pin_layers, report_of
+from microfloat.torch.inference import LAYERS, Config
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["load_quantized", "save_quantized"]
+
+Path = str | os.PathLike[str]
+
+
+@overload
+def load_quantized(
+    path: Path, model: None = None, *, config: Config | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None, format: str = "auto", strict: bool = True,
+) -> dict[str, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def load_quantized(
+    path: Path, model: nn.Module, *, config: Config | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None, format: str = "auto", strict: bool = True,
+) -> ConversionReport: ...  # fmt: skip
+
+
+def load_quantized(
+    path: Path, model: nn.Module | None = None, *, config: Config | None = None, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None, format: str = "auto", strict: bool = True,
+) -> dict[str, torch.Tensor] | ConversionReport:  # fmt: skip
+    """Load a checkpoint of any family that `microfloat.checkpoint` reads; quantized weights stay as they are stored.
+
+    Without a model: a dictionary from name to tensor, quantized ones as QuantizedTensors that present `dtype`, on
+    `device` (None: the CPU). With one: its parameters and buffers take the values in their own dtypes, linear layers
+    whose weights are stored quantized become quantized layers, and a report is returned; other quantized tensors are
+    dequantized. `model` may be on the meta device, then its tensors are made on `device`. `config`: of the layers whose
+    weights are stored in its format; None quantizes activations as the checkpoint says. `format`: the family, where
+    that is ambiguous. `strict` False loads the names that both have.
+
+    Warns of layers that engines join and whose scales differ. Raises CheckpointError for damaged files, and for names
+    and shapes that do not fit, all of them listed; then nothing has changed.
+    """
+    from microfloat import checkpoint
+
+    loaded = checkpoint.load(path, format=format)
+    for finding in loaded.scale_findings:
+        if finding.id == "fused-mismatch":
+            warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
+    if model is None:
+        target = torch.device("cpu" if device is None else device)
+        return {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
+    check_model(model)
+    _check_names(model, loaded, strict)
+    rows = []
+    for name, record in loaded.items():
+        row = _load_one(model, name, record, config, device)
+        rows += [] if row is None else [row]
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]
+    return report_of(model, rows)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by every name that they have."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _check_names(model: nn.Module, loaded: Mapping[str, Any], strict: bool) -> None:
+    """Raise CheckpointError where names or shapes do not fit."""
+    existing, needed = _named(model), {}
+    for name in model.state_dict():
+        if name in existing:
+            needed.setdefault(id(existing[name]), []).append(name)  # tied ones need one of their names
+    problems = []
+    if strict:
+        problems += [f"{names[0]} is missing" for names in needed.values() if not any(one in loaded for one in names)]
+        problems += [f"{name} is unknown to the model" for name in loaded if not _is_taken(name, existing)]
+    for name, record in loaded.items():
+        shape = tuple(record.logical_shape)
+        turned = (*shape[:-2], *shape[:-3:-1]) if record.format is not None else shape
+        if name in existing and tuple(existing[name].shape) not in (shape, turned):
+            problems.append(f"{name} has shape {shape}, the model's {tuple(existing[name].shape)}")
+    if problems:
+        raise CheckpointError(
+            f"load_quantized: got a checkpoint that does not fit the {type(model).__name__}: {'; '.join(problems)}. "
+            "Needed the names and shapes of the model; strict=False loads the names that both have."
+        )
+
+
+def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
+    return name in existing or (name.endswith("input_amax") and name.removesuffix("input_amax") + "weight" in existing)
+
+
+@torch.no_grad()
+def _load_one(
+    model: nn.Module, name: str, record: Any, config: Config | None, device: Any
+) -> ConversionRow | None:  # fmt: skip
+    """Load one record; the row of a quantized one."""
+    parent, _, key = name.rpartition(".")
+    if not _has(model, parent):
+        return None
+    module: Any = model.get_submodule(parent)
+    old = getattr(module, key, None)
+    if key == "input_amax" and isinstance(module, RecipeLayer):
+        module.register_buffer(key, _tensor_of(record, torch.float32).to(module.weight.device))
+        return None
+    if not isinstance(old, torch.Tensor):
+        return None
+    target = old.device if not old.is_meta else torch.device("cpu" if device is None else device)
+    tensor = _tensor_of(record, old.dtype).to(target)
+    if not isinstance(tensor, QuantizedTensor):
+        _take(module, key, old, tensor)
+        return None
+    shape, why = (tensor.shape[-2], tensor.shape[-1]), "it belongs to no linear layer"
+    if key == "weight" and isinstance(module, LAYERS) and tensor.shape == old.shape:
+        chosen, reason = _config_of(record, tensor, config)
+        if not isinstance(module, RecipeLayer):
+            why = pin_layers(model, chosen, LAYERS, lambda one, _: one == parent, ())[_index(model, parent)].reason
+        if isinstance(module, RecipeLayer):
+            module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            module.pin(chosen)
+            module._path = parent
+            if chosen.is_static:
+                module.register_buffer("input_amax", _static_amax(record, chosen, target))
+            return ConversionRow(parent, shape, "loaded", chosen, reason)
+    values = tensor.dequantize(old.dtype)
+    _take(module, key, old, values if values.shape == old.shape else values.transpose(-1, -2).contiguous())
+    return ConversionRow(parent, shape, "dequantized", None, why)
+
+
+def _has(model: nn.Module, parent: str) -> bool:
+    try:
+        model.get_submodule(parent)
+    except AttributeError:
+        return False
+    return True
+
+
+def _index(model: nn.Module, name: str) -> int:
+    return [one for one, module in model.named_modules() if isinstance(module, LAYERS)].index(name)
+
+
+def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a parameter or buffer its values, in place where it has memory."""
+    if not old.is_meta and not isinstance(old, QuantizedTensor):
+        old.copy_(values)
+    elif isinstance(old, nn.Parameter):
+        setattr(module, key, nn.Parameter(values.to(old.dtype), requires_grad=old.requires_grad))
+    else:
+        setattr(module, key, values.to(old.dtype))
+
+
+def _tensor_of(record: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The QuantizedTensor of a record, which presents `dtype`; a plain record as it is stored."""
+    if record.format is None:
+        array = np.ascontiguousarray(record.codes).reshape(record.codes.shape)
+        if array.dtype.name in _UNKNOWN_TO_NUMPY:
+            integers = array.view(f"u{array.itemsize}")
+            return torch.from_numpy(integers.copy()).view(getattr(torch, array.dtype.name))
+        return torch.from_numpy(array.copy())
+    q = QuantizedTensor.from_record(record, dtype=dtype)
+    codes, scale, level, fmt = q.codes, q.scale, q.tensor_scale, record.format
+    if len(record.logical_shape) == 3:  # the reader repeats the scale of an expert for its rows
+        if fmt.is_per_tensor and record.scale.ndim:
+            scale = scale.reshape(scale.shape[0], -1)[:, 0].contiguous()
+        if level is not None and level.dim():
+            level = level.reshape(q.shape[0], -1)[:, 0].contiguous()
+    # Nobody says that float32 scales of a file are powers of two, as those of the default rules are.
+    cast = Cast(fmt, "amax" if fmt.scale.name == "FP32" else "one_level_e4m3" if _is_one_level(q) else None)
+    return QuantizedTensor(codes, scale, level, cast, axis=q.axis, shape=q.shape, dtype=dtype)
+
+
+_UNKNOWN_TO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+def _is_one_level(q: QuantizedTensor) -> bool:
+    return q.format.scale.name == "E4M3" and q.tensor_scale is None
+
+
+def _config_of(record: Any, tensor: QuantizedTensor, config: Config | None) -> tuple[Config, str]:
+    """The config of a layer, and why it is not the one that its checkpoint asks for."""
+    fmt = record.format.name
+    if config is not None:
+        stored = config.fprop.rhs
+        if stored is not None and stored.format != record.format:
+            raise invalid_value("config", f"{config!r}", f"one for weights in {fmt}, as {record.name} is stored")
+        return config, ""
+    scheme, inputs = record.activation.get("scheme", "none"), record.activation.get("format")
+    if scheme == "none":
+        return WeightOnly(fmt), ""
+    named = fmt.replace("128x128", "1x128") if inputs is None else inputs.name
+    try:
+        return WeightActivation(named, weight=fmt, scales=scheme), ""
+    except InvalidValueError as error:
+        return WeightOnly(fmt), f"activations stay in high precision: {str(error).partition('.')[0]}"
+
+
+def _static_amax(record: Any, config: Config, device: torch.device) -> torch.Tensor:
+    """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity)."""
+    x = config.fprop.lhs
+    scale = record.activation.get("scale")
+    if x is None or scale is None:
+        raise NotSupportedError(f"{record.name}: got static activations without a scale.")
+    capacity = x.format.element.max if x.rule.two_level is None else x.rule.two_level.capacity
+    amax = np.float32(np.asarray(scale).reshape(-1)[0]) * np.float32(capacity)
+    return torch.tensor(amax, dtype=torch.float32, device=device)
+
+
+def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:
+    """Write a model whose weights are quantized as a checkpoint of the family `format`; returns the names of shards.
+
+    The default holds every format; "ct:nvfp4", "modelopt:nvfp4" and others are what serving engines read. Plain
+    parameters are written as they are, static scales as the family's input scales. `options`: those of
+    `microfloat.checkpoint.save` (config, max_shard_size, producer, progress). Raises as that does.
+    """
+    from microfloat import checkpoint
+
+    check_model(model)
+    amaxes = () if format == "microfloat:native" else "input_amax"  # elsewhere they are scales of the family
+    records = [
+        _record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)
+    ]
+    return checkpoint.save(records, path, format=format, **options)
+
+
+def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> Any:
+    from microfloat.checkpoint import Record
+
+    if not isinstance(value, QuantizedTensor):
+        value = value.detach().cpu().contiguous()
+        known = str(value.dtype).removeprefix("torch.")
+        if known in _UNKNOWN_TO_NUMPY:
+            import ml_dtypes
+
+            integers = value.view({1: torch.uint8, 2: torch.uint16}[value.element_size()]).numpy()
+            return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
+        return Record(name, value.numpy(), logical_shape=tuple(value.shape))
+    record = value.to_record(name)
+    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
+    x = recipe.fprop.lhs if isinstance(recipe, Config) else None
+    if x is None:
+        return record
+    amax, capacity = getattr(layer, "input_amax", None), x.format.element.max
+    capacity = capacity if x.rule.two_level is None else x.rule.two_level.capacity
+    scale = None if amax is None else np.float32(amax.item()) / np.float32(capacity)
+    scheme = "dynamic" if scale is None else "static"
+    return replace(record, activation={"scheme": scheme, "scale": scale, "format": x.format})

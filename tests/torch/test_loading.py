@@ -1,0 +1,199 @@
+"""features I5, K3, K4, Q4, Q6: quantized models from checkpoints of every family, and what a serving engine does."""
+
+import copy
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import nn  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidValueError  # noqa: E402
+from microfloat.recipes import WeightActivation, WeightOnly  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+]
+
+
+class Model(nn.Module):
+    """A tied embedding, two layers that engines join, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 64)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.lm_head = nn.Linear(64, 16, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.lm_head(x + self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def made(config=None) -> Model:
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    if config is not None:
+        mf.quantize_(model, config)
+        if model.up_proj.pinned.is_static:
+            with mf.calibrate(model):
+                model(TOKENS)
+    return model
+
+
+FAMILIES = (
+    (WeightOnly("nvfp4"), "microfloat:native"), (WeightOnly("nvfp4"), "ct:nvfp4"),
+    (WeightOnly("nvfp4"), "modelopt:nvfp4"), (WeightActivation("nvfp4", scales="static"), "modelopt:nvfp4"),
+    (WeightOnly("mxfp6_e3m2"), "microfloat:native"), (WeightActivation("mxfp8"), "ct:mxfp8"),
+    (WeightOnly("mxfp4"), "ct:mxfp4"), (WeightActivation("fp8_tensor", scales="static"), "ct:fp8"),
+    (WeightActivation("fp8_1x128"), "deepseek:fp8"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "family"), FAMILIES, ids=lambda one: one if isinstance(one, str) else one.format)
+def test_a_saved_model_is_loaded_to_the_same_bits(config, family, tmp_path) -> None:
+    model = made(config)
+    y = model(TOKENS)
+    mf.save_quantized(model, tmp_path / "model", format=family)
+    fresh = made()
+    report = mf.load_quantized(tmp_path / "model", fresh)
+    assert [row.action for row in report] == ["loaded"] * 3
+    assert torch.equal(fresh(TOKENS), y)
+    assert fresh.up_proj.pinned.fprop.lhs == model.up_proj.pinned.fprop.lhs
+    with torch.device("meta"):
+        empty = Model().bfloat16()
+    mf.load_quantized(tmp_path / "model", empty)
+    assert empty.lm_head.weight is empty.embed.weight
+    assert torch.equal(empty(TOKENS), y)
+    tensors = mf.load_quantized(tmp_path / "model")
+    assert isinstance(tensors["up_proj.weight"], mf.QuantizedTensor)
+    assert torch.equal(tensors["up_proj.weight"].codes.view(torch.uint8),
+                       model.up_proj.weight.codes.view(torch.uint8))  # fmt: skip
+
+
+def test_a_config_may_replace_that_of_the_checkpoint(tmp_path) -> None:
+    mf.save_quantized(made(WeightActivation("mxfp8")), tmp_path / "model", format="ct:mxfp8")
+    model = made()
+    mf.load_quantized(tmp_path / "model", model, config=WeightOnly("mxfp8"))
+    assert model.up_proj.pinned == WeightOnly("mxfp8")
+    with pytest.raises(InvalidValueError, match="stored"):
+        mf.load_quantized(tmp_path / "model", made(), config=WeightOnly("nvfp4"))
+
+
+def test_names_and_shapes_that_do_not_fit_are_all_listed(tmp_path) -> None:
+    mf.save_quantized(made(WeightOnly("nvfp4")), tmp_path / "model")
+
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra, self.down_proj = nn.Linear(4, 4), nn.Linear(96, 32)
+            del self.up_proj
+
+    other = Other()
+    with pytest.raises(CheckpointError, match=r"extra.weight is missing.*up_proj.*unknown.*down_proj.weight has shape"):
+        mf.load_quantized(tmp_path / "model", other)
+    assert type(other.gate_proj) is nn.Linear
+
+
+def test_different_scales_of_joined_layers_are_flagged(tmp_path) -> None:
+    model = made()
+    with torch.no_grad():
+        model.up_proj.weight.mul_(8)
+    mf.quantize_(model, WeightOnly("nvfp4"), fuse=())
+    mf.save_quantized(model, tmp_path / "model", format="modelopt:nvfp4")
+    with pytest.warns(UserWarning, match="fused-mismatch"):
+        mf.load_quantized(tmp_path / "model", made())
+
+
+def test_experts_keep_a_scale_each(tmp_path) -> None:
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"experts": mf.GroupedLinear(3, 64, 32, dtype=torch.bfloat16)})
+    with torch.no_grad():
+        model["experts"].weight[1].mul_(7)
+    fresh = copy.deepcopy(model)
+    mf.quantize_(model, WeightOnly("nvfp4"))
+    mf.save_quantized(model, tmp_path / "model")
+    mf.load_quantized(tmp_path / "model", fresh)
+    assert fresh["experts"].weight.tensor_scale.shape == (3,)
+    assert torch.equal(fresh["experts"].weight, model["experts"].weight)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"])
+def test_state_dicts_torch_files_and_dcp_are_exact(fmt, tmp_path) -> None:
+    model = made(WeightOnly(fmt))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = made(WeightOnly(fmt))
+    with torch.no_grad():
+        again.up_proj.weight.fill_(0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(again.up_proj.weight, model.up_proj.weight)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    other = made(WeightOnly(fmt))
+    with torch.no_grad():
+        other.up_proj.weight.fill_(0)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    other.load_state_dict(state["model"])
+    assert torch.equal(other.up_proj.weight, model.up_proj.weight)
+    assert torch.equal(copy.deepcopy(model)(TOKENS), model(TOKENS))
+    assert model.half().up_proj.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"])
+def test_shards_are_cut_and_loaded_as_a_serving_engine_does(fmt) -> None:
+    torch.manual_seed(2)
+    values = torch.randn(256, 384).bfloat16()
+    q = mf.quantize(values, fmt)
+    x = torch.randn(4, 384).bfloat16()
+    whole = x.float() @ q.dequantize(torch.float32).T
+    rows = [q.narrow(0, start, 128) for start in (0, 128)]  # column-parallel ranks hold rows of the weight
+    assert torch.equal(torch.cat([x.float() @ one.dequantize(torch.float32).T for one in rows], 1), whole)
+    columns = q.chunk(3, 1)  # row-parallel ranks hold columns
+    parts = [x.float()[:, 128 * i : 128 * i + 128] @ one.dequantize(torch.float32).T for i, one in enumerate(columns)]
+    assert torch.allclose(sum(parts), whole, atol=1e-3)
+    if fmt not in ("fp8_tensor", "fp8_row"):  # which have no blocks to tear
+        with pytest.raises(InvalidValueError, match="multiples of"):
+            q.narrow(1, 3, 50)
+    layer = nn.Linear(384, 256, bias=False).bfloat16()
+    mf.quantize_(layer, WeightOnly(fmt))
+    with torch.no_grad():
+        layer.weight.fill_(0)
+        for start, shard in zip((0, 128), rows, strict=True):  # of a checkpoint that is quantized already
+            layer.weight.data.narrow(0, start, 128).copy_(shard)
+    # A tensor scale that grew with the second shard leaves the values of the first one as they were.
+    assert torch.equal(layer.weight.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_parts_of_scales_in_tiles_are_those_of_the_parts(fmt) -> None:
+    q = mf.quantize(torch.randn(256, 256), fmt)
+    blocked = mf.to_blocked(q.scale)
+    for rows in (slice(0, 128), slice(128, 256)):  # tiles hold 128 rows, so that rows of whole tiles are a slice
+        step = blocked.numel() // 2
+        start = rows.start // 128 * step
+        assert torch.equal(mf.to_blocked(q[rows].scale), blocked[start : start + step])
+
+
+def test_exported_programs_are_plain_operations() -> None:
+    model = made(WeightOnly("nvfp4")).requires_grad_(False)
+    program = mf.export(model, (TOKENS,))
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("microfloat" in name for name in called)
+    assert torch.equal(program.module()(TOKENS), model(TOKENS))
+    static = made(WeightActivation("fp8_tensor", scales="static")).requires_grad_(False)
+    assert torch.equal(mf.export(static, (TOKENS,)).module()(TOKENS), static(TOKENS))
