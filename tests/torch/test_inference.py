@@ -354,3 +354,42 @@ def test_activations_of_another_dtype() -> None:
         model.q_proj(torch.ones(2, 72, dtype=torch.int64))
     with pytest.raises(InvalidTypeError, match="float64"):
         model.q_proj(torch.ones(2, 72, dtype=torch.float64))
+
+
+# ------------------------------------------------------------------------------------------ features I8: the KV cache
+
+
+@pytest.mark.parametrize(("fmt", "cast"), [("fp8", "fp8_row"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4")])
+def test_a_cache_holds_keys_and_values_quantized(fmt, cast) -> None:
+    torch.manual_seed(4)
+    k, v = torch.randn(2, 5, 2, 32).bfloat16(), torch.randn(2, 5, 2, 32).bfloat16()
+    cache = mf.KVCache(2, 8, 2, 32, dtype=torch.bfloat16, format=fmt)
+    for start in range(5):  # token by token: earlier ones keep their values
+        keys, values = cache.update(k[:, start : start + 1], v[:, start : start + 1])
+    assert torch.equal(keys, mf.quantize(k, cast).dequantize())
+    assert torch.equal(values, mf.quantize(v, cast).dequantize())
+    assert cache.nbytes < 0.6 * mf.KVCache(2, 8, 2, 32, dtype=torch.bfloat16).nbytes
+    cache.reset()
+    assert cache.update(k, v)[0].shape == k.shape
+
+
+def test_a_cache_takes_the_scales_of_a_checkpoint() -> None:
+    k = torch.tensor([1.0, -3.0, 100.0, 0.5]).view(1, 1, 1, 4)
+    cache = mf.KVCache(1, 4, 1, 4, format="fp8", k_scale=0.125, v_scale=torch.tensor(0.125))
+    keys, _ = cache.update(k, k)
+    assert keys.flatten().tolist() == [1.0, -3.0, 56.0, 0.5]  # 448 / 8: larger ones saturate
+    for options in ({"format": "fp9"}, {"format": "fp8", "k_scale": 1.0}, {"k_scale": 1.0, "v_scale": 1.0}):
+        with pytest.raises(InvalidValueError):
+            mf.KVCache(1, 4, 1, 4, **options)
+
+
+def test_attention_generates_from_a_quantized_cache() -> None:
+    torch.manual_seed(5)
+    layer = mf.MultiheadAttention(64, 4, 2, dtype=torch.bfloat16)
+    mf.quantize_(layer, WeightOnly("nvfp4"), exclude=())
+    x = torch.randn(1, 6, 64).bfloat16()
+    with torch.no_grad():
+        whole = layer(x)
+        cache = mf.KVCache(1, 6, 2, 16, dtype=torch.bfloat16, format="fp8")
+        steps = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(6)], 1)
+    assert (steps - whole).float().norm() < 0.05 * whole.float().norm()

@@ -52,7 +52,8 @@ def load_quantized(
     Without a model: a dictionary from name to tensor, quantized ones as QuantizedTensors that present `dtype`, on
     `device` (None: the CPU). With one: its parameters and buffers take the values in their own dtypes, linear layers
     whose weights are stored quantized become quantized layers, and a report is returned; other quantized tensors are
-    dequantized. `model` may be on the meta device, then its tensors are made on `device`. `config`: of the layers whose
+    dequantized. Scales of a KV cache become the attributes `k_scale` and `v_scale` of the layer they were stored with.
+    `model` may be on the meta device, then its tensors are made on `device`. `config`: of the layers whose
     weights are stored in its format; None quantizes activations as the checkpoint says. `format`: the family, where
     that is ambiguous. `strict` False loads the names that both have.
 
@@ -139,6 +140,9 @@ def _load_one(
             module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
             module.pin(chosen)
             module._path = parent
+            for role in ("k_scale", "v_scale"):  # of a KVCache, for whoever makes one
+                if role in record.extras:
+                    setattr(module, role, float(np.asarray(record.extras[role], np.float32).reshape(-1)[0]))
             if chosen.is_static:
                 module.register_buffer("input_amax", _static_amax(record, chosen, target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.recipes import Recipe
+from microfloat.recipes import Recipe, as_cast
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
 from microfloat.torch.joined import call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
+from microfloat.torch.ops import quantize
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["KVCache", "MultiheadAttention", "RotaryEmbedding"]
 
@@ -67,29 +70,59 @@ class RotaryEmbedding(nn.Module):
 class KVCache:
     """Keys and values of the tokens so far, for generation: fixed memory [B, length, G, D], filled from the left.
 
-    `update(k, v)` appends tokens [B, S, G, D] and returns all of them so far. Raises InvalidTypeError for another dtype
-    and InvalidValueError for shapes that do not fit or more tokens than there is space for.
+    `update(k, v)` appends tokens [B, S, G, D] and returns all of them so far, in `dtype` (None: torch's default).
+    `format` None keeps them as they are; "fp8" as E4M3 with a float32 scale for each token and head, or, where
+    `k_scale` and `v_scale` are given (such as those of a checkpoint), with that one scale, at which larger values
+    saturate; "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2" and "mxfp4" with a scale for each 32 elements of a head. Raises
+    InvalidTypeError for another dtype and InvalidValueError for shapes that do not fit or more tokens than there is
+    space for.
+
+    >>> cache = KVCache(1, 8, 2, 16, format="fp8")
+    >>> cache.update(torch.ones(1, 3, 2, 16), torch.ones(1, 3, 2, 16))[0].shape
+    torch.Size([1, 3, 2, 16])
     """
 
     def __init__(
         self, batch: int, length: int, num_kv_heads: int, head_dim: int, *, device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, format: str | None = None, k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        if format is not None:
+            check_choice("format", format, _CACHED)
+        if (k_scale is None) != (v_scale is None) or (k_scale is not None and format != "fp8"):
+            raise invalid_value("k_scale", f"{k_scale!r} beside v_scale {v_scale!r}", 'both, of format="fp8", or none')
+        self.format, self.dtype = format, torch.get_default_dtype() if dtype is None else dtype
         shape = (batch, length, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self._k, self._v = (
+            _Kept(shape, device, self.dtype, format, scale) for scale in (k_scale, v_scale)
+        )  # fmt: skip
         self.count = 0
 
     def reset(self) -> None:
         """Forget every token."""
         self.count = 0
 
+    @property
+    def keys(self) -> torch.Tensor:
+        """All of the memory for keys, [B, length, G, D] in `dtype`."""
+        return self._k.read(self._k.shape[1])
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All of the memory for values."""
+        return self._v.read(self._v.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that keys, values and their scales take."""
+        return sum(part.nbytes for kept in (self._k, self._v) for part in kept.parts)
+
     def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, with those of new tokens at the end."""
-        for name, new, kept in (("k", k, self.keys), ("v", v, self.values)):
-            if new.dtype != kept.dtype:
+        for name, new, kept in (("k", k, self._k), ("v", v, self._v)):
+            if new.dtype != self.dtype:
                 raise invalid_type(
-                    "cache", f"one of {kept.dtype} for a {name} of {new.dtype}", f"one of {new.dtype}",
+                    "cache", f"one of {self.dtype} for a {name} of {new.dtype}", f"one of {new.dtype}",
                     "Make it with dtype= of the model's activations.",
                 )  # fmt: skip
             if new.device != kept.device:
@@ -98,13 +131,55 @@ class KVCache:
                 needed = f"[{kept.shape[0]}, S, {kept.shape[2]}, {kept.shape[3]}]"
                 raise invalid_value("cache", f"a {name} of shape {tuple(new.shape)}", needed)
         end = self.count + k.shape[1]
-        if end > self.keys.shape[1]:
-            got = f"space for {self.keys.shape[1]} tokens"
+        if end > self._k.shape[1]:
+            got = f"space for {self._k.shape[1]} tokens"
             raise invalid_value("cache", got, f"space for {end}", "Make it longer, or call reset().")
-        self.keys[:, self.count : end] = k.detach()
-        self.values[:, self.count : end] = v.detach()
+        self._k.write(self.count, k.detach())
+        self._v.write(self.count, v.detach())
         self.count = end
-        return self.keys[:, :end], self.values[:, :end]
+        return self._k.read(end), self._v.read(end)
+
+
+# The formats of a cache and the casts of its tokens.
+_CACHED = {"fp8": "fp8_row", **{name: name for name in ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")}}
+
+
+class _Kept:
+    """Keys or values [B, length, G, D]: as they are, or the parts of a QuantizedTensor."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], device: Any, dtype: torch.dtype, format: str | None,
+        scale: float | torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype, self.amax = shape, dtype, None
+        made = torch.zeros(shape, device=device, dtype=dtype)
+        self.device, self.parts = made.device, [made]
+        if format is None:
+            self.cast = None
+            return
+        self.cast = as_cast(_CACHED[format] if scale is None else "fp8_tensor")
+        if scale is not None:
+            self.amax = torch.as_tensor(scale, dtype=torch.float32, device=self.device).reshape(()) * 448.0
+        q = quantize(made, self.cast, amax=self.amax)
+        self.parts = [q.codes, q.scale]
+
+    def write(self, start: int, new: torch.Tensor) -> None:
+        """Store tokens [B, S, G, D] from `start` on."""
+        parts = [new]
+        if self.cast is not None:
+            q = quantize(new, self.cast, amax=self.amax)
+            parts = [q.codes] if self.amax is not None else [q.codes, q.scale]
+        for kept, part in zip(self.parts, parts, strict=False):  # a scale that was given stays
+            kept[:, start : start + new.shape[1]] = part
+
+    def read(self, end: int) -> torch.Tensor:
+        """The tokens before `end`."""
+        codes = self.parts[0][:, :end]
+        if self.cast is None:
+            return codes
+        scale = self.parts[1] if self.amax is not None else self.parts[1][:, :end]
+        shape = (self.shape[0], end, *self.shape[2:])
+        return QuantizedTensor(codes, scale, None, self.cast, axis=3, shape=shape, dtype=self.dtype).dequantize()
 
 
 class MultiheadAttention(nn.Module):
