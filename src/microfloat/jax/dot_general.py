@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling
-from microfloat.jax.array import check_array, check_dtype, real_array
+from microfloat.jax.array import QuantizedArray, check_array, check_dtype, real_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
@@ -35,6 +35,7 @@ from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
+from microfloat.jax.stored import times_stored
 from microfloat.jax.transformations import (
     by_maximum,
     is_explicit,
@@ -125,7 +126,8 @@ class DotGeneral(Op):
     """The op that `dot_general` returns: frozen, hashable, callable."""
 
     def __call__(
-        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
+        self, lhs: Array, rhs: Array | QuantizedArray, dimension_numbers: DimensionNumbers,
+        precision: object = None,
         preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None,
         state: DelayedState | None = None, key: Array | None = None, seed: Array | int | None = None,
     ) -> Array:  # fmt: skip
@@ -134,9 +136,19 @@ class DotGeneral(Op):
         Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
         is for high precision alone: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
         the new state), stochastic rounding `key`, or `seed`, the call seed itself; without one a recipe that rounds
-        only gradients stochastically runs forward. Raises errors of microfloat.errors at trace time, among them
+        only gradients stochastically runs forward.
+
+        `rhs` may be a QuantizedArray whose blocks lie along the one axis that is contracted: a weight that is stored
+        quantized. lhs is then cast as the recipe's fprop casts x, or used as it is where that is None, as under
+        `WeightOnly`; dx is ``dy @ dequantize(rhs)``. Raises errors of microfloat.errors at trace time, among them
         NotSupportedError for a derivative of a gradient.
         """
+        if isinstance(rhs, QuantizedArray):
+            x = check_array("lhs", lhs)
+            dtype = x.dtype if preferred_element_type is None else preferred_element_type
+            dtype = check_dtype("preferred_element_type", dtype)
+            y = times_stored(x, rhs, dimension_numbers, recipe_here(self.recipe), dtype, self.backend)
+            return place(y, out_sharding)
         words = words_of(recipe_here(self.recipe), key, seed)
         options = precision, preferred_element_type, out_sharding
         return self.threaded(lhs, rhs, dimension_numbers, *options, words=words, state=state)[0]

@@ -1,0 +1,62 @@
+"""The product with a weight that is stored quantized: ``y = x @ dequantize(w).T``, differentiable in x."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from microfloat.errors import invalid_value
+from microfloat.jax.array import QuantizedArray
+from microfloat.jax.dimensions import DimensionNumbers
+from microfloat.jax.ops import quantize, scaled_matmul
+from microfloat.recipes import Cast, Recipe
+
+__all__ = ["times_stored"]
+
+
+def times_stored(
+    lhs: Array, rhs: QuantizedArray, dimension_numbers: DimensionNumbers, recipe: Recipe | None, dtype: np.dtype,
+    backend: str,
+) -> Array:  # fmt: skip
+    """The product with a stored weight: [.., the free axes of lhs, those of rhs]."""
+    ((of_lhs, of_rhs), batch) = dimension_numbers
+    axes = [axis % lhs.ndim for axis in of_lhs] + [axis % len(rhs.shape) for axis in of_rhs]
+    if len(axes) != 2 or len(rhs.shape) != 2 or any(map(len, batch)) or axes[1] != rhs.axis % 2:
+        raise invalid_value(
+            "dimension_numbers", f"{dimension_numbers} with a QuantizedArray of shape {rhs.shape}, axis {rhs.axis}",
+            "one contracted axis of each, that of the blocks in rhs [N, K] or [K, N], and no batch axes",
+            "Quantize rhs along the axis that is contracted.",
+        )  # fmt: skip
+    cast = None if recipe is None else recipe.fprop.lhs
+    if cast is not None and (cast.is_delayed or cast.is_static or cast.is_stochastic):
+        raise invalid_value("recipe", repr(recipe), "a recipe whose fprop casts x by x alone", "Use WeightOnly(...).")
+    return _multiply(jnp.moveaxis(lhs, axes[0], -1), rhs, cast, dtype, backend)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _multiply(x: Array, w: QuantizedArray, cast: Cast | None, dtype: np.dtype, backend: str) -> Array:
+    """``x @ dequantize(w).T``, x [.., K]; under `cast` the product of x's codes."""
+    shape = (*x.shape[:-1], math.prod(w.shape) // x.shape[-1])
+    a = x.reshape(-1, x.shape[-1])
+    a = a if cast is None else quantize(a, cast, backend=backend)
+    return scaled_matmul(a, w, out_dtype=dtype, backend=backend).reshape(shape)
+
+
+def _multiply_forward(
+    x: Array, w: QuantizedArray, cast: Cast | None, dtype: np.dtype, backend: str
+) -> tuple[Array, tuple[QuantizedArray, Array]]:
+    return _multiply(x, w, cast, dtype, backend), (w, jnp.zeros((), x.dtype))
+
+
+def _multiply_backward(
+    cast: Cast | None, dtype: np.dtype, backend: str, kept: tuple[QuantizedArray, Array], dy: Array
+) -> tuple[Array, None]:
+    w, like = kept
+    values = w.dequantize(dy.dtype)
+    return jnp.dot(dy, values if w.axis % 2 else values.T).astype(like.dtype), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
