@@ -35,6 +35,6 @@ def test_blocks_along_another_axis_are_refused() -> None:
     stored = mj.quantize(jnp.ones((32, 64)), "mxfp8")
     with pytest.raises(InvalidValueError, match="that of the blocks"):
         mj.dot_general(WeightOnly("mxfp8"))(jnp.ones((2, 32)), stored, (((1,), (0,)), ((), ())))
+    static = WeightActivation("fp8_tensor", scales="static")
     with pytest.raises(InvalidValueError, match="casts x by x alone"):
-        static = WeightActivation("fp8_tensor", scales="static")
         mj.dot_general(static)(jnp.ones((2, 64)), stored, (((1,), (1,)), ((), ())))
