@@ -393,3 +393,22 @@ def test_attention_generates_from_a_quantized_cache() -> None:
         cache = mf.KVCache(1, 6, 2, 16, dtype=torch.bfloat16, format="fp8")
         steps = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(6)], 1)
     assert (steps - whole).float().norm() < 0.05 * whole.float().norm()
+
+
+@pytest.mark.parametrize("config", [WeightOnly("nvfp4"), WeightActivation("fp8_tensor", scales="static")],
+                         ids=lambda one: one.format)  # fmt: skip
+def test_compiled_experts_give_the_bits_of_eager(config) -> None:
+    torch.manual_seed(6)
+    experts = mf.GroupedLinear(2, 32, 48, dtype=torch.bfloat16)
+    mf.quantize_(experts, config)
+    x, sizes = torch.randn(7, 32).bfloat16().requires_grad_(), torch.tensor([3, 4])
+    if config.is_static:
+        with mf.calibrate(experts):
+            experts(x, sizes)
+    experts.requires_grad_(False)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    (y, dx), (again, dx_again) = (
+        (one := call(x, sizes), torch.autograd.grad(one.float().square().sum(), [x])[0]) for call in (experts, compiled)
+    )
+    assert torch.equal(y, again)
+    assert torch.equal(dx, dx_again)

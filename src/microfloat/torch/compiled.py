@@ -30,8 +30,8 @@ from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_caller",
-    "compiled_linear", "delayed_state", "export", "live_amaxes", "recorded", "token_of_high_precision",
+    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
+    "delayed_state", "describe", "export", "live_amaxes", "rebuilt", "recorded", "token_of_high_precision",
 ]  # fmt: skip
 
 Maybe = torch.Tensor | None
@@ -42,7 +42,7 @@ _library.define(
     "Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
     "bool records) -> Tensor[]"
 )
-# `weight`: the weight alone, or the parts of a QuantizedTensor, which `stored` describes (`_describe`).
+# `weight`: the weight alone, or the parts of a QuantizedTensor, which `stored` describes (`describe`).
 # x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`, and x itself can go.
 _library.define(
     "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, str stored, Tensor[] saved, Tensor? seed, "
@@ -94,7 +94,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     pinned = layer._pin_token is not None
     token = context.RECIPE if not pinned else context.PLAIN if context.ISLAND else layer._pin_token
     weight = layer.weight
-    stored = _describe(weight) if isinstance(weight, QuantizedTensor) else ""
+    stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
     if token == context.PLAIN:
         calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
         if calibrated and context.is_delayed(calibrated):
@@ -162,7 +162,7 @@ def abstract_linear(
     token = context.token_of(recipe)
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
-    stored = _describe(weight) if isinstance(weight, QuantizedTensor) else ""
+    stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
     return _CompiledLinear.apply(
         x, weight, bias, seed, scale, scale, scale, None, stored, token, True, backend, compute, -1,
         torch.is_grad_enabled(),
@@ -172,20 +172,20 @@ def abstract_linear(
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _describe(weight: QuantizedTensor) -> str:
+def describe(weight: QuantizedTensor) -> str:
     """Text that tells operators of a stored weight besides its parts: dtype, in features and Cast, as text."""
-    return f"{_DTYPES[weight.dtype]} {weight.shape[1]} {weight.token}"
+    return f"{_DTYPES[weight.dtype]} {weight.shape[-1]} {weight.token}"
 
 
-def _rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
+def rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
     """The weight of which these are the parts; itself where nothing describes it."""
     if not stored:
         return parts[0]
     dtype, length, token = stored.split(" ", 2)
     tensor_scale = parts[2] if len(parts) > 2 else None
     return QuantizedTensor(
-        parts[0], parts[1], tensor_scale, cast_of(token), axis=1, shape=(parts[0].shape[0], int(length)),
-        dtype=getattr(torch, dtype),
+        parts[0], parts[1], tensor_scale, cast_of(token), axis=parts[0].dim() - 1,
+        shape=(*parts[0].shape[:-1], int(length)), dtype=getattr(torch, dtype),
     )  # fmt: skip
 
 
@@ -307,7 +307,12 @@ def live_amaxes(records: bool, device: torch.device) -> list[torch.Tensor]:
     return [torch.zeros(8, dtype=torch.float32, device=device)] if records else []
 
 
-def cast_inputs(scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str) -> CastInputs:
+def cast_inputs(
+    scale: Maybe, seed: Maybe, live: list[torch.Tensor], tensor: str, is_static: bool = False
+) -> CastInputs:  # fmt: skip
+    """The inputs of the cast of x, w or dy; a static one is given an amax in place of an encode scale."""
+    if is_static:
+        return CastInputs(seed=seed, amax=scale)
     history = live[0][_LIVE[tensor] : _LIVE[tensor] + 1] if live else None
     return CastInputs(scale, seed, history)
 
@@ -320,15 +325,14 @@ def _linear_forward(
     if x.numel() == 0:  # no schedule: nothing is multiplied
         shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, pinned, backend, compute)
         return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
-    weight = _rebuilt(parts, stored)
+    weight = rebuilt(parts, stored)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
     schedule: Any = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
-    x_inputs, w_inputs = cast_inputs(x_scale, seed, live, "x"), cast_inputs(w_scale, seed, live, "w")
-    if schedule.is_static:  # x_scale is an amax then
-        x_inputs = CastInputs(seed=seed, amax=x_scale)
+    x_inputs = cast_inputs(x_scale, seed, live, "x", schedule.is_static)
+    w_inputs = cast_inputs(w_scale, seed, live, "w")
     with schedule.scope():
         # The seed is drawn, so that the launch which casts x and w together and draws one does not serve.
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
@@ -370,7 +374,7 @@ def _linear_backward(
     if dy.numel() == 0:
         shapes = (dy, x, parts, stored, saved, seed, dy_scale, token, backend, compute, x_dtype)
         return [tensor.zero_() for tensor in _fake_backward(*shapes, wants_dx, wants_dw, records)]
-    weight = _rebuilt(parts, stored)
+    weight = rebuilt(parts, stored)
     shape = (*dy.shape[:-1], weight.shape[1])
     schedule: Any = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
     if OBSERVERS:
@@ -459,7 +463,7 @@ def _fake_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
     token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    weight = _rebuilt(parts, stored)
+    weight = rebuilt(parts, stored)
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
     outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
     module, recipe = backends.choose(backend, x.device), context.recipe_of(token)
@@ -480,7 +484,7 @@ def _fake_backward(
     dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool,
     wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    weight = _rebuilt(parts, stored)
+    weight = rebuilt(parts, stored)
     made = [dy.new_empty(8, dtype=torch.float32)] if records else []
     made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=x_dtype)] if wants_dx else []
     return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if wants_dw else [])

@@ -21,24 +21,27 @@ from microfloat.torch.compiled import (
     cast_inputs,
     check_caller,
     delayed_state,
+    describe,
     live_amaxes,
+    rebuilt,
     recorded,
     token_of_high_precision,
 )
 from microfloat.torch.grouped import GroupedSchedule, Groups, find_grouped, groups_of
-from microfloat.torch.linear import refuse_double_backward
+from microfloat.torch.linear import refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["compiled_grouped"]
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
-    "grouped_forward(Tensor x, Tensor weight, Tensor? bias, Tensor ends, Tensor? seed, Tensor? x_scale, "
-    "Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool records) -> Tensor[]"
+    "grouped_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor ends, Tensor? seed, "
+    "Tensor? x_scale, Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool records) -> Tensor[]"
 )
 _library.define(
-    "grouped_backward(Tensor dy, Tensor x, Tensor weight, Tensor ends, Tensor? seed, Tensor? x_scale, "
-    "Tensor? w_scale, Tensor? dy_scale, str token, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
+    "grouped_backward(Tensor dy, Tensor x, Tensor[] weight, str stored, Tensor ends, Tensor? seed, "
+    "Tensor? x_scale, Tensor? w_scale, Tensor? dy_scale, str token, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
     "ScalarType? bias_dtype, bool records) -> Tensor[]"
 )
 
@@ -70,6 +73,8 @@ def compiled_grouped(
             raise NotSupportedError("recipe: got delayed scaling for a function. Use microfloat.torch.GroupedLinear.")
         state = delayed_state(layer)
         number = layer._number
+    elif context.is_static(token):
+        state = (static_amax(layer), None, None, None)
     outputs = _CompiledGrouped.apply(
         x, weight, bias, ends, seed, *state, token, pinned, backend, compute, number, torch.is_grad_enabled()
     )
@@ -84,10 +89,13 @@ class _CompiledGrouped(torch.autograd.Function):
         compute: torch.dtype, number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         records = has_grad and dy_history is not None
+        stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
+        weights = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
         outputs = torch.ops.microfloat.grouped_forward(
-            x, weight, bias, ends, seed, x_scale, w_scale, token, pinned, backend, compute, records
+            x, weights, stored, bias, ends, seed, x_scale, w_scale, token, pinned, backend, compute, records
         )
-        ctx.save_for_backward(x, weight, ends, seed, x_scale, w_scale)
+        ctx.save_for_backward(x, ends, seed, x_scale, w_scale, *weights)
+        ctx.stored = stored
         ctx.dy_state = dy_scale, dy_history
         ctx.settings = token, backend, compute, number, None if bias is None else bias.dtype
         if not records:
@@ -99,14 +107,15 @@ class _CompiledGrouped(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
-        saved, (dy_scale, dy_history) = ctx.saved_tensors, ctx.dy_state
+        (x, *saved), (dy_scale, dy_history) = ctx.saved_tensors, ctx.dy_state
+        saved, weights = saved[:4], saved[4:]
         token, backend, compute, number, bias_dtype = ctx.settings
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         records = dy_history is not None and (wants_dx or wants_dw)
         gradients = list(
             torch.ops.microfloat.grouped_backward(
-                dy, *saved, dy_scale.clone() if records else None, token, backend, compute, wants_dx, wants_dw,
-                bias_dtype if wants_db else None, records,
+                dy, x, weights, ctx.stored, *saved, dy_scale.clone() if records else None, token, backend, compute,
+                wants_dx, wants_dw, bias_dtype if wants_db else None, records,
             )
         )  # fmt: skip
         if records:
@@ -122,17 +131,19 @@ def _schedule(
 
 
 def _grouped_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-    w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
+    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, ends: torch.Tensor, seed: Maybe,
+    x_scale: Maybe, w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     if token != token_of_high_precision():
         check_caller(token, pinned)
+    weight = rebuilt(parts, stored)
     schedule, groups = _schedule(x, weight, bias, token, backend, compute, False, False), Groups(ends, x.shape[0])
+    is_static = schedule.is_static
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
     x_inputs, w_inputs = (
-        cast_inputs(scale, seed, live, tensor)._replace(groups=groups)
+        cast_inputs(scale, seed, live, tensor, is_static and tensor == "x")._replace(groups=groups)
         for scale, tensor in ((x_scale, "x"), (w_scale, "w"))
     )
     with schedule.scope():
@@ -140,16 +151,18 @@ def _grouped_forward(
 
 
 def _grouped_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-    w_scale: Maybe, dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
-    bias_dtype: torch.dtype | None, records: bool,
+    dy: torch.Tensor, x: torch.Tensor, parts: list[torch.Tensor], stored: str, ends: torch.Tensor, seed: Maybe,
+    x_scale: Maybe, w_scale: Maybe, dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, wants_dx: bool,
+    wants_dw: bool, bias_dtype: torch.dtype | None, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    weight = rebuilt(parts, stored)
     schedule, groups = _schedule(x, weight, None, token, backend, compute, wants_dx, wants_dw), Groups(ends, x.shape[0])
+    is_static = schedule.is_static
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, True)
     live = live_amaxes(records, dy.device)
     x_inputs, w_inputs, inputs = (
-        cast_inputs(scale, seed, into, tensor)._replace(groups=groups)
+        cast_inputs(scale, seed, into, tensor, is_static and tensor == "x")._replace(groups=groups)
         for scale, into, tensor in ((x_scale, [], "x"), (w_scale, [], "w"), (dy_scale, live, "dy"))
     )
     made: list[torch.Tensor] = list(live)
@@ -165,18 +178,19 @@ def _grouped_backward(
 
 
 def _fake_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-    w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
+    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, ends: torch.Tensor, seed: Maybe,
+    x_scale: Maybe, w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    y = x.new_empty((x.shape[0], weight.shape[1]), dtype=compute)
+    y = x.new_empty((x.shape[0], rebuilt(parts, stored).shape[1]), dtype=compute)
     return [y, x.new_empty(8, dtype=torch.float32)] if records else [y]
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-    w_scale: Maybe, dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
-    bias_dtype: torch.dtype | None, records: bool,
+    dy: torch.Tensor, x: torch.Tensor, parts: list[torch.Tensor], stored: str, ends: torch.Tensor, seed: Maybe,
+    x_scale: Maybe, w_scale: Maybe, dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, wants_dx: bool,
+    wants_dw: bool, bias_dtype: torch.dtype | None, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
+    weight = rebuilt(parts, stored)
     made = [dy.new_empty(8, dtype=torch.float32)] if records else []
     made += [x.new_empty(x.shape)] if wants_dx else []
     made += [weight.new_empty(weight.shape)] if wants_dw else []

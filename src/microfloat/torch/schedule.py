@@ -557,7 +557,10 @@ class Schedule:
 
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
-        x, saved = self._matrix(x.detach()), self.x_saved if tensor == "x" else self.w_saved
+        saved = self.x_saved if tensor == "x" else self.w_saved
+        if isinstance(x, QuantizedTensor):
+            return self.quantize_weight(x, inputs)[saved]
+        x = self._matrix(x.detach())
         entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
         step = CastStep(self.backend, x, entries, self._batch)
         return step(x, *self.resources(), inputs)[saved]
