@@ -37,11 +37,13 @@ __all__ = ["compiled_grouped"]
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "grouped_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor ends, Tensor? seed, "
-    "Tensor? x_scale, Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool records) -> Tensor[]"
+    "Tensor? x_scale, Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, "
+    "bool records) -> Tensor[]"
 )
 _library.define(
     "grouped_backward(Tensor dy, Tensor x, Tensor[] weight, str stored, Tensor ends, Tensor? seed, "
-    "Tensor? x_scale, Tensor? w_scale, Tensor? dy_scale, str token, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
+    "Tensor? x_scale, Tensor? w_scale, Tensor? dy_scale, str token, str backend, ScalarType compute, "
+    "bool wants_dx, bool wants_dw, "
     "ScalarType? bias_dtype, bool records) -> Tensor[]"
 )
 
