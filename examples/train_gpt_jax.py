@@ -33,6 +33,7 @@ from gpt.runs import Training, run_command
 
 import microfloat.jax as mj
 import microfloat.jax.nnx as mnnx
+from microfloat.errors import NotSupportedError
 
 
 @functools.cache
@@ -61,6 +62,8 @@ class Trainer(Training):
     program = "train_gpt_jax.py"
 
     def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
+        if options.watch is not None:
+            raise NotSupportedError(f"--watch: got {options.watch}, needed none: train_gpt.py watches, in torch.")
         super().__init__(name, options, corpus)
         jax.config.update("jax_default_device", options.device)
         self.model = GPT(options, nnx.Rngs(options.seed))
