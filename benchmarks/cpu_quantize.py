@@ -163,7 +163,7 @@ def cases(x: torch.Tensor, quantizers: dict, wrapped: dict) -> list[Case]:
     return found
 
 
-# What torchao has beside a cast of microfloat.cpu; its FP8 tiles are those of its DeepSeek-style training recipe.
+# What torchao has beside a cast of microfloat.cpu; FP8 tiles stand beside plain torch operations (`fp8_tiles`).
 CPU_CASTS = (Cast("mxfp8"), Cast("mxfp4"), Cast("nvfp4"), Cast("nvfp4", "two_level_torchao"), Cast("nvfp4_2d"),
              Cast("nvfp4", "four_over_six"), Cast("fp8_tensor"), Cast("fp8_row"), Cast("fp8_1x128"),
              Cast("fp8_128x128"))  # fmt: skip

@@ -424,6 +424,7 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
         ({"to": "ct:nvfp5"}, "Did you mean 'ct:nvfp4'"),
         ({"to": "torchao"}, "to: got 'torchao', needed one of"),
         ({"to": "ct:nvfp4", "scale_rule": "floor"}, "a rule that writes E4M3 scales"),
+        ({"to": "ct:nvfp4", "scale_rule": "one_level_e4m3"}, "a rule with a tensor scale"),
         ({"to": "bf16", "scale_rule": "floor"}, "bf16 has no scales"),
         ({"to": "ct:mxfp4", "four_over_six": True}, "a rule that writes E8M0 scales"),
         ({"to": "ct:nvfp4", "scale_rule": "two_level", "four_over_six": True}, "one of them"),

@@ -193,7 +193,11 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
         raise invalid_value("four_over_six", f"True with scale_rule={scale_rule!r}", "one of them")
     family, written = WRITTEN[to]
     rule = "four_over_six" if four_over_six else written.cast.scale_rule if scale_rule is None else scale_rule
-    return Target(to, family, written._replace(cast=Cast(written.cast.format, rule)))
+    cast = Cast(written.cast.format, rule)
+    if cast.tensor_scale != written.cast.tensor_scale:  # the format has a tensor for it, or has none
+        needed = f"a rule with {'a' if written.cast.tensor_scale else 'no'} tensor scale, as {to} stores it"
+        raise invalid_value("scale_rule", repr(rule), needed)
+    return Target(to, family, written._replace(cast=cast))
 
 
 def decide(
