@@ -383,7 +383,7 @@ class _Calls:
             self.reasons.setdefault(layer, {})
         return _Inputs(self.reasons, layers)
 
-    def see_plain(self, *_: object) -> None:
+    def see_plain(self, layer: nn.Module, x: object, y: object) -> None:
         """Nothing is noted of high precision."""
 
 
