@@ -72,7 +72,7 @@ CALLS = {
     "residuals": (lambda v: mj.dot_general("mxfp8", residuals=v), ""),
     "axis_names": (lambda v: mj.dot_general("mxfp8", axis_names=v), "str"),
     "op lhs": (lambda v: MX(v, W, PLAIN), ""),
-    "op rhs": (lambda v: MX(X, v, PLAIN), ""),
+    "op rhs": (lambda v: MX(X, v, PLAIN), "quantized"),
     "op dimension_numbers": (lambda v: MX(X, W, v), ""),
     "op dtype": (lambda v: MX(X, W, PLAIN, None, v), "None"),
     "op state": (lambda v: mj.dot_general(DELAYED)(X, W, PLAIN, state=v), ""),
