@@ -21,6 +21,7 @@ MODULES = (
     "microfloat.metrics",
     "microfloat.checkpoint",
     "microfloat.torch",
+    "microfloat.torch.distributed",
     "microfloat.jax",
 )
 SNAPSHOT = Path(__file__).with_name("public_api.txt")

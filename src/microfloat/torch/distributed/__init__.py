@@ -1,0 +1,8 @@
+"""Low precision across ranks, on torch.distributed and DTensor: every rank makes the bytes that one process would.
+
+One module per kind of parallelism; importing this package needs a torch with distributed support.
+"""
+
+from microfloat.torch.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
