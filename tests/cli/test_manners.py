@@ -2,8 +2,10 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -96,6 +98,7 @@ def test_json_has_words_for_figures_that_are_no_numbers():
 
 FRESH = """
 import sys
+import time
 for name in {hidden!r}:
     sys.modules[name] = None
 from microfloat.cli import main
@@ -165,17 +168,28 @@ def test_a_terminal_gets_colours_unless_they_are_not_wanted(repository, options,
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "TERM": "xterm", "COLUMNS": "80"}
     environment.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "microfloat", "formats", "nvfp4", *options]
-    subprocess.run(command, env=environment, stdout=follower, stderr=follower, check=True)
-    os.close(follower)
+    deadline = time.monotonic() + 60
     text = b""
-    while True:
+    # Read while the command writes: a terminal holds a few kilobytes, and some end with an error, some with silence.
+    with subprocess.Popen(command, env=environment, stdout=follower, stderr=follower) as process:
+        os.close(follower)
         try:
-            part = os.read(leader, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        if not part:
-            break
-        text += part
-    os.close(leader)
+            while True:
+                ended = process.poll() is not None
+                if select.select([leader], [], [], 0 if ended else 0.1)[0]:
+                    try:
+                        part = os.read(leader, 65536)
+                    except OSError:  # Linux's way to say that the other end is closed
+                        break
+                    if not part:
+                        break
+                    text += part
+                elif ended:
+                    break
+                assert time.monotonic() < deadline, f"still running after {len(text)} bytes"
+        finally:
+            process.kill()
+            os.close(leader)
+    assert process.returncode == 0, text
     assert b"nvfp4" in text
     assert (b"\x1b[" in text) == colours
