@@ -1,4 +1,4 @@
-"""What the JAX benchmarks share: timing in turns, what XLA compiled a function to, where and with what it ran."""
+"""Shared by the JAX benchmarks: timing in turns, XLA's compiled form of a function, the machine and the versions."""
 
 import datetime
 import gzip

@@ -1,4 +1,4 @@
-"""What a step of a Linear cannot beat in this very run: its three GEMMs alone, and its casts at the speed of a copy.
+"""Limit of a step of a Linear in this very run: its three GEMMs alone, and its casts at the speed of a copy.
 
 The limits of `_targets` rest on GEMM rates of another run; clocks and power differ between runs, so a ratio is judged
 beside the limit that its own run allows: bf16's time / (GEMMs on operands at hand + bytes of the casts / copy).

@@ -90,7 +90,7 @@ def _judge(figure: float, target: Target) -> tuple[bool, bool]:
 
 
 def wanted(only: Iterable[str], *names: str) -> bool:
-    """Whether `--only` asks for a row by any of these names, or by what one begins with before a dot."""
+    """True if `--only` asks for a row by any of these names, or by the beginning of one before a dot."""
     chosen = list(only)
     return not chosen or any(name == one or name.startswith(one + ".") for name in names for one in chosen)
 
@@ -113,7 +113,7 @@ class Report:
             print("--quick: sizes are tiny; times are no measurements and are not judged")
 
     def wants(self, *names: str) -> bool:
-        """Whether `--only` leaves in a row of one of these names."""
+        """True if `--only` leaves in a row of one of these names."""
         return wanted(self.options.only, *names)
 
     def add(self, row: Row) -> Row:
@@ -220,7 +220,7 @@ def line(row: Row) -> str:
 
 
 def key_of(row: dict[str, Any]) -> tuple:
-    """What makes two rows measurements of one thing."""
+    """Key that two measurements of one thing share."""
     return (*(row.get(name) for name in ("id", "recipe", "variant", "mode", "backend")), tuple(row.get("shape", ())))
 
 

@@ -1,4 +1,4 @@
-"""What each row is held to, by id: target, stretch and physical limit (all measured or derived for an NVIDIA H200).
+"""Target, stretch and physical limit of each row, by id (all measured or derived for an NVIDIA H200).
 
 `of`: what the ratio is taken of. `at_most`: smaller is better (counts, memory, host time). A figure beyond the limit is
 a fault of the measurement, or of what the limit was derived from, and is shown as such.

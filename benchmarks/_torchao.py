@@ -12,12 +12,12 @@ __all__ = ["float8_training", "missing", "missing_training", "quantizers"]
 
 
 def missing() -> str:
-    """Why torchao cannot take part; "" where it can."""
+    """Reason why torchao cannot take part, "" if it can."""
     return "" if importlib.util.find_spec("torchao") else "torchao is not installed"
 
 
 def missing_training(device: str) -> str:
-    """Why torchao's float8 training cannot take part."""
+    """Reason why torchao's float8 training cannot take part."""
     return missing() or ("" if device == "cuda" else "torchao's float8 training needs a CUDA device")
 
 

@@ -1,4 +1,4 @@
-"""What importing costs: time and peak memory that a package adds to what it stands on (c.import*), on Linux."""
+"""Cost of importing: time and peak memory that a package adds to what it stands on (c.import*), on Linux."""
 
 import importlib.util
 import json

@@ -64,7 +64,7 @@ class Row:
 
 @dataclass
 class Case:
-    """What to time, and what of torchao does the same."""
+    """One cast to time, and the function of torchao that does the same."""
 
     id: str
     operation: str

@@ -173,14 +173,14 @@ def noise(results: tuple, exact: tuple) -> dict[str, float]:
 
 
 def roles(shape: tuple[int, int, int]) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Which shapes the product of each GEMM may have. In a cube all three are alike."""
+    """Shapes that the product of each GEMM may have. In a cube all three are alike."""
     tokens, inputs, outputs = shape
     shapes = {"fprop": (tokens, outputs), "dgrad": (tokens, inputs), "wgrad": (inputs, outputs)}
     return {name: ((rows, cols), (cols, rows)) for name, (rows, cols) in shapes.items()}
 
 
 def judged(row: Row, ratio: float) -> dict[str, Any]:
-    """Whether a ratio reaches its target; above the limit the measurement itself is at fault."""
+    """Verdict on a ratio and its target; above the limit the measurement itself is at fault."""
     passed = None if row.target is None else ratio >= row.target
     return {
         "target": row.target, "limit": row.limit, "ratio": ratio, "passed": passed,
@@ -189,7 +189,7 @@ def judged(row: Row, ratio: float) -> dict[str, Any]:
 
 
 class Bench(NamedTuple):
-    """What every row needs."""
+    """Inputs of every row."""
 
     options: argparse.Namespace
     shape: tuple[int, int, int]

@@ -81,7 +81,7 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def first_difference(got: Any, want: Any) -> str:
-    """Where two results differ first, or ""; NaN bit patterns of decoded values count as one."""
+    """First place where two results differ, or ""; NaN bit patterns of decoded values count as one."""
     ours, theirs = tensors_of(got), tensors_of(want)
     if len(ours) != len(theirs):
         return f"{len(ours)} tensors, reference {len(theirs)}"

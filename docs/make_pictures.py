@@ -28,7 +28,7 @@ FOLDER = ROOT / "docs" / "pictures"
 
 
 def blocks() -> Figure:
-    """Which elements share a scale: the scales that one and the same matrix gets under eight formats."""
+    """Elements that share a scale: the scales that one and the same matrix gets under eight formats."""
     names = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
     x_RC = example_matrix(160, 256)
     figure = new_figure(12, 5.2)

@@ -21,7 +21,7 @@ import microfloat.torch as mf
 
 
 class ModelConverter(Protocol):
-    """What a trainer calls; `model` may be the parts of a pipeline that this rank holds."""
+    """Methods that a trainer calls; `model` may be the parts of a pipeline that this rank holds."""
 
     def convert(self, model: nn.Module) -> None:
         """Change the model in place, before it is sharded or compiled."""
@@ -47,7 +47,7 @@ def register(name: str) -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job says about its recipe."""
+    """A job's options of its recipe."""
 
     recipe: str = "fp8_current"  # a name that microfloat.recipes.from_name knows
     high_precision: tuple[str, ...] = ()  # shell patterns over layer names, beside heads and routers

@@ -126,7 +126,7 @@ class Trainer(Training):
         nnx.update(self.modules(), structure.unflatten(restored))
 
     def modules(self) -> tuple:
-        """What a checkpoint holds the state of; delayed scaling keeps its scales and histories in the model."""
+        """Objects whose state a checkpoint holds; delayed scaling keeps its scales and histories in the model."""
         return (self.model,) if self.result.finished else (self.model, self.optimizer)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What every test runs under. torch and jax are imported by the tests that need them, never here."""
+"""Settings of every test. torch and jax are imported by the tests that need them, never here."""
 
 import os
 import shutil

@@ -188,7 +188,7 @@ def mismatch(case: dict, role: str, actual: np.ndarray) -> str | None:
 
 
 def compared(case: dict, role: str) -> int:
-    """How many elements `mismatch` compares."""
+    """Number of elements that `mismatch` compares."""
     return int(get(case, role)[1].sum())
 
 

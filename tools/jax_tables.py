@@ -44,7 +44,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 
 def _gemms(hlo: dict[str, Any] | None) -> str:
-    """Which GEMM serves each role; one name where all are alike."""
+    """The GEMM that serves each role; one name where all are alike."""
     if hlo is None:
         return ""
     names = {}

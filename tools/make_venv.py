@@ -73,7 +73,7 @@ def create(venv, python):
 
 
 def usable(python):
-    """Whether an existing environment answers, has pip, and runs the interpreter that was asked for."""
+    """True if an existing environment answers, has pip, and runs the interpreter that was asked for."""
     if not os.path.exists(python):
         return False
     probe = "import pip, platform; print(platform.python_version())"
@@ -95,7 +95,7 @@ def pinned(constraints, package):
 
 
 def install_cpu_torch(pip, version, constraints_path, *, insist):
-    """Whether pip found and installed the CPU build; raises where it did not and nothing else will do."""
+    """True if pip found and installed the CPU build; raises where it did not and nothing else will do."""
     say(f"installing the CPU build of torch {version}")
     if run([*pip, "install", "-c", constraints_path, f"torch=={version}+cpu"]) == 0:
         return True

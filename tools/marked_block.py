@@ -17,7 +17,7 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def read_block(text: str, name: str) -> str:
-    """What stands between the markers. Raises ValueError unless both stand there once, in order."""
+    """Text between the markers. Raises ValueError unless both stand there once, in order."""
     opening, closing = markers(name)
     if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
         raise ValueError(f"the page needs the lines {opening} and {closing}, once each and in this order")

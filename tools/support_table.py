@@ -32,7 +32,7 @@ def formats_text(recipe: Recipe) -> str:
 
 
 def cell(explanation: Explanation, notes: dict[str, int]) -> str:
-    """How the GEMMs run and the numbers of the notes that name their kernels; per GEMM where they differ."""
+    """Routes of the GEMMs and the numbers of the notes that name their kernels; per GEMM where they differ."""
     kernels: dict[str, list[int]] = {}
     gemms: dict[str, list[str]] = {}
     for row in explanation.rows:

@@ -1,1 +1,1 @@
-"""What both GPT examples share: options, text, the loop over runs, the report; and a model for each framework."""
+"""Shared by both GPT examples: options, text, the loop over runs, the report; and a model for each framework."""

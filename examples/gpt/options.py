@@ -89,7 +89,7 @@ class Options(argparse.Namespace):
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def settings(self, run: str | None = None, corpus: str | None = None) -> dict[str, Any]:
-        """What the losses depend on, for results.json; those of one run on a text, to compare a checkpoint with."""
+        """Options that the losses depend on, for results.json; those of one run on a text, to compare checkpoints."""
         settings = {name: value for name, value in vars(self).items() if name not in NO_SETTINGS}
         if self.initial_weights is not None:
             settings["initial_weights"] = hashlib.sha256(self.initial_weights.read_bytes()).hexdigest()

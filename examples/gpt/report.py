@@ -1,4 +1,4 @@
-"""What is seen of a run: progress, the table, loss_curves.png and results.json."""
+"""Report of a run: progress, the table, loss_curves.png and results.json."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
 
 
 def environment(options: Options) -> dict[str, dict[str, Any]]:
-    """What the run ran on and what computed, as far as it bears on speed and bits."""
+    """Machine and versions of a run, as far as they bear on speed and bits."""
     machine = {
         "processor": processor(), "cores": os.cpu_count(), "device": str(options.device),
         "gpu": options.gpu, "runs_at_a_time": options.jobs, "system": f"{platform.system()} {platform.machine()}",

@@ -1,4 +1,4 @@
-"""What no framework has a part in: the loop over steps, interruptions, runs side by side, and the report."""
+"""The parts without a framework: the loop over steps, interruptions, runs side by side, and the report."""
 
 import multiprocessing
 import os

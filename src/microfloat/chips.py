@@ -8,7 +8,7 @@ __all__ = ["CHIPS", "Chip", "chip_named"]
 
 @dataclass(frozen=True)
 class Chip:
-    """What a CUDA device multiplies on tensor cores, by compute capability."""
+    """Products that a CUDA device has tensor cores for, by compute capability."""
 
     capability: tuple[int, int]
 
@@ -61,7 +61,7 @@ class Chip:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
-# What a chip or its generation is called -> compute capability.
+# Name of a chip or of its generation -> compute capability.
 CHIPS = {
     "volta": (7, 0), "v100": (7, 0), "turing": (7, 5), "t4": (7, 5), "ampere": (8, 0), "a100": (8, 0), "a30": (8, 0),
     "a10": (8, 6), "a40": (8, 6), "rtx3090": (8, 6), "ada": (8, 9), "l4": (8, 9), "l40": (8, 9), "l40s": (8, 9),

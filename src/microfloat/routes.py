@@ -42,7 +42,7 @@ _NO_FASTER = "products are exact, no faster than bfloat16"
 
 
 class Encoding(NamedTuple):
-    """What a GEMM needs to know of a quantized operand.
+    """Properties of a quantized operand that decide which GEMM takes it.
 
     `power_of_two`: its FP32 scales are powers of two. `level`: its tensor scale, None, one for the "tensor" or one for
     each "row".
@@ -55,7 +55,7 @@ class Encoding(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How one GEMM runs: its kind, the forms of both operands (`microfloat.layout`), what multiplies, and why."""
+    """The route of one GEMM: its kind, the forms of both operands (`microfloat.layout`), what multiplies, and why."""
 
     kind: str
     lhs: str
@@ -98,7 +98,7 @@ class Routes(NamedTuple):
         return self._replace(fprop=self.fprop._replace(rhs="codes")).reading_fprop(recipe)
 
 
-# What multiplies, in words, for each library of GEMMs: torch's, and XLA's as JAX calls it.
+# Names of GEMMs in words, for each library: torch's, and XLA's as JAX calls it.
 _KERNELS = {
     "torch": {
         "plain": "dequantize one operand, vendor GEMM in the compute dtype",

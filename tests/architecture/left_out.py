@@ -31,7 +31,7 @@ def slow_cases(item):
 
 
 def is_like(item, patterns):
-    """Whether the id of a parametrized test's case matches a pattern."""
+    """True if the id of a parametrized test's case matches a pattern."""
     return any(fnmatchcase(item.callspec.id, pattern) for pattern in patterns)
 
 
@@ -45,7 +45,7 @@ def mark(items):
 
 
 def reasons(items):
-    """How many of these items are marked slow, by the reason that the marker gives."""
+    """Number of these items that are marked slow, by the reason that the marker gives."""
     marks = (item.get_closest_marker("slow") for item in items)
     return Counter(mark.args[0] for mark in marks if mark)
 

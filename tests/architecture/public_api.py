@@ -130,7 +130,7 @@ def parse(text: str) -> dict[str, list[str]]:
 
 
 def is_absent(error: ModuleNotFoundError, module: str) -> bool:
-    """Whether `module` itself is not there, as opposed to something that it needs."""
+    """True if `module` itself is not there, as opposed to something that it needs."""
     return error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
 
 

@@ -1,4 +1,4 @@
-"""What must not be in the repository: large files, paths of somebody's machine, hosts of package registries."""
+"""The repository holds no large files, no paths of somebody's machine, no hosts of package registries."""
 
 import re
 import shutil

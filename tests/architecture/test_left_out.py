@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all` is said, and the contract is never part of it."""
+"""Tests that `make test` leaves to `make test-all` are listed, and the contract is never among them."""
 
 from types import SimpleNamespace
 

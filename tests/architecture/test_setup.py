@@ -121,7 +121,7 @@ def test_the_core_needs_two_packages(repository):
 
 
 def test_extras_serve_something(repository):
-    """What an extra installs is imported by the library, or by the folder that the extra is for."""
+    """Every package of an extra is imported by the library, or by the folder that the extra is for."""
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     folders = {name: ["src"] for name in set(extras) - {"dev"}}
     folders |= {"examples": ["examples", "docs"], "integrations": ["tests/integrations"]}

@@ -20,7 +20,7 @@ _BACKEND = "microfloat.torch.backends.native"
 
 
 class Bound(NamedTuple):
-    """What the design asks for, and what was measured last: a walk may become shorter, and the number then falls."""
+    """Limits of the design, and the last measurement: a walk may become shorter, and the number then falls."""
 
     design: int
     measured: int

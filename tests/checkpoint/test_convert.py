@@ -55,7 +55,7 @@ def source(tmp_path):
 
 
 def expected(record, cast, scale_dtype=None, amax=None):
-    """What a cast of one matrix gives, by the oracle; scales rounded to `scale_dtype`."""
+    """The oracle's cast of one matrix, with scales rounded to `scale_dtype`."""
     q = reference.quantize(record.codes, cast, amax=amax)
     if scale_dtype is None or scale_dtype == np.float32:
         return reference.dequantize(q)

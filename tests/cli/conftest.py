@@ -9,7 +9,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed, and its exit code."""
+    """Output of a command, and its exit code."""
 
     code: int
     out: str

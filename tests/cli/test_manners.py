@@ -1,4 +1,4 @@
-"""What all commands have in common: features O10 and O11."""
+"""Manners that all commands have in common: features O10 and O11."""
 
 import json
 import os

@@ -23,7 +23,7 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 @dataclass(frozen=True)
 class Bytes:
-    """What `quantize` returned, in the oracle's types: uint8 codes (FP4 packed), uint8 or float32 scales."""
+    """Result of `quantize` in the oracle's types: uint8 codes (FP4 packed), uint8 or float32 scales."""
 
     codes: np.ndarray
     scale: np.ndarray
@@ -55,7 +55,7 @@ class Adapter:
         return EMULATED
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Reason why it cannot run here, or None."""
         raise NotImplementedError
 
     # For runs of a sample: `supports` says which Casts, `compiles_every_shape` that tests of many shapes thin them out,
@@ -65,7 +65,7 @@ class Adapter:
     left_out = "does not take this Cast"
 
     def supports(self, cast: Cast, dtype: str = "any") -> bool:
-        """Whether this backend takes the Cast of such an input at all; the reference backends take every one."""
+        """True if this backend takes the Cast of such an input at all; the reference backends take every one."""
         return True
 
     def quantize(self, x: np.ndarray, cast: Cast, **arguments: Any) -> Bytes:
@@ -209,7 +209,7 @@ class JaxAdapter(Adapter):
         return None if importlib.util.find_spec("jax") else "jax is not installed"
 
     def is_on_cpu(self) -> bool:
-        """Whether JAX chooses the CPU."""
+        """True if JAX chooses the CPU."""
         import jax
 
         return jax.default_backend() == "cpu"

@@ -9,7 +9,7 @@ from tests.jax.effort import effort_of
 
 @pytest.fixture(autouse=True)
 def compile_effort(request):
-    """How hard XLA tries where JAX runs the test: test_pinned.py compiles as users do."""
+    """XLA's effort where JAX runs the test: test_pinned.py compiles as users do."""
     adapter = request.node.callspec.params.get("adapter") if hasattr(request.node, "callspec") else None
     runs_jax = adapter and adapter.name == "jax" and not adapter.unavailable()
     with effort_of(request.node) if runs_jax else contextlib.nullcontext():

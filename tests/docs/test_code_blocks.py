@@ -27,7 +27,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to
 
 
 def refusal(block):
-    """Why a python block may not stand as it is, or None."""
+    """Reason why a python block may not stand as it is, or None."""
     tags = block.info[1:]
     unknown = [tag for tag in tags if tag != "no-run"]
     if unknown:
@@ -81,7 +81,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 def pasted_blocks():
-    """What a reader pastes first: every block of README.md, and the first one of each other page."""
+    """The blocks that a reader pastes first: all of README.md, and the first one of each other page."""
     for page in PAGES:
         blocks = [block for block in code_blocks(page, "python") if "no-run" not in block.info]
         for block in blocks if page.name == "README.md" else blocks[:1]:

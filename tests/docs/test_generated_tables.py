@@ -68,7 +68,7 @@ def test_the_measured_tables_are_what_the_committed_json_gives(tool):
 
 @pytest.fixture
 def demo_result():
-    """What examples/train_gpt.py writes, with round figures."""
+    """Results as examples/train_gpt.py writes them, with round figures."""
     entry = {
         "train_loss": [3.0, 2.0], "final_train": 2.0, "final_heldout": 2.25, "seconds": 10.0, "gap_to_bf16": 0.0,
         "underflow": {"x": 0.0, "w": 0.0, "dy": 0.0},

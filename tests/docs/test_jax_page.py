@@ -16,7 +16,7 @@ def tables(monkeypatch):
 
 @pytest.fixture
 def result():
-    """What benchmarks/jax_linear.py writes, shortened."""
+    """Results as benchmarks/jax_linear.py writes them, shortened."""
     seen = {"__cublas$lt$matmul$f8": [{"kind": "__cublas$lt$matmul$f8"}], "triton": [{"kind": "__triton_gemm"}]}
     gemms = {role: {"gemms": 1, "fp8": 1, "seen": seen["__cublas$lt$matmul$f8"]} for role in ("fprop", "dgrad")}
     gemms["wgrad"] = {"gemms": 1, "fp8": 1, "seen": seen["triton"]}

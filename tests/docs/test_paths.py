@@ -14,7 +14,7 @@ PATH = re.compile(r"`([\w.-]+(?:/[\w.-]*)+|[\w-]+\.(?:py|md|txt|toml|json))`")
 
 
 def paths_in(text):
-    """What stands between backquotes outside of code blocks and looks like a path."""
+    """Every text between backquotes, outside of code blocks, that looks like a path."""
     return PATH.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 

@@ -28,11 +28,11 @@ def trainer_of(out: Path, more: str, name: str | None = None, script: str = "tra
 
 
 def results(out: Path) -> dict:
-    """What the run below `out` wrote."""
+    """Results that the run below `out` wrote."""
     return json.loads((out / "small" / "results.json").read_text())
 
 
 def losses(out: Path, name: str) -> dict:
-    """What must not depend on interruptions: one recipe's entry without its time."""
+    """The part that must not depend on interruptions: one recipe's entry without its time."""
     entry = results(out)["recipes"][name]
     return {key: value for key, value in entry.items() if key != "seconds"}

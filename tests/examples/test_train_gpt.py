@@ -137,7 +137,7 @@ def test_ablations_are_extra_runs(tmp_path):
 
 
 def recipes_by_step(monkeypatch):
-    """What is quantized at each step of each run: {run name: [set of layer names, ...]}."""
+    """Layers that are quantized at each step of each run: {run name: [set of layer names, ...]}."""
     import microfloat.torch as mf
 
     seen = {}

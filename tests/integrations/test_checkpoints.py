@@ -1,4 +1,4 @@
-"""What `convert` writes, read by compressed-tensors and transformers: weights and logits of our own dequantization."""
+"""compressed-tensors and transformers read the files of `convert`: weights and logits of our own dequantization."""
 
 import pytest
 

@@ -24,7 +24,7 @@ def relative_error(actual, expected):
 
 
 def way_of(gemm):
-    """Which units multiply the operands of a Gemm where the tests run."""
+    """The units that multiply the operands of a Gemm where the tests run."""
     chip = cuda.capability()
     return route_of(gemm, None if chip is None else Chip(chip), library="xla").kind
 

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def compile_effort(request):
-    """How hard XLA tries in this test."""
+    """XLA's effort in this test."""
     if not HAVE_JAX:
         yield
         return

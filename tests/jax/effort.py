@@ -1,4 +1,4 @@
-"""How hard XLA tries: integer arithmetic and the order of float operations do not depend on it, the time does."""
+"""XLA's effort: integer arithmetic and the order of float operations do not depend on it, the time does."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What XLA may do on a GPU: leave out conversions to a narrower float that is widened again ("excess precision").
+"""Excess precision: on a GPU, XLA may leave out conversions to a narrower float that is widened again.
 
 A CPU makes every conversion that is written, so a program that depends on one gives other bits there. `evaluate` runs
 a function operation by operation as the GPU might: beside every narrow float goes the wide value that it was rounded
@@ -31,7 +31,7 @@ class Value:
 
     @property
     def kept(self):
-        """What arithmetic reads."""
+        """The value that arithmetic reads."""
         return self.array if self.wide is None else self.wide
 
 

@@ -1,4 +1,4 @@
-"""What may be an argument of a transformed function: keys, seeds, integers, subnormal numbers, donated arrays."""
+"""Arguments of transformed functions: keys, seeds, integers, subnormal numbers, donated arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -87,7 +87,7 @@ def test_arithmetic_is_not_rewritten():
 
 
 def test_division_by_integers():
-    """What runs where XLA is only nearly right: all bits, subnormal numbers, quotients near one, extremes."""
+    """Operations where XLA is only nearly right: all bits, subnormal numbers, quotients near one, extremes."""
     rng = np.random.default_rng(5)
     extremes = np.array([0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000], np.uint32)
     extremes = np.concatenate([extremes, extremes | np.uint32(1 << 31)])
@@ -115,7 +115,7 @@ def near_ties(divisors, rng):
 
 
 def test_quotient_by_residual():
-    """What runs on a GPU: float32's quotient, up to units beside a power of two."""
+    """The form that runs on a GPU: float32's quotient, up to units beside a power of two."""
     rng = np.random.default_rng(6)
     divide = jax.jit(lambda x, divisor: _bits.quotient_by_residual(x.shape, False, x, divisor, jnp.float32(1)))
     divisors = rng.integers(0x3F800000, 0x40800000, 400_000).astype(np.uint32).view(np.float32)

@@ -1,4 +1,4 @@
-"""What is lowered for CUDA: conversions, layouts, the FP8 GEMM with its scales; and that other platforms see none."""
+"""Lowering for CUDA: conversions, layouts, the FP8 GEMM with its scales; other platforms see none of them."""
 
 import re
 

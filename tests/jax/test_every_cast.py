@@ -26,7 +26,7 @@ PINNED = {pin.cast for pin in PLAIN_PINS}
 
 
 def is_taken(cast):
-    """Whether a run without a profile takes the Cast; a quarter of what has only combinations of tested parts."""
+    """True if a run without a profile takes the Cast: of combinations of tested parts, a quarter."""
     plain = not cast.is_stochastic and cast.hadamard is None
     return plain or cast in PINNED or zlib.crc32(cast_id(cast).encode()) % 4 == 0
 

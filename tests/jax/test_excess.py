@@ -39,7 +39,7 @@ def unchanged(function, *arguments):
 
 
 def test_the_evaluation_leaves_conversions_out():
-    """What GPUs were seen to do: fake quantization written down as it reads does nothing."""
+    """GPUs were seen to do this: fake quantization written down as it reads does nothing."""
 
     def there_and_back(x):
         return x.astype(jnp.float8_e4m3fn).astype(jnp.float32), x.astype(jnp.bfloat16).T.astype(jnp.float32)

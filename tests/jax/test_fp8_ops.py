@@ -24,7 +24,7 @@ GOLDEN = golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz"
 
 
 def test_every_name_of_flax_is_there():
-    """What Flax's module defines, but the halves of its differentiation rules; and the five classes of flax.linen."""
+    """The names of Flax's module, but the halves of its differentiation rules; and the five classes of flax.linen."""
     theirs = [
         name for name, value in vars(flax_ops).items()
         if getattr(value, "__module__", None) == flax_ops.__name__ and not name.startswith("_")

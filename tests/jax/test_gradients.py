@@ -1,4 +1,4 @@
-"""What a gradient through low-precision products must say aloud: overflow, second derivatives, a missing key."""
+"""Gradients through low-precision products report overflow, second derivatives and a missing key."""
 
 import jax
 import jax.numpy as jnp

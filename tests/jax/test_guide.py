@@ -30,7 +30,7 @@ def operands():
 
 
 def calls_fp8(function, *arguments):
-    """Whether the compiled program holds a call with two FP8 operands."""
+    """True if the compiled program holds a call with two FP8 operands."""
     return mj.explain(function, *arguments).calls_fp8
 
 

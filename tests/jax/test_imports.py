@@ -1,4 +1,4 @@
-"""What importing microfloat.jax costs, and that the core needs jax alone."""
+"""The cost of importing microfloat.jax, whose core needs jax alone."""
 
 import pytest
 

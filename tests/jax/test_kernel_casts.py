@@ -95,7 +95,7 @@ def assert_bytes(matrix, expected, context):
 
 @functools.cache
 def program(repository, what, **variables):
-    """What tests/jax/lowering.py prints, from a process in which Triton compiles (other tests need its interpreter)."""
+    """Output of tests/jax/lowering.py, from a process in which Triton compiles (other tests need its interpreter)."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     environment |= {"PYTHONPATH": str(repository / "src"), "JAX_PLATFORMS": "cpu"}
@@ -190,7 +190,7 @@ def test_why_xla_casts(monkeypatch):
 
 @pytest.mark.slow("further JAX programs of a checked kind")
 def test_another_triton_leaves_the_casts_to_xla(repository):
-    """What Triton writes in another form is no reason to fail."""
+    """Another form of Triton's output is no reason to fail."""
     found = program(repository, "another triton")
     assert found["calls"] == []
     told = " ".join(found["explained"].split())

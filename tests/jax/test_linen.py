@@ -42,7 +42,7 @@ def state_of(tree):
 
 
 def gpu_slack(op, x, w, g, leaves):
-    """What units of a GPU may add to y, dx and dw, elementwise: relative to the products of magnitudes.
+    """Error that units of a GPU may add to y, dx and dw, elementwise: relative to the products of magnitudes.
 
     FP8 tensor cores: 2^-12 for sums of 32 products (docs/numerics.md 8.3). TF32, JAX's default for a forward product in
     float32: 2^-10 for the lost bits of each operand.

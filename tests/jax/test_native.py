@@ -78,7 +78,7 @@ def test_gemms_of_every_way(way, name):
 
 
 def test_mx_operands_are_whole_blocks():
-    """What goes into jax.nn.scaled_matmul decodes to the same values, padding to zero."""
+    """The operands of jax.nn.scaled_matmul decode to the same values, padding to zero."""
     for name in ("mxfp8", "nvfp4_2d", "nvfp4"):
         matrix, kind = quantized(name, X)
         data, scale = jax.jit(lambda m, kind=kind: gemms._mx_operand(m, kind))(matrix)

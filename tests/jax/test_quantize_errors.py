@@ -1,4 +1,4 @@
-"""What `quantize`, `dequantize` and `scaled_matmul` refuse, and how they say so."""
+"""Refusals of `quantize`, `dequantize` and `scaled_matmul`, and their words."""
 
 import jax
 import jax.numpy as jnp

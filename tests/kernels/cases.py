@@ -1,4 +1,4 @@
-"""What every kernel must give, on any device: run in Triton's interpreter on a CPU, and compiled on a GPU.
+"""Results of every kernel, on any device: run in Triton's interpreter on a CPU, and compiled on a GPU.
 
 Imported only where kernels run (see `conftest.py`): Triton decides at import whether it interprets.
 """
@@ -33,7 +33,7 @@ CUSTOM = {
 
 
 def form(device):
-    """Which form of the conversions a device runs."""
+    """The form of the conversions that a device runs."""
     index = -1 if device == "cpu" else torch.device(device).index or 0
     hardware = program.compiled_conversions(index)
     how = "interpreted" if program.INTERPRETED else "compiled"
@@ -468,7 +468,7 @@ def odd_alignments(device):
 
 
 def wide_offsets(device):
-    """What matrices beyond 2^31 elements run: offsets of 64 bits, here forced on small ones."""
+    """The form for matrices beyond 2^31 elements: offsets of 64 bits, here forced on small ones."""
     narrow = passes_matrix.INT32_MAX
     try:
         passes_matrix.INT32_MAX = 100

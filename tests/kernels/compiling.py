@@ -168,7 +168,7 @@ def read_all(shape, stream):
 
 
 def compile_norms_of_one_column():
-    """How many kernels of norms of one column compile: Triton 3.6 fails where it takes that one for a constant."""
+    """Number of kernels of norms of one column that compile: Triton 3.6 fails where it takes the 1 for a constant."""
     import torch
 
     program = _launchers(HOPPER)

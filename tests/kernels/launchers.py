@@ -1,4 +1,4 @@
-"""What launchers ask about the device, answered by tests."""
+"""Answers of tests to the questions that launchers ask about the device."""
 
 import sys
 

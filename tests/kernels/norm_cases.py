@@ -20,7 +20,7 @@ def matrix_of(rows, columns, device):
 
 
 def values_of(x, weight, normed):
-    """What a norm's codes stand for, by the statistics that came with them."""
+    """Values of a norm's codes, by the statistics that came with them."""
     shift = 0.0 if normed.mean is None else normed.mean[:, None]
     bias = 0.0 if normed.mean is None else weight.float()
     return ((x.float() - shift) * normed.inverse[:, None] * weight.float() + bias).to(x.dtype)
@@ -72,7 +72,7 @@ COMPILED = ((64, 1024), (64, 1280), (64, 14336))
 
 
 def refused(device):
-    """Where a GPU starts no clusters, two launches give the bytes, and nobody asks again."""
+    """Two launches give the bytes on a GPU that starts no clusters, and nobody asks again."""
     x = matrix_of(64, 128, device)
     asked = mock.Mock(side_effect=ClusterRefused)
     with mock.patch.object(ClusterKernel, "prepared", asked), mock.patch.object(program, "_WITHOUT_CLUSTERS", set()):

@@ -27,7 +27,7 @@ from microfloat.kernels.device.scales import reciprocal_of_normal
 
 @triton.jit
 def _same(a, b):
-    """Whether two float32 tensors hold the same bits, all NaN being one."""
+    """True if two float32 tensors hold the same bits, all NaN being one."""
     return (a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)) | ((a != a) & (b != b))
 
 

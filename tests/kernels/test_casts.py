@@ -1,4 +1,4 @@
-"""What a cast means to the kernels: numbers, without a kernel."""
+"""Numbers that stand for a cast in the kernels, without a kernel."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What compiles for Hopper here, without a GPU, and how many instructions an element costs there.
+"""Kernels compiled for Hopper without a GPU, and the number of instructions that an element costs there.
 
 A Hopper multiprocessor issues 4 warp instructions per clock; at full memory speed that is about 28 instructions per
 element for a cast that reads two bytes and writes two. The budgets are what was counted with the tiles in use, plus a

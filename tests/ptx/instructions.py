@@ -1,4 +1,4 @@
-"""What the PTX instructions of the kernels compute, on NumPy arrays of register contents (PTX ISA 9.7).
+"""Results of the kernels' PTX instructions, on NumPy arrays of register contents (PTX ISA 9.7).
 
 A register of 16, 32 or 64 bits is an array of uint16, uint32 or uint64, one entry per thread; a predicate is an array
 of bool. `COMPUTE` maps the name of an instruction to (width of its result, widths of its operands, function). Names are
@@ -38,7 +38,7 @@ def bits_of(values):
 
 
 def toward_zero(nearest, exact):
-    """What was rounded to the nearest, rounded toward zero instead."""
+    """A value that was rounded to the nearest, rounded toward zero instead."""
     away = np.abs(nearest) > np.abs(exact)
     return np.where(away, np.nextafter(nearest, nearest.dtype.type(0)), nearest) if away.any() else nearest
 

@@ -14,7 +14,7 @@ KNOWN = "3.6."
 
 
 def why_not():
-    """Why the hardware forms cannot be interpreted here, or None."""
+    """Reason why the hardware forms cannot be interpreted here, or None."""
     try:
         import triton
     except ModuleNotFoundError:

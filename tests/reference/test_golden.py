@@ -36,7 +36,7 @@ def test_the_files_are_those_of_the_provenance(repository):
 
 
 def outputs(q: Quantized, case: dict) -> dict[str, np.ndarray]:
-    """What the oracle has for each role of a case of one tensor."""
+    """The oracle's tensor for each role of a case of one tensor."""
     element = q.format.element
     transformed = dataclasses.replace(q, hadamard=None) if q.hadamard else q
     dequantized = reference.dequantize(transformed)

@@ -46,7 +46,7 @@ def sb_torchao(a, p):
 
 
 def block_scales(rule, amax, a):
-    """What quantize stores for blocks of maximum `a` in a tensor of maximum `amax`."""
+    """Scales that quantize stores for blocks of maximum `a` in a tensor of maximum `amax`."""
     return quantize(blocks_with_maximum(a), Cast(NVFP4, rule), amax=amax).scale[:, 0]
 
 

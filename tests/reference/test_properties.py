@@ -210,7 +210,7 @@ def test_fp32_scales_are_idempotent_in_codes(fmt, x):
 
 @pytest.mark.parametrize("fmt", [formats.NVFP4, formats.NVFP4_ROW, formats.NVFP4_2D], ids=str)
 def test_two_level_is_idempotent_on_ordinary_data(fmt):
-    """Where every block scale is normal the block maximum is 6 and comes back; subnormal block scales need not."""
+    """The block maximum is 6 and comes back if every block scale is normal; subnormal block scales need not."""
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     once = quantize(x, fmt)
     assert (once.scale >= 0x08).all()

@@ -1,4 +1,4 @@
-"""What Blackwell's block-scaled GEMM is given, byte for byte; whole Linears with a stand-in that reads nothing else.
+"""Arguments of Blackwell's block-scaled GEMM, byte for byte; whole Linears with a stand-in that reads nothing else.
 
 Nothing here has run on the hardware.
 """

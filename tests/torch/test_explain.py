@@ -137,7 +137,7 @@ def test_predictions_agree_with_what_was_measured(repository):
 
 
 def test_a_shape_says_whose_gemm_runs():
-    """What is said of GEMMs with 1x128 scales is what `is_faster` decides by, for each GEMM's own sizes."""
+    """`explain` says of GEMMs with 1x128 scales what `is_faster` decides by, for each GEMM's own sizes."""
 
     def own(recipe, shape, device="h200"):
         return ["microfloat's" in row.kernel for row in mf.explain(recipe, device, shape=shape).rows]

@@ -1,4 +1,4 @@
-"""What a Linear under a recipe accepts: operands that do not fit, tensors without values, transforms of torch.func."""
+"""Inputs of a Linear under a recipe: operands that do not fit, tensors without values, transforms of torch.func."""
 
 import pytest
 

@@ -266,7 +266,7 @@ def _worker(rank: int, backend: str, cases: tuple, path: str, results) -> None:
 
 
 def run_ranks(backend: str, cases: tuple, path: str) -> list[dict]:
-    """What every case has returned on every rank; one start of two processes serves all of them."""
+    """Results of every case on every rank; one start of two processes serves all of them."""
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [

@@ -26,7 +26,7 @@ def randn(*shape):
 
 
 def agrees(q, values):
-    """Whether `q` is quantized and stands for exactly `values`."""
+    """True if `q` is quantized and stands for exactly `values`."""
     assert isinstance(q, QuantizedTensor)
     assert (q.shape, q.dtype) == (values.shape, values.dtype)
     assert q.codes.shape[:-1] == ((*q.shape[: q.axis], *q.shape[q.axis + 1 :]) if q.dim() > 1 else (1,))

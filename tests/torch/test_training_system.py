@@ -43,7 +43,7 @@ def gradients(model, x=None, context=None):
 
 @every_recipe
 def test_the_codes_of_activations_travel_and_no_wide_copy(name) -> None:
-    """What saved-tensor hooks see is what a layer keeps: codes and scales; through them the bits are the same."""
+    """Saved-tensor hooks see all that a layer keeps, codes and scales; through them the bits are the same."""
     recipe, x = from_name(name), batch(128, torch.bfloat16)
     layer = mf.Linear(64, 96, dtype=torch.bfloat16, recipe=recipe)
     twin, seen = copy.deepcopy(layer), []

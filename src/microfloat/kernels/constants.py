@@ -11,7 +11,7 @@ __all__ = ["Band", "BlockCast", "DecodeCodes", "DecodeCut", "How", "Nvfp4Cast", 
 
 
 class How(NamedTuple):
-    """How a pass reads, computes and writes a matrix, one tile of BM x BN at a time.
+    """Constants of a pass that reads, computes and writes a matrix, one tile of BM x BN at a time.
 
     LOADS: how inputs are read (`convert`); KIND: how values come, the same but for producers (`produce`). EVEN: whole
     tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
@@ -90,8 +90,8 @@ class Pass(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How a cluster of CTAS programs holds a band of rows (`norm_clusters`): each has PIECES of it, the first HELD in
-    registers, ROWS rows to a lane. MISSING: some of them do not have the last piece.
+    """Division of a band of rows among CTAS programs of a cluster (`norm_clusters`): each has PIECES of it, the first
+    HELD in registers, ROWS rows to a lane. MISSING: some of them do not have the last piece.
     """
 
     ROWS: int
@@ -118,7 +118,7 @@ class DecodeCodes(NamedTuple):
 
 
 class DecodeCut(NamedTuple):
-    """How programs of `gemm.decode` share a product.
+    """Division of a product among programs of `gemm.decode`.
 
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
     of x; SPLIT programs share the contraction of the same rows. EVEN: it is a whole number of chunks for every warp.

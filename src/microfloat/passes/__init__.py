@@ -37,8 +37,8 @@ class OperandSpec(NamedTuple):
 
 
 class CastInputs(NamedTuple):
-    """What casts of one matrix read and write besides it: the encode scale of delayed scaling; the words of the call
-    seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
+    """Tensors that casts of one matrix read and write besides it: the encode scale of delayed scaling; words of the
+    call seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
     128x128 changed (row and column operand; of one launch to either: the first); the amax where it need not be
     measured; the groups of its rows.
     """
@@ -87,7 +87,7 @@ def family_of(cast: Cast) -> tuple[str, str]:
 
 @functools.lru_cache(512)
 def why_not_in_groups(cast: Cast) -> str:
-    """Why one launch cannot cast many groups of rows, "" where it can: tiles of 128 rows tell all of their codes."""
+    """Reason against one launch for many groups of rows, "" if there is none: tiles of 128 rows are enough."""
     family, refusal = family_of(cast)
     if refusal:
         return f"no kernel for {refusal}"

@@ -1,4 +1,4 @@
-"""What passes are made of: a device and a matrix as numbers, launches as data, and the buffers that launches fill."""
+"""Parts of passes: a device and a matrix as numbers, launches as data, and the buffers that launches fill."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2
 
 
 class At:
-    """Where launches find their tensors, by position in a table: nothing; the matrix; scratch words; its `CastInputs`;
+    """Positions of a launch's tensors in its table: nothing; the matrix; scratch words; its `CastInputs`;
     a second matrix and its own; and from MADE on the buffers of the passes.
     """
 
@@ -31,7 +31,7 @@ class At:
 
 
 class Device(NamedTuple):
-    """What passes depend on of a device.
+    """Properties of a device that passes depend on.
 
     `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
     none. `cooperates`: launches may wait for all of their programs. `measures`: the amax of a matrix is a pass;
@@ -140,8 +140,8 @@ class Matrix:
 
 
 class Buffer(NamedTuple):
-    """What to allocate; cleared where a launch adds to what it finds. `spans_mesh`: holds amaxes of one device's part
-    of a matrix, of which later passes read the maximum over all devices that hold parts.
+    """A buffer to allocate; cleared where a launch adds to it. `spans_mesh`: holds amaxes of one device's part of
+    a matrix, of which later passes read the maximum over all devices that hold parts.
     """
 
     shape: tuple[int, ...]

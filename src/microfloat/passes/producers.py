@@ -36,7 +36,7 @@ from microfloat.recipes import Cast
 
 __all__ = ["BIAS", "GRADIENT", "SECOND_AMAX", "UP", "WEIGHT", "Producer", "cast_passes", "fuses", "values_passes"]
 
-# Where producers find what no cast has: up of a gate and the gradient of the result; weight and bias of a norm.
+# Inputs that only producers have: up of a gate and the gradient of the result; weight and bias of a norm.
 UP, GRADIENT, SECOND_AMAX = 6, 7, At.SECOND
 WEIGHT, BIAS = 6, 7
 
@@ -56,7 +56,7 @@ TILES_BY_CLUSTERS = {
 
 
 class Producer(NamedTuple):
-    """What computes a matrix, or (`two`) both gradients of a gate.
+    """The computation of a matrix, or (`two`) of both gradients of a gate.
 
     `y`, `z`: positions of its inputs besides SOURCE. `parameter_dtype`: of weight and bias of a norm, None for an
     activation; `eps`: of the norm.

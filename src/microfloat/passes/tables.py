@@ -1,4 +1,4 @@
-"""What a Cast means to the kernels, and the tiles they run on: numbers alone, the same for every framework."""
+"""Numbers that stand for a Cast in the kernels, and the tiles they run on; the same for every framework."""
 
 import functools
 from collections.abc import Callable
@@ -75,14 +75,14 @@ TILES = {
     "norm_squares": (64, 128, Warps(4, 128)),
     "norm_squares_long": (32, 256, Warps(4, 128)),
 }
-# How many tiles a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of them: what
-# it computes once for all its tiles costs as much as an eighth of one.
+# The number of tiles that a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of
+# them: what it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 _ENOUGH_PROGRAMS = 1024
 # Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
 # as many as fit; its warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
-# How many pieces a program of `kernels.producers.norm_clusters` holds at most.
+# The most pieces that a program of `kernels.producers.norm_clusters` holds.
 NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
 
 

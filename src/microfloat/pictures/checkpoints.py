@@ -22,7 +22,7 @@ _MOST_ROWS = 60
 
 @dataclass(frozen=True)
 class Layer:
-    """What the pictures show of one parameter: amax, crest factor, and decibels by format."""
+    """Figures of one parameter in the pictures: amax, crest factor, and decibels by format."""
 
     name: str
     amax: float

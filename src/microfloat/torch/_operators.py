@@ -160,7 +160,7 @@ def storage_of(token: str) -> Storage:
     return Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
 
 
-# What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
+# As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
 for _function in (token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_of_text, _token_of_text):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

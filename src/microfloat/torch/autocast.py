@@ -153,8 +153,8 @@ def _check_group(group: object) -> None:
     )  # fmt: skip
 
 
-# What torch.compiler.disable does, which would import all of Dynamo. It ends the graph here, and the frame runs in
-# eager mode; under fullgraph=True the reason stands in Dynamo's error.
+# As torch.compiler.disable marks a function, which would import all of Dynamo. It ends the graph here, and the frame
+# runs in eager mode; under fullgraph=True the reason stands in Dynamo's error.
 autocast.__init__._torchdynamo_disable = True  # type: ignore[attr-defined]
 autocast.__init__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "autocast: got `with autocast(...)` inside compiled code, needed it around the call of the compiled function. "

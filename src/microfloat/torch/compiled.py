@@ -67,7 +67,7 @@ MAIN_GRAD = (
     "to False there."
 )
 
-# What the check of a plain layer mutates, so that no compiler drops the check.
+# A buffer that the check of a plain layer mutates, so that no compiler drops the check.
 MARKER = torch.zeros(1)
 
 
@@ -275,7 +275,7 @@ def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int 
     return _makes_again(module.routes(recipe, on, None), recipe, gemm)
 
 
-# What torch.compiler.assume_constant_result does; that function would import all of Dynamo.
+# As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
 _is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -164,7 +164,7 @@ def keeps_x(token: str) -> bool:
     return token[2] == "x"
 
 
-# What compiled code asks of the ambient state, as constants.
+# The ambient state as compiled code asks for it, as constants.
 _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
     # The token of the recipe that a layer of no recipe of its own runs.
     "RECIPE": lambda state: PLAIN if state is None or not state.enabled else token_of(state.recipe),

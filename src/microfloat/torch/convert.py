@@ -216,7 +216,7 @@ def _computes(kind: type, is_parametrized: bool) -> bool:
     return any(name in vars(base) for base in between for name in own)
 
 
-# Where accelerate's hooks keep the forward of a module whose attribute `forward` they replace, and put it back.
+# Attributes of a module whose `forward` accelerate's hooks replace: theirs, and the one that is put back.
 _KEPT_FORWARDS = ("forward", "_old_forward")
 
 

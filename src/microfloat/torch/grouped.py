@@ -200,7 +200,7 @@ def why_one_by_one(
     recipe: Recipe, routes: Routes, backend: str, device: torch.device, features: tuple[int, int], has_bias: bool,
     is_bfloat16: bool,
 ) -> str:  # fmt: skip
-    """Why each group of a call runs a schedule of its own, "" where launches serve all groups."""
+    """Reason for a schedule of its own in each group of a call, "" where launches serve all groups."""
     kinds = [route.kind for route in routes if route.kind != "blocks"]
     if kinds:
         return f"no kernel multiplies all groups by the route {kinds[0]!r} of the {backend} backend"

@@ -115,7 +115,7 @@ def named_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _why_not_stored(layer: nn.Module) -> str | None:
-    """Why the weight of a layer cannot be replaced by codes, or None."""
+    """Reason why the weight of a layer cannot be replaced by codes, or None."""
     weight = layer._parameters.get("weight")
     if isinstance(weight, QuantizedTensor):
         return f"its weight is quantized already ({weight.format})"

@@ -109,7 +109,7 @@ def _in_turn_on_cpu(
 
 
 def rotations(bytes_of_one_set: int) -> int:
-    """How many sets of buffers to rotate over so that together they are larger than four L2 caches; at most 24."""
+    """Number of sets of buffers that are together larger than four L2 caches, to rotate over; at most 24."""
     return max(2, min(24, -(-4 * L2_BYTES // max(bytes_of_one_set, 1))))
 
 
@@ -134,7 +134,7 @@ def copy_gbs(elements: int, device: str) -> float:
 
 @dataclass(frozen=True)
 class Maker:
-    """How operands of one GEMM are made on a device, and multiplied."""
+    """Operands of one GEMM on a device, and their product."""
 
     gemm: Gemm
     device: str
@@ -157,7 +157,7 @@ class Maker:
 
     @functools.cached_property
     def route(self) -> Route:
-        """How the GEMM runs on the current GPU."""
+        """The route of the GEMM on the current GPU."""
         return route_of(self.gemm, backends.chip_of(torch.device("cuda", torch.cuda.current_device())))
 
     def multiply(self, a: Any, b: Any) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Slot:
         self.pending: Pending | None = None
         # The scales that one update replaced, and which of them is this slot's.
         self.previous: tuple[torch.Tensor, int] | None = None
-        # What was rolled last where amaxes are reduced: how to roll what only another rank has recorded.
+        # The latest roll where amaxes are reduced: how to roll what only another rank has recorded.
         self.rolled: Pending | None = None
         # Updates that begin with this slot, by all of their slots: what they were prepared for, and their parts.
         self.prepared: dict[tuple[Slot, ...], tuple[list[tuple], list[_Part]]] = {}

@@ -71,7 +71,7 @@ class Record(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a reading tells of: a record without metric and value."""
+    """The subject of a reading: a record without metric and value."""
 
     step: int
     module: str

@@ -1,4 +1,4 @@
-"""What lasts from call to call: schedules, kept weights, fold counts, the state of delayed scaling."""
+"""State that lasts from call to call: schedules, kept weights, fold counts, the state of delayed scaling."""
 
 import contextlib
 import contextvars
@@ -24,7 +24,7 @@ from tests.torch.scheduled.setting import (
 
 
 def counts_change_the_schedule(device):
-    """What folding changed is counted by launches as by the oracle; too much of it leads to other routes."""
+    """Launches count the elements that folding changed as the oracle does; too many of them lead to other routes."""
     outcomes, routes = [], []
     x, dy = inputs(device, (32, 128), out=128)
     with torch.no_grad():  # in some groups of 128 scales lie far apart, so that small values are lost

@@ -1,4 +1,4 @@
-"""Where schedules with kernels run, and how their results are compared with those of casts by torch operations."""
+"""Devices that schedules with kernels run on, and the comparison of their results with casts by torch operations."""
 
 import contextlib
 import ctypes

@@ -33,13 +33,13 @@ __all__ = ["Output", "call", "is_local", "on_either", "why_no_kernel", "why_none
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
-# Whether kernels run inside shard_map over several devices. They are lowered there in the tests, and wait for a first
-# run on two GPUs: `test_transformations_with_kernels`.
+# Kernels run inside shard_map over several devices. They are lowered there in the tests, and wait for a first run on
+# two GPUs: `test_transformations_with_kernels`.
 SEEN_ON_SEVERAL_DEVICES = False
 
 
 def why_none_here(shape: Sequence[int] | None = None) -> str:
-    """Why no kernel is called for a matrix of this shape (None: one large enough), or "" where one can be."""
+    """Reason against a kernel for a matrix of this shape (None: one large enough), "" if there is none."""
     capability = cuda.capability()
     if capability is None:
         return "no CUDA device"
@@ -58,7 +58,7 @@ def _why_too_small(shape: Sequence[int] | None) -> str:
 def why_no_kernel(
     cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto", *, elsewhere: bool = False
 ) -> str:
-    """Why XLA's operations cast a matrix of this shape, or "" where a kernel does.
+    """Reason for casting a matrix of this shape by XLA's operations, "" if a kernel casts it.
 
     `elsewhere`: on a machine with one GPU that has all packages, instead of this one.
     """
@@ -126,7 +126,7 @@ class Output(NamedTuple):
 
 @lru_cache(maxsize=4)
 def why_unavailable(capability: tuple[int, int]) -> str:
-    """Why kernels cannot be called on a CUDA device of this capability, or an empty string. Compiles a small one."""
+    """Reason against kernels on a CUDA device of this capability, "" if there is none. Compiles a small one."""
     try:
         import triton
     except ImportError:

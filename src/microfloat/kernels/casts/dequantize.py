@@ -10,7 +10,7 @@ import triton.language as tl
 from microfloat.kernels.device.convert import bf16_word, decode, element_bits, float_of, fp8_text
 from microfloat.kernels.device.tiles import program
 
-# What a stored scale is.
+# Kinds of stored scales.
 SCALE_FLOAT = tl.constexpr(0)
 SCALE_E8M0 = tl.constexpr(1)
 SCALE_E4M3 = tl.constexpr(2)

@@ -26,7 +26,7 @@ def fp8_text(text, mb):
     return text.replace("FP8", "e4m3" if mb == 3 else "e5m2")
 
 
-# How an input is read: one element at a time (any dtype, any strides), or as words of two bf16 or fp16 elements.
+# Inputs are read one element at a time (any dtype, any strides), or as words of two bf16 or fp16 elements.
 ELEMENTWISE = tl.constexpr(0)
 WORDS_BF16 = tl.constexpr(1)
 WORDS_F16 = tl.constexpr(2)

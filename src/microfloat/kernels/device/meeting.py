@@ -1,4 +1,4 @@
-"""Where the programs of one launch meet: maxima and sums of all of them, without waiting for each other.
+"""Maxima and sums over all programs of one launch, without waiting for each other.
 
 Words of scratch memory, zero before and after a launch: what is merged, and a count of arrivals. A program offers what
 it found, arrives, goes on with its stores, and only in the end looks whether it was the last to arrive; the last one
@@ -15,7 +15,7 @@ import triton.language as tl
 from microfloat.kernels.device.convert import bits_of, float_of
 from microfloat.kernels.device.scales import unless_infinite
 
-# What the last program does with a maximum: store it as float32, or merge it into a history if it is finite.
+# The last program stores a maximum as float32, or merges it into a history if it is finite.
 STORE = tl.constexpr(0)
 RECORD = tl.constexpr(1)
 

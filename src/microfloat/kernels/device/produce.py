@@ -1,4 +1,4 @@
-"""Where the values of a cast come from: memory, or a norm, activation or activation gradient computed on the way.
+"""Sources of the values of a cast: memory, or a norm, activation or activation gradient computed on the way.
 
 Inputs are a `tiles.Source`. For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the
 pair (weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded

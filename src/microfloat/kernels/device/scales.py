@@ -63,7 +63,7 @@ def fp32_scale(amax_bits, epsilon, CAST: tl.constexpr):
         return unless_infinite(tl.div_rn(1.0, factor), amax, CAST.GRADIENT), factor
 
 
-# How an NVFP4 block amax becomes a scale, as constants of a compiled kernel.
+# Ways from an NVFP4 block amax to a scale, as constants of a compiled kernel.
 TWO_LEVEL = tl.constexpr(0)  # a * f32(S * inverse_six)
 TWO_LEVEL_DIVIDED = tl.constexpr(1)  # f32(a / 6) / tensor_scale, at least 2^-6
 ONE_LEVEL = tl.constexpr(2)  # a / 6, at least 2^-6; no tensor scale

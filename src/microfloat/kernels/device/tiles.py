@@ -1,4 +1,4 @@
-"""How a tile of a matrix is read and written, so that whole blocks lie in the registers of one thread.
+"""Reads and writes of a tile of a matrix, with whole blocks in the registers of one thread.
 
 Triton gives the axis with contiguous addresses to neighbouring lanes first, then the other axes in ascending order, and
 what is left over to registers. The index tensors here are shaped for that: thread axes first, register axes last.
@@ -24,13 +24,13 @@ import triton.language as tl
 
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half
 
-# Where block scales go: [rows, blocks]; the same transposed (what FP8 block GEMMs read); 128x4 tiles (Blackwell).
+# Orders of block scales: [rows, blocks]; the same transposed (as FP8 block GEMMs read them); 128x4 tiles (Blackwell).
 SCALE_ROW_MAJOR = tl.constexpr(0)
 SCALE_COLUMN_MAJOR = tl.constexpr(1)
 SCALE_SWIZZLED = tl.constexpr(2)
 
-# How far ahead tiles are prefetched, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at
-# once. More would not stay in the L2 cache.
+# Distance of prefetching, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at once. More
+# would not stay in the L2 cache.
 PREFETCH_AHEAD = tl.constexpr(264)
 
 

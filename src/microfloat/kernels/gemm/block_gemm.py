@@ -32,7 +32,7 @@ __all__ = [
     "scale_layout",
 ]  # fmt: skip
 
-# What a launch multiplies: one product, or one for each group.
+# The products of a launch: a single one, or one for each group.
 ALONE = gl.constexpr(0)
 FPROP = gl.constexpr(1)  # A [rows, K] by the rows of a group, B [G * N, K]
 DGRAD = gl.constexpr(2)  # the same with B [N, G * K]

@@ -83,7 +83,7 @@ def _multiply(a0, a1, a2, a3, b0, b1, c, HW: tl.constexpr):
 
 @triton.jit
 def _sums(a0, a1, b0, b1):
-    """What a product of the tensor cores adds to one row, by plain operations."""
+    """The sums that a product of the tensor cores adds to one row, by plain operations."""
     total = _dots(low_half(a0, WORDS_BF16), low_half(b0, WORDS_BF16))
     total += _dots(high_half(a0, WORDS_BF16), high_half(b0, WORDS_BF16))
     total += _dots(low_half(a1, WORDS_BF16), low_half(b1, WORDS_BF16))

@@ -167,7 +167,7 @@ def zeros_like(words, HW: tl.constexpr):
         return words & 0
 
 
-# What a word is used for: its values, their squares or their squared distances from the mean are added up, or cast.
+# The use of a word: its values, their squares or their squared distances from the mean are added up, or cast.
 VALUES = tl.constexpr(0)
 SQUARES = tl.constexpr(1)
 DEVIATIONS = tl.constexpr(2)

@@ -134,7 +134,7 @@ def resolve(backend: str, device: torch.device) -> str:
     return next(name for name, (supports, _) in _REGISTRY.items() if supports(device))
 
 
-# What `choose` has answered: it is asked on every call of a layer, and looking for packages takes longer than a launch.
+# Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
 _CHOSEN: dict[tuple[str, torch.device], Backend] = {}
 
 

@@ -1,4 +1,4 @@
-"""What a backend takes and returns: plain tensors in operand form, no tensor subclass, no ambient state.
+"""The interface of a backend: plain tensors in operand form, no tensor subclass, no ambient state.
 
 Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x K = w, M x N = dy.
 """
@@ -21,7 +21,7 @@ __all__ = ["Backend", "Operand", "Values", "record_amax_"]
 
 
 class Backend(Protocol):
-    """What runs casts and products: an executor of passes, or plain torch operations. Each is a module.
+    """A module that runs casts and products: an executor of passes, or plain torch operations.
 
     `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast.
     `producers`: the module of kernels that produce a value and cast it at once, or None. Casts, `dequantize`,
@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def why_no_program(self, row: OperandSpec | None, column: OperandSpec | None) -> str:
-        """Why torch operations must cast these operands, "" where launches do. Raises NotSupportedError to refuse."""
+        """Reason for casts of these operands by torch operations, "" if launches do. NotSupportedError refuses."""
         ...
 
 

@@ -12,7 +12,7 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class _ZeroCentred(nn.Module):
-    """What both have in common: the keyword, and weights that start at 0 instead of 1."""
+    """The keyword `zero_centered_gamma` of both norms: weights start at 0 instead of 1."""
 
     weight: Any
     zero_centered_gamma: bool

@@ -20,7 +20,7 @@ __all__ = [
     "transpose_operand", "why_no_program",
 ]  # fmt: skip
 
-# What `backends.base.Backend` asks of a backend.
+# The interface of `backends.base.Backend`.
 name, programs, producers = "reference", None, None
 
 

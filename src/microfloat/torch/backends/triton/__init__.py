@@ -46,7 +46,7 @@ __all__ = [
     "swizzle_scales", "update_delayed",
 ]  # fmt: skip
 
-# What `backends.base.Backend` asks of a backend.
+# The interface of `backends.base.Backend`.
 name, programs, producers = "triton", program, sys.modules[__name__]
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
 scaled_matmul = reference.scaled_matmul
@@ -66,7 +66,7 @@ def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
 
 
 def refusal(cast: Cast) -> str:
-    """Why `cast` has no kernel here, or "" where it has one."""
+    """Reason why `cast` has no kernel here, or "" where it has one."""
     return kernel_cast(cast).refusal
 
 
@@ -285,7 +285,7 @@ _Valued = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normed:
-    """What a fused norm returns: both operands, and the statistics that its backward needs (mean: LayerNorm only)."""
+    """Results of a fused norm: both operands, and the statistics that its backward needs (mean: LayerNorm only)."""
 
     row: Operand | None
     column: Operand | None
