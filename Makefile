@@ -21,8 +21,8 @@ VENV := .venv
 # A virtual environment or a module path of the caller must not leak into ours.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-# JOBS=0 runs in one process and does without pytest-xdist.
-PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup)
+# JOBS=0 runs in one process and does without pytest-xdist, which tries a test that took its process down once more.
+PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
 .PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all clean
