@@ -143,6 +143,41 @@ def draw_matrix(axes: Axes, left: float, label: str, rows: str, cols: str, color
     return left + width
 
 
+RANK_COLORS = (BLUE, ORANGE)
+# Kind of parallelism -> of x, w and y: the axis along which two ranks hold halves ("" for both all of it); and what the
+# ranks reduce or exchange.
+CUTS = {
+    "data": (("rows", "", "rows"), "dw: sum over ranks"),
+    "fully sharded": (("rows", "rows", "rows"), "w: gathered before use\ndw: sum over ranks, scattered"),
+    "column-parallel": (("rows", "rows", "columns"), "x: gathered (sequence parallelism)\namax of x: maximum"),
+    "row-parallel": (("columns", "columns", "rows"), "y: sum over ranks, scattered\namax of x, w and dy: maximum"),
+    "expert": (("rows", "rows", "rows"), "x to its expert, y back\namax of each expert's x: maximum"),
+}
+
+
+def across_ranks() -> Figure:
+    """Which halves of x, w and y two ranks hold under each kind of parallelism, and what they reduce."""
+    figure = Figure(figsize=(12, 2.9))  # its parts have fixed positions
+    figure.subplots_adjust(left=0.005, right=0.995, top=0.88, bottom=0.02, wspace=0.02)
+    for axes, (title, (cuts, text)) in zip(figure.subplots(1, len(CUTS)), CUTS.items(), strict=True):
+        left = 0.3
+        for name, cut, rows, cols in zip("xwy", cuts, (1.6, 1.2, 1.6), (0.9, 0.9, 1.2), strict=True):
+            for rank, color in enumerate(RANK_COLORS):
+                height, width = (rows / 2 if cut == "rows" else rows), (cols / 2 if cut == "columns" else cols)
+                x, y = left + rank * width * (cut == "columns"), -height - rank * height * (cut == "rows")
+                if cut or not rank:
+                    color = color if cut else GREY
+                    axes.add_patch(Rectangle((x, y), width, height, facecolor=color, alpha=0.45, edgecolor=color))
+            axes.text(left + cols / 2, 0.16, name, ha="center", size=12, weight="bold")
+            left += cols + 0.35
+        axes.text(left / 2, -1.85, text, ha="center", va="top", size=9)
+        axes.set_title(title, size=12)
+        axes.set(xlim=(0, left), ylim=(-2.75, 0.5), aspect="equal")
+        axes.axis("off")
+    figure.text(0.5, 0.02, "blue: rank 0, orange: rank 1, grey: both; y = x @ w.T", ha="center", size=10)
+    return figure
+
+
 LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, (BLUE, "#BBBBBB", "#555555"), strict=True))
 
 
@@ -208,7 +243,7 @@ def draw_loss(axes: Axes) -> None:
 def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms, speed_and_loss):
+    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss):
         draw().savefig(folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None})
 
 

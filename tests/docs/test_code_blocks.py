@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -24,6 +25,17 @@ WHY_SLOW = "needs a training package that make test does not install"
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(monkeypatch):
+    """What torchrun tells a script of one rank; a block that begins a process group leaves it to us to end it."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def refusal(block):

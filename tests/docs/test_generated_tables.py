@@ -66,6 +66,14 @@ def test_the_measured_tables_are_what_the_committed_json_gives(tool):
         assert committed == make(), f"{page.name}, {name}. Run: python tools/measured_table.py --write"
 
 
+def test_the_bytes_on_the_wire_are_those_of_the_layouts(tool):
+    wire, block = tool("wire_table"), tool("marked_block")
+    committed = block.read_block(wire.PAGE.read_text(), wire.BLOCK)
+    assert committed == wire.wire_table(), "run: python tools/wire_table.py --write"
+    assert "| `nvfp4` | 0.563 (0.28x) |" in committed  # 4 bits, and 8 for every 16 values
+    assert "| `mxfp8` | 1.031 (0.52x) |" in committed
+
+
 @pytest.fixture
 def demo_result():
     """Results as examples/train_gpt.py writes them, with round figures."""
