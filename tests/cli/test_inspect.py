@@ -74,6 +74,25 @@ def test_many_layers_are_shown_together_and_chosen_ones_apart(microfloat, model)
 def test_it_fits_the_terminal(microfloat, model, columns):
     text = microfloat("inspect", model, columns=columns).out
     assert max(map(len, text.splitlines())) <= columns
+    if columns == 80:  # names break behind a dot
+        assert "model.layers.*.mlp." in text.split()
+        assert "down_proj.weight" in text.split()
+
+
+def test_weights_that_are_not_finite_are_counted_and_nothing_hides_their_nan(microfloat, tmp_path):
+    ones = np.ones((32, 64), np.float32)
+    tensors = {f"layers.{index}.up.weight": ones.copy() for index in range(20)}
+    tensors["layers.3.up.weight"][0, :2] = np.nan, np.inf
+    write(tmp_path / "model.safetensors", tensors)
+    words = ("inspect", tmp_path, "--format", "mxfp8")
+    document = microfloat(*words, "--json").json
+    assert {row["name"]: row["non_finite"] for row in document["sqnr"] if row["non_finite"]} == {
+        "layers.3.up.weight": 2
+    }
+    (summary,) = document["formats"]
+    assert (summary["worst_layer"], summary["worst_db"]) == ("layers.3.up.weight", "nan")
+    (line,) = [line for line in microfloat(*words).out.splitlines() if "layers.*" in line and "nan" in line]
+    assert line.split()[:2] == ["layers.*.up.weight", "20"]
 
 
 def test_a_picture_of_each_kind_of_checkpoint(microfloat, model, tmp_path):

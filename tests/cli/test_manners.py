@@ -11,7 +11,7 @@ import pytest
 
 from microfloat.cli.output import Column, Output, decibel, jsonable, size, words
 
-COMMANDS = ("bench", "convert", "diff", "doctor", "formats", "inspect")
+COMMANDS = ("bench", "convert", "diff", "doctor", "formats", "inspect", "plan")
 
 
 def test_help_names_every_command_and_the_exit_codes(microfloat):

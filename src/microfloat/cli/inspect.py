@@ -9,7 +9,7 @@ import typer
 
 from microfloat.cli.hub import Hub, local
 from microfloat.cli.output import Column, Output, count, decibel, size
-from microfloat.cli.rows import MOST_LINES
+from microfloat.cli.rows import MOST_LINES, by_quality
 from microfloat.cli.rows import together as together_rows
 from microfloat.errors import invalid_value
 
@@ -156,6 +156,7 @@ def _errors(
         Column("name", "layer", prose=True), Column("tensors", "n", right=True),
         Column("amax", text=lambda value: f"{value:.3g}", right=True),
         Column("crest", text=lambda value: f"{value:.3g}", right=True),
+        Column("non_finite", "not\nfinite", lambda found: count(found or None), right=True, style=lambda _: "bold red"),
         *(Column(fmt.name, fmt.name.replace("_", "\n"), decibel, right=True) for fmt in formats),
     ]  # fmt: skip
     of = "" if len(shown) == len(found.rows) else ", the worst of n layers"
@@ -168,8 +169,8 @@ def _errors(
             row["elements"] * fmt.bits_per_element / 8 if row["name"] in cast else row["bytes"] for row in rows
         )
         bits[fmt.name] = 8 * stored / elements
-        worst = min(cast, key=lambda name: cast[name], default=None)
-        middle = sorted(cast.values())[len(cast) // 2] if cast else None
+        worst = min(cast, key=lambda name: by_quality(cast[name]), default=None)
+        middle = sorted(cast.values(), key=by_quality)[len(cast) // 2] if cast else None
         summary.append({
             "format": fmt.name, "bits": bits[fmt.name], "bytes": round(stored), "median_db": middle,
             "worst_db": None if worst is None else cast[worst], "worst_layer": worst, "layers": len(cast),

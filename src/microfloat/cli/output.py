@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -159,16 +160,19 @@ class Output:
             for i, column in enumerate(columns)
         ]
         least = [min(n, _LEAST_TEXT) if column.prose else n for n, column in zip(widths, columns, strict=True)]
-        fits = sum(least) + 2 * len(least) - 2 <= self.console.width
-        (self._print_table if fits else self._print_stacked)(columns, cells)
+        spare = self.console.width - sum(least) - 2 * len(least) + 2
+        if spare < 0:
+            self._print_stacked(columns, cells)
+        else:
+            self._print_table(columns, cells, _widened(least, widths, spare))
 
-    def _print_table(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:
+    def _print_table(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]], widths: Sequence[int]) -> None:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-        for column in columns:
+        for column, width in zip(columns, widths, strict=True):
             justify = "right" if column.right else "left"
-            table.add_column(column.title, justify=justify, no_wrap=not column.prose, overflow="fold")
+            table.add_column(column.title, justify=justify, no_wrap=not column.prose, overflow="fold", width=width)
         for line in cells:
-            table.add_row(*line)
+            table.add_row(*(_broken(cell, width) for cell, width in zip(line, widths, strict=True)))
         self._print(table)
         self._print("")
 
@@ -254,6 +258,32 @@ class Output:
         if self.as_json:
             sys.stdout.write(json.dumps(jsonable(self.document), indent=1, allow_nan=False) + "\n")
         sys.stdout.flush()
+
+
+def _widened(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]:
+    """Widths of columns between `least` and `most`: those that need little get it, the others share what is left."""
+    widths = list(least)
+    wanting = sorted((i for i in range(len(most)) if most[i] > least[i]), key=lambda i: most[i] - least[i])
+    for number, i in enumerate(wanting):
+        more = min(most[i] - least[i], spare // (len(wanting) - number))
+        widths[i], spare = widths[i] + more, spare - more
+    return widths
+
+
+def _broken(cell: Text, width: int) -> Text:
+    """Text whose words are no longer than `width`: names of layers and files break behind a dot or a slash."""
+    if all(len(word) <= width for word in cell.plain.split()):
+        return cell
+
+    def parts(word: re.Match[str]) -> str:
+        text, lines = word[0], []
+        while len(text) > width:
+            cut = next((at for c in ("./", "_-") if (at := max(text.rfind(one, 0, width) for one in c) + 1)), width)
+            lines.append(text[:cut])
+            text = text[cut:]
+        return "\n".join([*lines, text])
+
+    return Text(re.sub(r"\S+", parts, cell.plain), cell.style)
 
 
 def _console(file: Any, no_color: bool) -> Console:

@@ -68,6 +68,7 @@ def survey(
         row: dict[str, Any] = {
             "name": name, "shape": list(record.logical_shape), "rows": len(x_RC),
             "amax": float(np.max(np.abs(x_RC), initial=0.0, where=np.isfinite(x_RC))), "crest": metrics.crest(x_RC),
+            "non_finite": sum(metrics.non_finite(x_RC)),
         }  # fmt: skip
         if record.format is not None and record.scale is not None:
             _count(found, record.format.name, record.scale, record.format)
