@@ -476,8 +476,9 @@ def store_column_quads(codes, out_tile, columns, second, quads, bounds, HOW: tl.
 @triton.jit
 def fold_quads(column, shifts, out_tile, columns, second, quads, bounds, HOW: tl.constexpr):
     """Store the codes of four neighbours of a column; returns their lossy halves (`fold_pair`), added up."""
-    first, lossy = fold_pair(column[0], column[1], shifts)
-    last, more = fold_pair(column[2], column[3], shifts)
+    a, b, c, d = column
+    first, lossy = fold_pair(a, b, shifts)
+    last, more = fold_pair(c, d, shifts)
     store_column_quads(first | (last << 16), out_tile, columns, second, quads, bounds, HOW)
     return add_f16x2(lossy, more)
 

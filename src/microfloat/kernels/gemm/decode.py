@@ -43,26 +43,15 @@ def _unstack(words):
 
 @triton.jit
 def _stack(parts):
-    """A tuple of a power of two of tensors -> one tensor with their number as its last axis."""
+    """A tuple of a power of two of tensors, each of one row per lane -> one tensor with their columns side by side."""
     LENGTH: tl.constexpr = len(parts)
-    if LENGTH == 1:
-        return parts[0][:, None]
-    else:
-        half = ()
-        for i in tl.static_range(LENGTH // 2):
-            half = half + (tl.join(parts[i], parts[i + LENGTH // 2]),)
-        return _joined(half, LENGTH // 2)
-
-
-@triton.jit
-def _joined(parts, LENGTH: tl.constexpr):
     if LENGTH == 1:
         return tl.reshape(parts[0], [parts[0].shape[0], parts[0].numel // parts[0].shape[0]])
     else:
         half = ()
         for i in tl.static_range(LENGTH // 2):
             half = half + (tl.join(parts[i], parts[i + LENGTH // 2]),)
-        return _joined(half, LENGTH // 2)
+        return _stack(half)
 
 
 @triton.jit

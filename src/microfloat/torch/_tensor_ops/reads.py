@@ -1,0 +1,92 @@
+"""Operators that read a QuantizedTensor: copies, tensors like it, comparison, products."""
+
+import torch
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.torch._tensor_ops.shapes import permute
+from microfloat.torch._tensor_ops.table import Arguments, Operator, Options, raw, refusal, register
+from microfloat.torch.tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+
+@register(aten.clone.default)
+def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    return args[0].map_parts(lambda part: part.clone(memory_format=kwargs.get("memory_format")))
+
+
+@register(aten._to_copy.default)
+def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Moves the parts; a dtype only changes what is presented and what `dequantize` returns."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise invalid_type(
+            "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present",
+            "Call .dequantize() first.",
+        )  # fmt: skip
+    device = kwargs.get("device")
+    options = {name: kwargs[name] for name in ("non_blocking",) if name in kwargs}
+    moved = args[0].map_parts(lambda part: part.to(device=device or part.device, copy=True, **options), dtype)
+    return moved.map_parts(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
+
+
+@register(aten._pin_memory.default)
+def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    return args[0].map_parts(lambda part: part.pin_memory())
+
+
+@register(aten.is_pinned.default)
+def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
+    return all(part.is_pinned() for part in args[0].parts().values())
+
+
+@register(
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default,
+)  # fmt: skip
+def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """A plain tensor of the presented shape, dtype and device: nothing of the values is read.
+
+    Memory for a parameter without any, which ``module.to_empty`` asks for, is memory for its codes and scales.
+    """
+    q = args[0]
+    device = kwargs.get("device")
+    if func is aten.empty_like.default and q.codes.is_meta and device is not None and device.type != "meta":
+        return q.map_parts(lambda part: torch.empty_like(part, device=device))
+    stand_in = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape)
+    kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "like" in str(func) else kwargs
+    return func(stand_in, *args[1:], **kwargs)
+
+
+@register(aten.equal.default)
+def _equal(func: Operator, args: Arguments, kwargs: Options) -> bool:
+    """Same format, shape, axis and transform, and the same bytes."""
+    a, b = args
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        raise refusal(func, args, kwargs)
+    if (a.format, a.hadamard, a.axis, a.shape) != (b.format, b.hadamard, b.axis, b.shape):
+        return False
+    left, right = a.parts(), b.parts()
+    return left.keys() == right.keys() and all(torch.equal(raw(left[name]), raw(right[name])) for name in left)
+
+
+@register(aten.mm.default, aten.addmm.default)
+def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """``a @ b`` (+ bias): a contracts its last axis, b its first. What `torch.matmul` and `F.linear` arrive at."""
+    from microfloat.torch.ops import scaled_matmul
+
+    *bias, a, b = args
+    plain_bias = not bias or not isinstance(bias[0], QuantizedTensor)
+    scaled = any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and plain_bias) or scaled:
+        raise refusal(func, args, kwargs)
+    for name, q, axis in (("a", a, 1), ("b", b, 0)):
+        if q.axis != axis:
+            raise invalid_value(
+                name,
+                f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
+                f"blocks along axis {axis}, which a @ b contracts",
+                "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
+            )
+    return scaled_matmul(a, permute(b, (1, 0)), bias=bias[0] if bias else None)

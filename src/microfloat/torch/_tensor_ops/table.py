@@ -1,0 +1,170 @@
+"""The table, its two ways to enter an operator, the refusal of others, and what the functions share."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves
+
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.torch import _operators
+from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
+
+__all__ = [
+    "Arguments", "Operator", "Options", "check_kinds", "dispatch", "raw", "refusal", "refuse_experts", "register",
+    "register_family", "register_view", "upper_name", "valueless", "view_of",
+]  # fmt: skip
+
+Operator: TypeAlias = torch._ops.OpOverload
+Arguments: TypeAlias = Sequence[Any]  # as torch passes them: of any type
+Options: TypeAlias = dict[str, Any]
+_Run: TypeAlias = Callable[[Operator, Arguments, Options], object]
+Implementation = TypeVar("Implementation", bound=Callable[..., object])
+
+_TABLE: dict[Operator, _Run] = {}
+_FAMILIES: dict[re.Pattern[str], _Run] = {}  # by the names of their schemas
+
+
+def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
+    """Run `func` if it is known, else raise InvalidTypeError."""
+    implementation = _TABLE.get(func)
+    if implementation is None:
+        named = (one for pattern, one in _FAMILIES.items() if pattern.fullmatch(func._schema.name))
+        implementation = next(named, None)
+    if implementation is None:
+        raise refusal(func, args, kwargs)
+    try:
+        return implementation(func, args, kwargs)
+    except NotImplementedError as error:  # torch's, of parts that vmap has wrapped
+        flat = tree_leaves((args, kwargs))
+        if any(isinstance(q, QuantizedTensor) and _operators.is_followed(q.codes) for q in flat):
+            raise _refusal_in_vmap(func) from error
+        raise
+
+
+def _refusal_in_vmap(func: Operator) -> NotSupportedError:
+    name = str(func).removeprefix("aten.")
+    return NotSupportedError(
+        f"{name}: got a QuantizedTensor inside vmap, or one that leaves it, needed plain tensors, which torch batches. "
+        "Inside, call dequantize or scaled_matmul with it; return q.dequantize(), or the tensors of q.parts() and make "
+        "QuantizedTensor.from_parts of them outside."
+    )
+
+
+def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
+    name, remedy = str(func).removeprefix("aten."), "Call .dequantize() first; nothing dequantizes in silence."
+    flat = tree_leaves((args, kwargs))
+    formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
+    if name.startswith(("_foreach_", "_fused_")):
+        remedy = "Compute on q.dequantize(). Clip gradients, which are plain, as usual."
+    elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
+        remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
+    elif "c10d" in name or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor)):
+        remedy += (
+            " Where load_state_dict asked for it: load microfloat.torch.plain_state_dict(model), or take the quantized "
+            "weights over with assign=True. Where fully_shard, DistributedDataParallel or distribute_tensor did: build "
+            "the layers without quantized_model_init and let a recipe quantize them, or shard q.parts()."
+        )
+    elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):
+        remedy = "Compute on q.dequantize(), then write the result with q.copy_(values), which quantizes it."
+    return invalid_type(name, f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor", remedy)
+
+
+def register(*operators: Operator) -> Callable[[Implementation], Implementation]:
+    """Enter ``implementation(func, args, kwargs)`` into the table for all of these operators."""
+
+    def add(implementation: Implementation) -> Implementation:
+        _TABLE.update(dict.fromkeys(operators, implementation))
+        return implementation
+
+    return add
+
+
+def register_family(pattern: str) -> Callable[[Implementation], Implementation]:
+    """Enter an implementation for all operators whose names match, but for those in the table."""
+
+    def add(implementation: Implementation) -> Implementation:
+        _FAMILIES[re.compile(pattern)] = implementation
+        return implementation
+
+    return add
+
+
+def register_view(
+    *operators: Operator, by_shape: bool = False, takes_axes: bool = True
+) -> Callable[[Implementation], Implementation]:
+    """Register ``implementation(q, *arguments)`` for operators whose results share storage with q.
+
+    `by_shape`: the implementation gets the shape of the result in place of the arguments. `takes_axes`: there may be
+    something wrong with the arguments.
+    """
+
+    def add(implementation: Implementation) -> Implementation:
+        def run(func: Operator, args: Arguments, kwargs: Options) -> object:
+            q = args[0]
+            # A tensor without values raises what torch raises for axes, indices and sizes that do not fit.
+            expected = func(valueless(q), *args[1:], **kwargs) if takes_axes else q
+            result = implementation(q, expected.shape) if by_shape else implementation(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return return_and_correct_aliasing(func, tuple(args), kwargs, result)
+            return result
+
+        register(*operators)(run)
+        return implementation
+
+    return add
+
+
+def valueless(q: QuantizedTensor) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device="meta")
+
+
+def view_of(
+    q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *,
+    shape: Sequence[int], axis: int | None = None, is_slice: bool = False,
+) -> QuantizedTensor:  # fmt: skip
+    """A tensor of these parts, which share storage with those of q; a slice remembers what it is cut from."""
+    root = q.root
+    if is_slice and root is None:
+        root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
+    return QuantizedTensor(
+        codes, scale, tensor_scale, q.cast, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root
+    )
+
+
+def raw(part: torch.Tensor) -> torch.Tensor:
+    """The bits as integers: equal for equal NaN, and known to operators that do not know float8."""
+    return part.view(torch.int32 if part.dtype == torch.float32 else torch.uint8)
+
+
+def upper_name(q: QuantizedTensor) -> str:
+    """The name of the part that the most elements share."""
+    return "scale" if q.tensor_scale is None else "tensor_scale"
+
+
+def refuse_experts(q: QuantizedTensor, operation: str) -> None:
+    """Refuse to move or to divide the first axis of experts, which have one scale each."""
+    if q.is_per_expert:
+        raise invalid_value(
+            operation, f"a QuantizedTensor ({q.format}) of {q.shape[0]} experts, each with a scale of its own",
+            "their axis where it is, the first", "Take them one by one, q[e], or dequantize.",
+        )  # fmt: skip
+
+
+def check_kinds(
+    operation: str, q: QuantizedTensor, source: QuantizedTensor, got: tuple[int, ...], needed: tuple[int, ...]
+) -> None:
+    """Refuse to copy the bytes of `source`, whose shape is `got`, into q where they would mean something else."""
+    kinds = [
+        (one.format, one.hadamard, sorted(one.parts()), shape, one.axis - one.dim())
+        for one, shape in ((source, got), (q, needed))
+    ]
+    if kinds[0] != kinds[1]:
+        raise invalid_value(
+            operation,
+            f"{source.format} of shape {got}, axis {source.axis}",
+            f"{q.format} of shape {needed}, axis {q.axis}, and the same Hadamard and scales",
+            "Copy from source.dequantize() to quantize anew.",
+        )

@@ -1,0 +1,297 @@
+"""Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.torch import _operators
+from microfloat.torch._tensor_ops.table import (
+    Arguments,
+    Operator,
+    Options,
+    check_kinds,
+    raw,
+    refusal,
+    refuse_experts,
+    register,
+    register_family,
+    upper_name,
+)
+from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
+
+__all__ = ["store_shard", "store_unless"]
+
+aten = torch.ops.aten
+_AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
+             aten._foreach_lerp_.List)  # fmt: skip
+_ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come out a little smaller
+
+
+@register(aten.copy_.default)
+def _copy(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """From a QuantizedTensor of the same kind: the bytes. From a plain tensor: quantized with this one's Cast."""
+    destination, source = args[0], args[1]
+    if not isinstance(destination, QuantizedTensor):
+        raise refusal(func, args, kwargs)
+    if not isinstance(source, QuantizedTensor):
+        return _store(destination, source.expand(destination.shape))
+    check_kinds("copy_", destination, source, tuple(source.shape), tuple(destination.shape))
+    if _shares_a_scale(destination):  # the bytes mean something else under the scale of the destination
+        return _store(destination, source.dequantize(torch.float32))
+    for name, part in destination.parts().items():
+        part.copy_(source.parts()[name])
+    return destination
+
+
+def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
+    """Quantize plain `values` with q's Cast, into q's storage; a scale that q shares with its root is the root's."""
+    values = values.to(device=q.device, dtype=torch.float32)
+    if not _shares_a_scale(q):
+        return _overwrite(q, values)
+    _check_shared(q)
+    amax = _shared_amax(q.root, q.codes, values)  # type: ignore[arg-type]
+    return _overwrite(q, values, amax, kept=upper_name(q))
+
+
+def _overwrite(
+    q: QuantizedTensor, values: torch.Tensor, amax: float | None = None, kept: str | None = None
+) -> QuantizedTensor:
+    """Quantize `values`, under a tensor amax if one is given, into the parts of q but the `kept` one."""
+    fresh = _quantized_like(q, values, amax).parts()
+    for name, part in q.parts().items():
+        if name != kept:
+            part.copy_(fresh[name])
+    return q
+
+
+def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
+    """Plain `values` of q's shape, or of its rows, under q's Cast: the parts are those of q."""
+    from microfloat.torch.ops import quantize
+    from microfloat.torch.seeds import draw_seed
+
+    # What is stored may be a parameter, whose replicas on other ranks must round alike.
+    seed = draw_seed(q.device, folds=False) if q.cast.is_stochastic else None
+    if q.axis != max(q.dim() - 1, 0):
+        values = values.movedim(q.axis, -1)
+    if q.is_per_expert:
+        return torch.stack([quantize(one, q.cast, seed=seed) for one in values])  # type: ignore[return-value]
+    return quantize(values, q.cast, amax=amax, seed=seed)
+
+
+def _shares_a_scale(q: QuantizedTensor) -> bool:
+    """A slice of a tensor whose scale, tensor scale or row scales serve elements outside of the slice too."""
+    root, upper = q.root, getattr(q, upper_name(q))
+    if root is None or upper.dim() < 2:
+        return root is not None
+    if q.format.block[1] is not None and q.tensor_scale is None:
+        return False  # blocks are never torn
+    if root is UNKNOWN or q.shape[q.axis] != root.shape[root.axis]:
+        return True
+    own = getattr(root, upper_name(root))
+    return upper.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()  # row scales in another order
+
+
+def _check_shared(q: QuantizedTensor) -> None:
+    """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
+    is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
+    is_whole = getattr(q, upper_name(q)).dim() == 0
+    if q.root is UNKNOWN or not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
+        raise NotSupportedError(
+            f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
+            "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode. "
+            "Write the whole tensor instead: q.copy_(values)."
+        )
+
+
+def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tensor) -> float:
+    """The amax behind the scale of the whole `root`, which covers `values` when this returns.
+
+    `codes`: those that the values will replace. A scale that is too small grows by a power of two, under which the
+    codes of the root keep their values (down to subnormals). Where nothing but zeros stays, it becomes that of
+    `values`.
+    """
+    two_level = root.cast.rule.two_level
+    upper = float(getattr(root, upper_name(root)))
+    held = upper * (root.format.element.max if two_level is None else two_level.capacity)
+    finite = values.masked_fill(~values.isfinite(), 0.0)
+    needed = float(finite.abs().amax()) if values.numel() else 0.0
+    if not 0.0 < held < math.inf or _nonzero_bytes(root, root.codes) == _nonzero_bytes(root, codes):
+        amax = needed
+    elif needed <= held * _ROUNDING:
+        return held
+    else:
+        amax = min(held * 2.0 ** math.ceil(math.log2(needed / held)), torch.finfo(torch.float32).max)
+    _overwrite(root, root.dequantize(torch.float32), amax)
+    return amax
+
+
+def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
+    """The number of bytes of `codes` that hold anything but zeros, of either sign."""
+    sign = q.format.element.sign_code
+    signs = sign | sign << 4 if q.format.element.codes_per_byte == 2 else sign
+    return int(codes.view(torch.uint8).bitwise_and(~signs & 0xFF).count_nonzero())
+
+
+@register(aten.index_put_.default)
+def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Replace whole rows, chosen by indices or masks of the leading axes, by plain or quantized ones."""
+    q, indices, values, *accumulate = args
+    if isinstance(q, QuantizedTensor):
+        refuse_experts(q, "index_put_")
+    if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
+        raise refusal(func, args, kwargs)
+    leading = q.shape[:-1]
+    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
+    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
+        raise invalid_value(
+            "indices",
+            f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "indices of leading axes, the contraction axis being the last, and blocks of one row",
+            "Write whole slices, or quantize the changed values anew.",
+        )
+    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
+    rows = numbers[tuple(slice(None) if index is None else index for index in indices)]
+    is_shared = _shares_a_scale(q) or getattr(q, upper_name(q)).dim() == 0
+    if isinstance(values, QuantizedTensor):
+        replaced_shape = (*rows.shape, q.shape[-1])
+        if values.numel() == math.prod(replaced_shape):  # torch leaves leading axes of one entry away
+            replaced_shape = replaced_shape[-values.dim() :]
+        check_kinds("index_put_", q, values, tuple(values.shape), replaced_shape)
+    if is_shared or not isinstance(values, QuantizedTensor):
+        plain = values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values
+        values = plain.to(device=q.device, dtype=torch.float32).expand(*rows.shape, q.shape[-1])
+    places, amax, kept = torch.unravel_index(rows.reshape(-1), leading), None, None
+    if is_shared:
+        _check_shared(q)
+        replaced = raw(q.codes)[torch.unravel_index(rows.unique(), leading)]
+        amax, kept = _shared_amax(q if q.root is None else q.root, replaced, values), upper_name(q)
+    if not isinstance(values, QuantizedTensor):
+        values = _quantized_like(q, values.reshape(-1, q.shape[-1]), amax)
+    for name, part in q.parts().items():
+        if name != kept:
+            fresh = raw(values.parts()[name])
+            at = (rows.reshape(-1),) if name == "tensor_scale" else places
+            raw(part)[at] = fresh.reshape(-1, fresh.shape[-1])
+    return q
+
+
+@register(
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.addcmul_.default,
+    aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
+    aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
+)  # fmt: skip
+def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs.
+
+    Averages, which `lerp_` makes of weights of one kind, take quantized sources too.
+    """
+    q = args[0]
+    others = args[1:]
+    if func in _AVERAGES:
+        others = [one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one for one in others]
+        if not isinstance(q, QuantizedTensor):
+            return func(q, *(one.to(q.dtype) if _is_floating(one) else one for one in others), **kwargs)
+    if not isinstance(q, QuantizedTensor) or any(isinstance(other, QuantizedTensor) for other in others):
+        raise refusal(func, args, kwargs)
+    widened = [other.to(torch.float32) if _is_floating(other) else other for other in others]
+    return _store(q, func(q.dequantize(torch.float32), *widened, **kwargs))
+
+
+@register_family(r"aten::_foreach_\w+_")  # in place
+def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
+    """`_in_place_arithmetic` of every tensor of a list: the ``torch._foreach_*_`` functions."""
+    targets, *others = args
+    if func in _AVERAGES:
+        plain = [one.dequantize(one.dtype) if isinstance(one, QuantizedTensor) else one for one in others[0]]
+        others = [plain, *others[1:]]
+    if any(isinstance(value, QuantizedTensor) for value in tree_leaves((others, kwargs))):
+        raise refusal(func, args, kwargs)
+    quantized = [isinstance(target, QuantizedTensor) for target in targets]
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        pairs = zip(value, quantized, strict=True)
+        return [one.to(torch.float32) if its and _is_floating(one) else one for one, its in pairs]
+
+    wide = [q.dequantize(torch.float32) if its else q for q, its in zip(targets, quantized, strict=True)]
+    func(wide, *(widened(value) for value in others), **{name: widened(value) for name, value in kwargs.items()})
+    for q, values in zip(targets, wide, strict=True):
+        if isinstance(q, QuantizedTensor):
+            _store(q, values)
+
+
+@register_family(r"aten::_fused_(adam|adamw|sgd|adagrad)_")
+def _fused_step(func: Operator, args: Arguments, kwargs: Options) -> None:
+    """The step of a fused optimizer, on values in the presented dtype, which the kernel asks all tensors to share.
+
+    Where `found_inf` says so the step changes nothing, no byte of the codes either.
+    """
+    targets, *others = args
+    if any(isinstance(value, QuantizedTensor) for value in tree_leaves(others)):
+        raise refusal(func, args, kwargs)
+    plain = [q.dequantize() if isinstance(q, QuantizedTensor) else q for q in targets]
+    func(plain, *others, **kwargs)
+    for q, values in zip(targets, plain, strict=True):
+        if isinstance(q, QuantizedTensor):
+            store_unless(kwargs.get("found_inf"), q, values)
+
+
+def store_unless(flag: torch.Tensor | None, q: QuantizedTensor, values: torch.Tensor) -> None:
+    """Quantize plain `values` into q, unless `flag`, one number that the device alone reads, says otherwise."""
+    if flag is None:
+        _store(q, values)
+        return
+    fresh = q.map_parts(torch.clone)
+    _store(fresh, values)
+    _take_unless(flag, q, fresh)
+
+
+def _take_unless(flag: torch.Tensor | None, q: QuantizedTensor, fresh: QuantizedTensor) -> None:
+    for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
+        kept = raw(part)
+        kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
+
+
+def store_shard(
+    q: QuantizedTensor, shard: torch.Tensor, offset: int, group: torch.distributed.ProcessGroup,
+    flag: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Quantize this rank's part of the flattened values, under scales that all ranks agree on, and share the codes.
+
+    Where other ranks have the elements of a block, its amax stands in their place: the scales, and the codes of the
+    shard, are then those of the whole.
+    """
+    rows, columns = math.prod(q.shape[:-1]), q.shape[-1]
+    height, width = q.format.block[0] or rows, q.format.block[1] or columns
+    values = torch.zeros(rows * columns, dtype=torch.float32, device=q.device)
+    inside = torch.zeros(rows * columns, dtype=torch.uint8, device=q.device)
+    values[offset : offset + shard.numel()] = shard.reshape(-1).to(values)
+    inside[offset : offset + shard.numel()] = 0xFF
+    values, inside = values.view(rows, columns), inside.view(rows, columns)
+    padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+    amaxes = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
+    spread = amaxes.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    fresh = _quantized_like(q, torch.where(inside != 0, values, spread).view(q.shape), None)
+    codes = fresh.codes.view(torch.uint8)
+    if q.format.element.codes_per_byte == 2:
+        inside = torch.nn.functional.pad(inside, (0, -columns % 2))
+        inside = (inside[:, 0::2] & 0x0F) | (inside[:, 1::2] & 0xF0)
+    own = codes & inside.view(codes.shape)
+    torch.distributed.all_reduce(own, torch.distributed.ReduceOp.SUM, group)
+    codes.copy_(own)
+    _take_unless(flag, q, fresh)
+
+
+@register(aten._foreach_copy_.default)
+def _copy_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
+    for destination, source in zip(args[0], args[1], strict=True):
+        destination.copy_(source)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
