@@ -7,6 +7,7 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,8 @@ __all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_of"]
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
 
-_SLOTS, _FORMS = TENSORS, ("folded", "tiles")
+# "w later": of a weight that backward casts by itself, apart from forward's words.
+_SLOTS, _FORMS = (*TENSORS, "w later"), ("folded", "tiles")
 # A count for every slot, form and orientation: a cast of a slot in one form writes two words, row and column.
 _WORDS = len(_SLOTS) * len(_FORMS) * 2
 
@@ -59,11 +61,17 @@ def _index(slot: str, form: str, orientation: str) -> int:
     return (_SLOTS.index(slot) * len(_FORMS) + _FORMS.index(form)) * 2 + (orientation == "column")
 
 
-def _inputs_of(
-    folded: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor]
-) -> tuple[CastInputs, CastInputs, CastInputs]:
-    x, w, dy = (CastInputs(folded=one, tiles=other) for one, other in zip(folded, tiles, strict=True))
-    return x, w, dy
+class CountedInputs(NamedTuple):
+    """The inputs of the casts of one layer, with words for their counts: int64 [2], of row and column operand."""
+
+    x: CastInputs
+    w: CastInputs
+    dy: CastInputs
+    w_later: CastInputs
+
+
+def _inputs_of(folded: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor]) -> CountedInputs:
+    return CountedInputs(*(CastInputs(folded=one, tiles=other) for one, other in zip(folded, tiles, strict=True)))
 
 
 class FoldCounts:
@@ -76,13 +84,12 @@ class FoldCounts:
         self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._limits: list[tuple[int, float]] = []
         self._latest: object = None
-        self._inputs: tuple[CastInputs, CastInputs, CastInputs] | None = None
+        self._inputs: CountedInputs | None = None
         # Operands that 128x128 tiles changed too much: these stay at 1x128 blocks.
         self.narrow: set[tuple[str, str]] = set()
 
-    def inputs(self, device: int) -> tuple[CastInputs, CastInputs, CastInputs]:
-        """The inputs of the casts of x, w and dy on a device (-1: the CPU), with words for their counts: int64 [2], of
-        the row and of the column operand. What a CUDA graph repeats writes to memory of its own instead."""
+    def inputs(self, device: int) -> CountedInputs:
+        """The inputs of the casts on a device (-1: the CPU). What a CUDA graph repeats writes to memory of its own."""
         if device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
             own = [torch.empty(2, dtype=torch.int64, device="cuda") for _ in _SLOTS]
             return _inputs_of(own, own)

@@ -33,7 +33,16 @@ from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Parts, Schedule, autocast_dtype, remember
+from microfloat.torch.schedule import (
+    NO_INPUTS,
+    SCHEDULES,
+    Inputs,
+    Parts,
+    Schedule,
+    autocast_dtype,
+    remember,
+    weights_of,
+)
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -120,7 +129,8 @@ def _of_call(
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x_key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
-    needs = grad and x.requires_grad, grad and weight.requires_grad
+    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+    needs = grad and x.requires_grad, grad and weight.requires_grad, late
     schedule = find(x_key, x, weight, bias, recipe, name, compute, *needs)
     if schedule is None or not schedule.folds:
         return schedule
@@ -137,15 +147,15 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
 
 def find(
     x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, routes: Routes | None = None,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False, routes: Routes | None = None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
 
     `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
-    one made; `routes`: other ones than the recipe has there.
+    one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
     """
     key = (
-        recipe, name, compute, wants_dx, wants_dw, x_key, routes,
+        recipe, name, compute, wants_dx, wants_dw, late, x_key, routes,
         weight.cast if isinstance(weight, QuantizedTensor) else weight.data_ptr() & 15,
         weight.shape, weight.stride(), weight.dtype, weight.get_device(),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
@@ -161,8 +171,27 @@ def find(
     backend = backends.choose(name, x.device)
     if routes is None:
         routes = backend.routes(recipe, x.device, None)
-    made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, compute, wants_dx, wants_dw)
+    options = compute, wants_dx, wants_dw, 0, late
+    made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options)
     return remember(key, made)
+
+
+def casts_late(layer: Any, weight: torch.Tensor) -> bool:
+    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward.
+
+    FSDP2 keeps one parameter for what it gathers, and tells a layer of its own object by a hook on loading alone.
+    """
+    (weight, *_) = weights_of(weight)
+    found = weight.__dict__.get("_casts_late")
+    if found is None:
+        cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
+        owners = [cell.cell_contents for cell in cells]
+        found = any(
+            getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
+            for owner in owners
+        )
+        weight._casts_late = found  # type: ignore[attr-defined]
+    return found
 
 
 def counts_of(layer: nn.Module) -> FoldCounts:
@@ -179,14 +208,16 @@ def counts_of(layer: nn.Module) -> FoldCounts:
 class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
 
-    `x`, `w`, `dy`: the inputs of the three casts; `kept`: the weight's operands from an earlier call; `delayed`: the
-    state of delayed scaling; `into`: what dw is added to; `path`: the name of the layer in its model.
+    `x`, `w`, `dy`: the inputs of the three casts, `later` those of the weight's in backward; `kept`: the weight's
+    operands from an earlier call; `delayed`: the state of delayed scaling; `into`: what dw is added to; `path`: the
+    name of the layer in its model.
     """
 
-    __slots__ = ("bias_dtype", "delayed", "dy", "into", "kept", "path", "schedule", "w", "x")
+    __slots__ = ("bias_dtype", "delayed", "dy", "into", "kept", "later", "path", "schedule", "w", "x")
 
     def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
         self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
+        self.later = NO_INPUTS[1]
         self.kept: Parts | None = None
         self.delayed: _Delayed | None = None
         self.into: MainGrad | None = None
@@ -218,10 +249,12 @@ class Run:
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                        dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw, self.into)
+                        saved = schedule.read_later(ctx.saved_tensors, self.later)
+                        dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
                 else:
                     made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                    dx, dw = schedule.gradients(made, ctx.saved_tensors, wants_dx, wants_dw, self.into)
+                    saved = schedule.read_later(ctx.saved_tensors, self.later) if schedule.late else ctx.saved_tensors
+                    dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
             except RuntimeError:
                 refuse_batched(dy)  # whose address cannot be read
                 raise
@@ -279,10 +312,15 @@ def begin(
     if schedule.folds:
         counts = counts_of(layer)
         counts.note(schedule.noted)
-        inputs = counts.inputs(schedule.device)
+        *counted, w_later = counts.inputs(schedule.device)
+        inputs = counted[0], counted[1], counted[2]
+    else:
+        w_later = NO_INPUTS[1]
     if schedule.is_stochastic:
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or _dispatch_modes() > 0)
     run = Run(schedule, *inputs)
+    if schedule.late:  # words of the seed are dy's: a launch that casts x and w together is given bits for w
+        run.later = w_later._replace(seed=run.dy.seed)
     if layer is None:  # of a function, which keeps nothing between calls
         return run
     run.path = layer._path
@@ -318,7 +356,8 @@ def begin_apart(
     """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
     layer, weight, recipe = unit.layer, unit.weight, unit.recipe
     assert recipe is not None
-    call = x_key, None, weight, unit.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw
+    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+    call = x_key, None, weight, unit.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw, late
     schedule = find(*call)
     if schedule is not None and schedule.folds:
         schedule = _after_counts(schedule, counts_of(layer), call)
@@ -394,7 +433,8 @@ def _named_forward(
         y = torch.ops.microfloat.multiply_operands(operands[0:3], operands[6:9], bias, number)
     finally:
         del _CALLS[number]
-    saved = (*operands[:6][schedule.x_saved], *operands[6:][schedule.w_saved])
+    w_saved = weights_of(weight) if schedule.late else operands[6:][schedule.w_saved]
+    saved = (*operands[:6][schedule.x_saved], *w_saved)
     return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
 
 
@@ -484,7 +524,8 @@ def _keep_weight(
         kept.clear()
     key = (*schedule.weight_key, version, weight.dtype)
     operands = kept.find(weights, key)
-    if operands is not None and not (schedule.wants_dx and operands[schedule.w_saved.start] is None):
+    reads_column = schedule.wants_dx and not schedule.late
+    if operands is not None and not (reads_column and operands[schedule.w_saved.start] is None):
         run.kept = operands
         return False
     with torch.no_grad(), schedule.scope():
@@ -556,6 +597,8 @@ def _begin_delayed(
         run.x = CastInputs(x_scale, run.x.seed, x_history, *run.x[3:])
     if w_cast is not None:
         run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
+    if run.schedule.late:  # the live buffer may change before backward
+        run.later = run.later._replace(scale_enc=w_scale.clone())
     if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:

@@ -31,7 +31,7 @@ from microfloat.torch.producers import (
     norm_gradients,
     waits_for_amax,
 )
-from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, parts_of
+from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, parts_of, weights_of
 
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 
@@ -54,14 +54,16 @@ class Reader:
         schedule = self.schedule
         kept = self.run.kept
         w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
-        self.saved = slice(len(saved), len(saved) + 6)
-        saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w[schedule.w_saved]]
+        start, w_saved = len(saved), weights_of(weight) if schedule.late else w[schedule.w_saved]
+        saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w_saved]
+        self.saved = slice(start, len(saved))
         return schedule.fprop(x[0:3], w[0:3], bias)
 
     def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(dx, dw), given both operands of dy."""
         schedule = self.schedule
-        return schedule.gradients(dy, tensors[self.saved], schedule.wants_dx, schedule.wants_dw, self.run.into)
+        saved = schedule.read_later(tensors[self.saved], self.run.later)
+        return schedule.gradients(dy, saved, schedule.wants_dx, schedule.wants_dw, self.run.into)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
         """Both operands of a gradient at hand; nothing where no gradient is asked for."""

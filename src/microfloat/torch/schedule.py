@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "forget", "laid",
-    "layouts_of", "parts_of", "remember", "saved_parts",
+    "layouts_of", "parts_of", "remember", "saved_parts", "weights_of",
 ]  # fmt: skip
 
 Parts = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row
@@ -64,6 +64,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights that a joint one is made of, else itself."""
+    return getattr(weight, "joined_of", (weight,))
 
 
 class Entry(NamedTuple):
@@ -292,14 +297,19 @@ def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
 class Schedule:
     """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
 
+    late = False
     number = 0  # of the groups of a grouped one
     observer: Any = None  # of a watched call (`microfloat.torch.observing`)
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool, batch: int = 0,
+        late: bool = False,
     ) -> None:  # fmt: skip
-        """`batch`: a word of the random counters."""
+        """`batch`: a word of the random counters. `late`: backward is given the weight, and casts what it reads of it.
+
+        FSDP2 frees a weight between forward and backward, but not what was cast from it.
+        """
         self.asked = routes  # for the recipe that was asked for; it may name another one for this call
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
@@ -309,7 +319,7 @@ class Schedule:
         routes = backend.routes(recipe, x.device, None) if is_other else routes
         routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
-        self.wants_dx, self.wants_dw = wants_dx, wants_dw
+        self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
         delayed = _first_delayed(recipe.casts.values())
@@ -337,11 +347,12 @@ class Schedule:
         self._programs = backend.programs
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
         x_entries = entries_of(recipe, routes, "x", True, wants_dw)
-        w_entries = entries_of(recipe, routes, "w", True, wants_dx)
+        w_entries = entries_of(recipe, routes, "w", True, wants_dx and not late)
         self.x_saved, self.w_saved = saved_parts(recipe, wants_dx, wants_dw)
         self._w_of_pair = slice(self.w_saved.start + 6, self.w_saved.stop + 6)
         which = self.x_saved.start // 3, self.w_saved.start // 3
-        self._layouts = layouts_of(backend, x_entries, m, k)[which[0]], layouts_of(backend, w_entries, n, k)[which[1]]
+        w_read = entries_of(recipe, routes, "w", not which[1], wants_dx) if self.late else w_entries
+        self._layouts = layouts_of(backend, x_entries, m, k)[which[0]], layouts_of(backend, w_read, n, k)[which[1]]
         self._strides = tuple(
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
@@ -362,6 +373,7 @@ class Schedule:
             self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: CastStep | None = None  # of the gradient that backward usually brings
         self._dy_steps: dict[tuple, CastStep] = {}
+        self._later_steps: dict[tuple, CastStep] = {}
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
@@ -393,7 +405,8 @@ class Schedule:
                 form = route.rhs if operand.side == "rhs" else route.lhs
                 if form in ("folded", "tiles") and needed.get((tensor, operand.transposed), True):
                     orientation = "column" if operand.transposed else "row"
-                    found[operand.key] = (tensor, orientation, form, size)
+                    slot = "w later" if self.late and operand.key == ("dgrad", "rhs") else tensor
+                    found[operand.key] = (slot, orientation, form, size)
         return found
 
     # ---------------------------------------------------------------------------------------------------- inputs
@@ -459,12 +472,12 @@ class Schedule:
             second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
             made = pair.run(stream, (None, x, words, *x_inputs, *second))
             y = self._fprop(*made[0:3], *made[6:9], bias)  # type: ignore[misc]
-            saved = (*made[self.x_saved], *made[self._w_of_pair])
+            saved = (*made[self.x_saved], *(weights_of(weight) if self.late else made[self._w_of_pair]))
         else:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
             y = self._fprop(*x_made[0:3], *w_made[0:3], bias)  # type: ignore[misc]
-            saved = (*x_made[self.x_saved], *w_made[self.w_saved])
+            saved = (*x_made[self.x_saved], *(weights_of(weight) if self.late else w_made[self.w_saved]))
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
 
@@ -561,9 +574,20 @@ class Schedule:
         if isinstance(x, QuantizedTensor):
             return self.quantize_weight(x, inputs)[saved]
         x = self._matrix(x.detach())
-        entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
-        step = CastStep(self.backend, x, entries, self._batch)
+        key = tensor, x.stride(), x.data_ptr() & (_ALIGNMENT - 1)
+        step = self._later_steps.get(key)
+        if step is None:
+            entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
+            step = self._later_steps[key] = CastStep(self.backend, x, entries, self._batch)
         return step(x, *self.resources(), inputs)[saved]
+
+    def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
+        """What backward reads, given what forward has saved: where that ends in weights, their operand, cast now."""
+        if not self.late:
+            return saved
+        weights: Any = saved[3:]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return *saved[:3], *self.saved_again("w", weight, inputs)
 
     def saved_layouts(self) -> tuple[Layout | None, Layout | None]:
         """Layouts of the operands of x and w that `forward` returns for backward."""

@@ -331,6 +331,7 @@ class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
     _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
+    _load_state_dict_post_hooks: Any = ()
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, pinned: Any, token: str | None, backend: str

@@ -1,0 +1,66 @@
+"""Processes of one group, started once, that run many cases; every wait ends."""
+
+import datetime
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+Case = Callable[[int], Any]
+
+
+def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: str, seconds: int, results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=wait)
+    made: dict[str, Any] = {}
+    for case in cases:
+        torch.manual_seed(0)
+        start = time.process_time()
+        try:
+            made[case.__name__] = case(rank)
+        except Exception:
+            made[case.__name__] = traceback.format_exc()
+            break  # the others may wait for this rank
+        finally:
+            made["seconds of " + case.__name__] = time.process_time() - start
+    results.put((rank, made))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "gloo", seconds: int = 60) -> list[dict]:
+    """What every case has returned on each of `world` ranks, or the text of its exception.
+
+    `path`: of a file that does not exist; `seconds`: the longest wait for another rank.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [
+        context.Process(target=_worker, args=(rank, world, backend, cases, path, seconds, results), daemon=True)
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        made = dict(results.get(timeout=4 * seconds) for _ in workers)
+    finally:
+        for worker in workers:
+            worker.join(10)
+            worker.kill()
+    return [made[rank] for rank in range(world)]
+
+
+def of(ranks: list[dict], case: Case) -> list[Any]:
+    """What `case` has returned, rank by rank; fails with the traceback of a rank that raised."""
+    made = [returned.get(case.__name__, "Traceback: an earlier case failed") for returned in ranks]
+    errors = [value for value in made if isinstance(value, str) and "Traceback" in value]
+    if errors:
+        pytest.fail("\n".join(errors))
+    return made
