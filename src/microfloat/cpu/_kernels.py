@@ -20,7 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 GROUP = 16  # columns whose amax is found at once; the length of a block is a multiple of it
-SEGMENT = 4096  # columns at a time; longer blocks have segments of their own length
+# Columns at a time: what a segment needs, about ten bytes for each, fits the first-level cache beside the rows that are
+# on their way. Tiles read every row twice, in longer runs. Longer blocks have segments of their own length.
+SEGMENT, TILE_SEGMENT = 1024, 4096
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 E8M0, RATIO, INVERSE_SIX, DIVIDING, FOUR_OVER_SIX = range(5)
@@ -90,21 +92,58 @@ def _shifted(_typing: Any, _value: Any, _count: Any) -> Any:
     return types.int32(types.int32, types.int32), lambda context, builder, sig, args: builder.lshr(*args)
 
 
+_LANES = ir.VectorType(ir.IntType(32), GROUP)
+
+
+def _lanes_at(context: Any, builder: Any, kind: Any, array: Any, start: Any, lanes: ir.VectorType) -> Any:
+    """Pointer to the elements of a one-dimensional array from `start`, as one vector."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [start]), lanes.as_pointer())
+
+
+def _magnitudes(context: Any, builder: Any, kind: Any, array: Any, start: Any, count: int) -> list[Any]:
+    """Bits of the magnitudes of `count` groups of float32 values, a vector each."""
+    mask, made = ir.Constant(_LANES, [_MAGNITUDE] * GROUP), []
+    for group in range(count):
+        first = builder.add(start, ir.Constant(start.type, group * GROUP))
+        loaded = builder.load(_lanes_at(context, builder, kind, array, first, _LANES), align=4)
+        made.append(builder.and_(loaded, mask))
+    return made
+
+
 @intrinsic
 def _group_max(_typing: Any, values: Any, _start: Any) -> Any:
     """The largest magnitude, as bits, of the GROUP float32 values from `start`; NaN lies above infinity."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = ir.VectorType(ir.IntType(32), GROUP)
-        array = context.make_array(sig.args[0])(context, builder, args[0])
-        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), lanes.as_pointer())
-        loaded = builder.load(pointer, align=4)
-        magnitudes = builder.and_(loaded, ir.Constant(lanes, [_MAGNITUDE] * GROUP))
-        kind = ir.FunctionType(ir.IntType(32), [lanes])
+        (magnitudes,) = _magnitudes(context, builder, sig.args[0], args[0], args[1], 1)
+        kind = ir.FunctionType(ir.IntType(32), [_LANES])
         reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.umax.v{GROUP}i32")
         return builder.call(reduce, [magnitudes])
 
     return types.int32(values, types.int64), generate
+
+
+@intrinsic
+def _every_group_max(_typing: Any, values: Any, _start: Any, maxima: Any, _at: Any) -> Any:
+    """Put `_group_max` of GROUP groups, one after the other, into `maxima` from `at`.
+
+    Two vectors become one, that of the larger of neighbouring lanes, until one vector is left: lane i is group i.
+    """
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vectors = _magnitudes(context, builder, sig.args[0], args[0], args[1], GROUP)
+        even, odd = (ir.Constant(_LANES, list(range(first, 2 * GROUP, 2))) for first in (0, 1))
+        while len(vectors) > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            vectors = []
+            for a, b in pairs:
+                low, high = builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd)
+                vectors.append(builder.select(builder.icmp_signed(">", low, high), low, high))
+        builder.store(vectors[0], _lanes_at(context, builder, sig.args[2], args[2], args[3], _LANES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, maxima, types.int64), generate
 
 
 @intrinsic
@@ -113,8 +152,7 @@ def _group_fill(_typing: Any, values: Any, _start: Any, _value: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = ir.VectorType(ir.FloatType(), GROUP)
-        array = context.make_array(sig.args[0])(context, builder, args[0])
-        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), lanes.as_pointer())
+        pointer = _lanes_at(context, builder, sig.args[0], args[0], args[1], lanes)
         one = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
         every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP))
         builder.store(every, pointer, align=4)
@@ -219,28 +257,38 @@ def _raise(values: np.ndarray, maxima: np.ndarray) -> None:
 
 
 @_inner
-def _block_amaxes(maxima: np.ndarray, width: int, amaxes: np.ndarray) -> bool:
-    """Bits of the amax of every block; the result tells whether there is a NaN, which lies above infinity."""
-    most = I32(0)
-    groups = width // GROUP
-    last = maxima.size // GROUP
+def _block_amaxes(values: np.ndarray, width: int, maxima: np.ndarray, amaxes: np.ndarray) -> bool:
+    """Bits of the amax of every block; the result tells whether there is a NaN, which lies above infinity.
+
+    `maxima` is scratch for the groups. The inner loops run over blocks: their groups are few, often one.
+    """
+    groups, last, most = width // GROUP, values.size // GROUP, I32(0)
+    in_sixteens, whole = last // GROUP * GROUP, last // groups
+    for group in range(0, in_sixteens, GROUP):
+        _every_group_max(values, group * GROUP, maxima, group)
+    for group in range(in_sixteens, last):
+        maxima[group] = _group_max(values, group * GROUP)
+    amaxes[:] = 0
+    for group in range(groups):
+        for block in range(whole):
+            amaxes[block] = max(amaxes[block], maxima[block * groups + group])
+    for group in range(whole * groups, last):
+        amaxes[whole] = max(amaxes[whole], maxima[group])
     for block in range(amaxes.size):
-        amax = I32(0)
-        for group in range(block * groups, min((block + 1) * groups, last)):
-            amax = max(amax, _group_max(maxima, group * GROUP))
-        amaxes[block] = amax
-        most = max(most, amax)
+        most = max(most, amaxes[block])
     return most > _INFINITY
 
 
 @_inner
 def _spread(factors: np.ndarray, width: int, out: np.ndarray) -> None:
     """One factor per block -> one per element."""
-    groups = width // GROUP
-    last = out.size // GROUP
-    for block in range(factors.size):
-        for group in range(block * groups, min((block + 1) * groups, last)):
-            _group_fill(out, group * GROUP, factors[block])
+    groups, last = width // GROUP, out.size // GROUP
+    whole = last // groups
+    for group in range(groups):
+        for block in range(whole):
+            _group_fill(out, (block * groups + group) * GROUP, factors[block])
+    for group in range(whole * groups, last):
+        _group_fill(out, group * GROUP, factors[whole])
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------
@@ -437,13 +485,14 @@ def cast_blocks(
     `levels`: (A, S, tensor scale) of the tensor, or of every row.
     """
     width = grid.columns
-    segment = max(SEGMENT // width, 1) * width
+    segment = max((SEGMENT if grid.rows == 1 else TILE_SEGMENT) // width, 1) * width
     most = segment // width
     line, spread, spread_scales = (
         np.empty(segment, np.float32), np.empty(segment, np.float32), np.empty(segment, np.float32),
     )  # fmt: skip
     maxima, unpacked = np.empty(segment, np.float32), np.empty(segment, np.uint8)
     amaxes_of, lost_of = np.empty(most, np.int32), np.empty(most, np.bool_)
+    groups = np.empty(segment // GROUP, np.int32)
     factors_of, scales_of = np.empty((2, most), np.float32), np.empty((2, most), np.float32)
     tree = 1
     while tree < grid.rows and grid.rule == FOUR_OVER_SIX:
@@ -460,13 +509,13 @@ def cast_blocks(
             factors, scales = factors_of[0, :blocks], scales_of[0, :blocks]
             _widen(x_32, x_16, source, rows.start, start, stop, values)
             if grid.rows == 1:
-                has_lost = _block_amaxes(values, width, amaxes)
+                has_lost = _block_amaxes(values, width, groups, amaxes)
             else:
                 maxima[:padded] = F32(0)
                 for row in rows:
                     _widen(x_32, x_16, source, row, start, stop, values)
                     _raise(values, maxima)
-                has_lost = _block_amaxes(maxima[:padded], width, amaxes)
+                has_lost = _block_amaxes(maxima[:padded], width, groups, amaxes)
             if has_lost and grid.rule != E8M0:
                 _amaxes_without_nan(x_32, x_16, source, rows, start, stop, width, values, amaxes, lost)
             if grid.rule == E8M0:
