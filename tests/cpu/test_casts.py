@@ -184,3 +184,14 @@ def test_wrong_arguments_are_named():
         cpu.quantize(NORMAL, Cast("fp8_tensor", scaling=Delayed()))
     with pytest.raises(InvalidTypeError, match="q: got"):
         cpu.dequantize(NORMAL)
+
+
+def test_energies_are_sums_over_the_finite_elements(monkeypatch):
+    x, y = NORMAL.copy(), NORMAL * np.float32(1.01)
+    x[3, 5], x[7, 8], y[9, 9] = np.nan, np.inf, 4
+    finite = np.isfinite(x)
+    expected = np.square(x[finite], dtype=np.float64).sum(), np.square((y - x)[finite], dtype=np.float64).sum()
+    for array in (x, misaligned(x)):
+        np.testing.assert_allclose(_casts.energies(array, y), expected, rtol=1e-6)
+    monkeypatch.setattr(_casts, "_kernels", lambda: "numba cannot be imported")
+    np.testing.assert_allclose(_casts.energies(x, y), expected, rtol=1e-6)

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from microfloat import cpu
-from microfloat.checkpoint.records import Record, scale_in_place
+from microfloat.checkpoint.records import Record
+from microfloat.cpu._casts import scale_in_place
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
 from microfloat.recipes import Cast

@@ -37,6 +37,7 @@ from microfloat.checkpoint.families.writing import Member, Written
 from microfloat.checkpoint.folder import CONFIGS, locate
 from microfloat.checkpoint.load import Checkpoint, load
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
+from microfloat.cpu._casts import energies
 from microfloat.errors import CheckpointError, invalid_value, unknown_name
 from microfloat.recipes import Cast
 
@@ -474,14 +475,8 @@ def _sqnr_db(step: Step, again: Record) -> float:
     signal = noise = 0.0
     tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
     for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
-        x = values(a).astype(np.float32)
-        with np.errstate(all="ignore"):
-            error = b.dequantize() - x
-            if not (np.isfinite(x.min(initial=0)) and np.isfinite(x.max(initial=0))):
-                finite = np.isfinite(x)
-                x, error = x[finite], error[finite]
-        signal += _energy(x)
-        noise += _energy(error)
+        more = energies(values(a), b.dequantize())
+        signal, noise = signal + more[0], noise + more[1]
     if noise == 0:
         return float("inf")
     return 10 * float(np.log10(signal / noise)) if signal else float("nan")
@@ -489,11 +484,6 @@ def _sqnr_db(step: Step, again: Record) -> float:
 
 def _tile_of(record: Record) -> int:
     return record.format.block[0] or 1 if record.format else 1
-
-
-def _energy(x: np.ndarray) -> float:
-    """Sum of squares; rows are added in float32, the sums in float64."""
-    return float(np.einsum("ij,ij->i", x, x).sum(dtype=np.float64)) if x.ndim == 2 else float(np.dot(x, x))
 
 
 # ---- the call ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import numpy as np
 
 from microfloat.checkpoint.detect import Contents, module_of
 from microfloat.checkpoint.families import Entry
-from microfloat.checkpoint.records import Finding, Record, scale_values
+from microfloat.checkpoint.records import Finding, Record
+from microfloat.cpu._casts import scale_values
 from microfloat.formats import ScaledFormat, decode
 
 __all__ = ["FUSED", "code_findings", "fused_group", "scale_findings", "structure_findings", "without_nan"]

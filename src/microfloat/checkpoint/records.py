@@ -3,22 +3,21 @@
 ``value = decode(codes) * scale * tensor_scale``. Legend: E = experts (leading axes), R = rows, C = contraction.
 """
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from microfloat.cpu._casts import Matrix, decode_into
 from microfloat.errors import checkpoint_error, invalid_type, invalid_value
-from microfloat.formats import E4M3, NVFP4_ROW, ElementFormat, ScaledFormat, decode
+from microfloat.formats import NVFP4_ROW, ScaledFormat
 from microfloat.layout import leading_axes
 from microfloat.reference import Quantized, unpack_fp6
 
 __all__ = ["Activation", "Detection", "Finding", "Record", "Source", "Stored"]
 
 SEVERITIES = ("error", "warn", "info")
-_CHUNK = 1 << 22  # elements that are decoded at a time
 
 
 class Finding(NamedTuple):
@@ -120,9 +119,11 @@ class Record:
     problem: Finding | None = None
 
     def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
-        """The values in `dtype`, each rounded once to float32 (and from there to `dtype`).
+        """The values in `dtype`: the formula of the file, rounded once to float32 (and from there to `dtype`).
 
-        Raises CheckpointError for a record whose scales are missing or of the wrong shape.
+        ``code * scale`` is exact, so that the product with the tensor scale, or the quotient by a stored divisor, is
+        the only rounding: what the producers of NVFP4 files mean. A Quantized, a QuantizedTensor and a QuantizedArray
+        multiply the two scales first (docs/numerics.md 8.1), which may differ in the last bits. Raises CheckpointError for a record whose scales are missing or of the wrong shape.
         """
         dtype = np.dtype(dtype)
         if self.problem is not None:
@@ -130,11 +131,10 @@ class Record:
         if self.format is None:
             with np.errstate(all="ignore"):
                 return self.codes.astype(dtype)
-        shape = (*leading_axes(self.logical_shape, self._axis), self._length)
-        values = np.empty(shape, dtype)
-        with np.errstate(all="ignore"):
-            for window, part in self._chunks(values):
-                window[...] = part
+        values = np.empty((*leading_axes(self.logical_shape, self._axis), self._length), dtype)
+        matrices = list(self._matrices())
+        for matrix, out in zip(matrices, values.reshape(len(matrices), *values.shape[-2:]), strict=True):
+            decode_into(matrix, out)
         return np.moveaxis(values, -1, self._axis).reshape(self.logical_shape)
 
     def narrow(self, start: int, stop: int) -> "Record":
@@ -206,31 +206,19 @@ class Record:
             raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
         return self.format
 
-    def _chunks(self, values: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Windows of `values`, and the float32 values of each: rows of one expert, few enough to stay in a cache."""
+    def _matrices(self) -> Iterator[Matrix]:
+        """The matrix of every expert; the one of a matrix."""
         fmt, scale, level = self._known_format(), self.scale, self.tensor_scale
         assert scale is not None
-        rows, length = values.shape[-2], values.shape[-1]
-        values_ERC = values.reshape(-1, rows, length)
-        codes_ERC = self.codes.reshape(len(values_ERC), rows, self.codes.shape[-1])
-        scale_EGH = _per_expert(scale, len(values_ERC), fmt.block == (None, None))
-        levels = None if level is None else np.broadcast_to(level.reshape(-1), len(values_ERC))
+        leading = leading_axes(self.logical_shape, self._axis)
+        rows, experts = leading[-1], int(np.prod(leading[:-1], dtype=np.int64))
+        codes_ERC = self.codes.reshape(experts, rows, self.codes.shape[-1])
+        scale_EGH = _per_expert(scale, experts, fmt.is_per_tensor)
         divisor = self.source.divisors.get("tensor_scale") if self.source else None
-        divisors = None if divisor is None else np.broadcast_to(divisor.reshape(-1), len(values_ERC))
-        tile = fmt.block[0] or rows or 1
-        step = max(_CHUNK // max(length, 1), 1)
-        step = -(-step // tile) * tile if fmt.is_tile else step
-        for expert, first in ((e, r) for e in range(len(values_ERC)) for r in range(0, rows, step)):
-            part = element_values(codes_ERC[expert, first : first + step], fmt.element, length)
-            grid = scale_EGH[expert]
-            if fmt.block[0] is not None:
-                grid = grid[first // tile : -(-(first + len(part)) // tile)]
-            scale_in_place(part, scale_values(grid, fmt), fmt.block)
-            if divisors is not None:
-                part /= divisors[expert]
-            elif levels is not None:
-                part *= levels[expert]
-            yield values_ERC[expert, first : first + step], part
+        outer = level if divisor is None else divisor
+        outers = [None] * experts if outer is None else np.broadcast_to(outer.reshape(-1), experts)
+        for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
+            yield Matrix(codes, self._length, fmt, grid, None, one, divisor is not None)
 
 
 def _per_expert(scale: np.ndarray, experts: int, per_tensor: bool) -> np.ndarray:
@@ -238,53 +226,3 @@ def _per_expert(scale: np.ndarray, experts: int, per_tensor: bool) -> np.ndarray
     if per_tensor:
         return np.broadcast_to(scale.reshape(-1, 1, 1), (experts, 1, 1))
     return scale.reshape(experts, -1, scale.shape[-1])
-
-
-@functools.cache
-def _pairs(element: ElementFormat) -> np.ndarray:
-    """The values of two codes that lie in one word, the first in the low bits, as one uint64 each."""
-    words = np.arange(1 << 2 * element.bits)
-    pair = np.stack([words & ((1 << element.bits) - 1), words >> element.bits], -1)
-    return np.ascontiguousarray(decode(pair, element)).view(np.uint64).reshape(-1)
-
-
-def element_values(codes: np.ndarray, element: ElementFormat, length: int) -> np.ndarray:
-    """Stored codes [R, bytes] -> float32 [R, length]: one table lookup for a byte, or for two 6-bit codes."""
-    if element.bits == 8:
-        return decode(codes, element)
-    if element.bits == 4:
-        words = codes
-    else:
-        first, middle, last = (codes[..., i::3].astype(np.uint16) for i in range(3))
-        words = np.stack([first | (middle & 15) << 8, middle >> 4 | last << 4], -1).reshape(len(codes), -1)
-    return _pairs(element)[words].view(np.float32)[:, :length]
-
-
-@functools.cache
-def _scale_table(name: str) -> np.ndarray:
-    """float32 of every scale byte."""
-    if name == "E4M3":
-        return decode(np.arange(256), E4M3)
-    return np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
-
-
-def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
-    """Stored scales as float32."""
-    return scale if fmt.scale.bits == 32 else _scale_table(fmt.scale.name)[scale]
-
-
-def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:
-    """Multiply every block of `values_RC` by its scale; blocks at the edges are short."""
-    (rows, length), (block_rows, block_cols) = values_RC.shape, block
-    if block_cols is None:
-        values_RC *= scale_GH
-    elif block_rows == 1:
-        whole = length // block_cols
-        blocks = values_RC[:, : whole * block_cols].reshape(rows, whole, block_cols)
-        blocks *= scale_GH[:, :whole, None]
-        if length % block_cols:
-            values_RC[:, whole * block_cols :] *= scale_GH[:, whole:]
-    else:
-        assert block_rows is not None
-        for index, scale_H in enumerate(scale_GH):
-            values_RC[index * block_rows : (index + 1) * block_rows] *= np.repeat(scale_H, block_cols)[:length]

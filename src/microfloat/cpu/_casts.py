@@ -5,17 +5,17 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from microfloat import reference
 from microfloat.arguments import check_int
-from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, decode
+from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, decode
 from microfloat.recipes import Cast, Current, as_cast
 from microfloat.recipes.core import CastLike, Usage, usages_of
-from microfloat.reference import Quantized
+from microfloat.reference import Quantized, unpack_fp4, unpack_fp6
 from microfloat.reference._operand import as_float_array, operand_form
 from microfloat.reference._quantize import Seed, check_quantized, checked_scales, in_shape
 from microfloat.reference._scales import encode_factor, tensor_level
@@ -55,12 +55,14 @@ def quantize(
 
 def dequantize(q: Quantized, dtype: Any = np.float32, *, threads: int | None = None) -> np.ndarray:
     """The array that `q` stands for: the values of `microfloat.reference.dequantize`, rounded once to `dtype`."""
-    workers, kernels = _workers(threads), _kernels()
     check_quantized("q", q)
-    wanted = np.dtype(dtype)
-    if isinstance(kernels, str) or q.hadamard is not None or not q.codes.size:
-        return reference.dequantize(q).astype(wanted, copy=False)
-    return _dequantized(q, wanted, workers, kernels)
+    if q.hadamard is not None:
+        return reference.dequantize(q).astype(dtype, copy=False)
+    out = np.empty((q.rows, q.length), dtype)
+    codes = q.codes.reshape(q.rows, q.codes.shape[-1])
+    decode_into(Matrix(codes, q.length, q.format, scale_grid(q), q.tensor_scale), out, threads)
+    transposed = len(q.shape) == 2 and q.axis == 0
+    return np.ascontiguousarray(out.T) if transposed else out.reshape(q.shape)
 
 
 # ---- what is compiled --------------------------------------------------------------------------------------------
@@ -103,7 +105,8 @@ def _codec(element: ElementFormat) -> Any:
     shift = 23 - element.mantissa_bits
     return Codec(*map(np.int32, (
         bits(element.max), bits(element.min_normal), shift << 23, shift, 32 - element.bits, element.sign_code,
-        element.nan_code,
+        element.nan_code, bits(element.max) if element.has_nan else bits(np.inf),
+        bits(2 * 2.0**element.emax) if element.has_inf else -1,
     )))  # fmt: skip
 
 
@@ -231,48 +234,108 @@ class _Bands:
 # ---- dequantize --------------------------------------------------------------------------------------------------
 
 
+class Matrix(NamedTuple):
+    """A matrix [R, C] as it is stored: ``value = dec(code) * (scale * inner) * outer``, every product rounded.
+
+    * `codes`: [R, bytes], FP4 packed, FP6 packed or a byte each. `length`: C. `format`: element, scale and block.
+    * `scale`: [G, H] of the blocks, bytes or float32. `inner`: float32, () or [R, 1], or None.
+    * `outer`: a number or None. With `divides` the value is divided by it.
+    """
+
+    codes: np.ndarray
+    length: int
+    format: ScaledFormat
+    scale: np.ndarray
+    inner: np.ndarray | None = None
+    outer: np.ndarray | None = None
+    divides: bool = False
+
+
 @functools.cache
-def _scale_values(name: str) -> np.ndarray:
+def _scale_table(name: str) -> np.ndarray:
     """The float32 value of every byte of E8M0 or E4M3 scales."""
-    bytes_ = np.arange(256)
     if name != SCALE_E8M0.name:
-        return decode(bytes_, E4M3)
-    return np.where(bytes_ == 255, _F32(np.nan), np.ldexp(_F32(1), np.minimum(bytes_, 254) - 127).astype(_F32))
+        return decode(np.arange(256), E4M3)
+    return np.append(np.ldexp(_F32(1), np.arange(255) - 127), np.nan).astype(_F32)
 
 
-def _dequantized(q: Quantized, wanted: np.dtype, workers: int, kernels: Any) -> np.ndarray:
-    rows, columns = q.rows, q.length
-    codes, grid = np.ascontiguousarray(q.codes.reshape(rows, q.codes.shape[-1])), scale_grid(q)
-    table = np.zeros(256, _F32)
-    values = decode(np.arange(1 << q.format.element.bits), q.format.element)
-    table[: values.size] = values
-    block_rows, width = (size or extent for size, extent in zip(q.format.block, (rows, columns), strict=True))
-    narrow = wanted == ml_dtypes.bfloat16
-    out = np.empty((rows, columns), wanted)
-    kernel, nothing = kernels.compiled(kernels.decode), (np.empty((0, 0), _F32), np.empty((0, 0), np.uint16))
-    height = rows if block_rows == rows else max(_BAND // columns // block_rows, 1) * block_rows
+def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
+    """Stored scales as float32."""
+    return scale if fmt.scale.bits == 32 else _scale_table(fmt.scale.name)[scale]
+
+
+def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:
+    """Multiply every block of `values_RC` by its scale; blocks at the edges are short."""
+    (rows, length), (block_rows, block_cols) = values_RC.shape, block
+    if block_cols is None:
+        values_RC *= scale_GH
+    elif block_rows == 1:
+        whole = length // block_cols
+        blocks = values_RC[:, : whole * block_cols].reshape(rows, whole, block_cols)
+        blocks *= scale_GH[:, :whole, None]
+        if length % block_cols:
+            values_RC[:, whole * block_cols :] *= scale_GH[:, whole:]
+    else:
+        assert block_rows is not None
+        for index, scale_H in enumerate(scale_GH):
+            values_RC[index * block_rows : (index + 1) * block_rows] *= np.repeat(scale_H, block_cols)[:length]
+
+
+def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> None:
+    """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
+    rows, columns = out.shape
+    fmt, kernels, element = matrix.format, _kernels(), matrix.format.element
+    bits = 8 * matrix.codes.shape[1] // max(columns, 1) if element.bits == 6 else element.bits
+    tile = (fmt.block[0] or rows or 1, fmt.block[1] or columns or 1)
+    outer = _F32(1) if matrix.outer is None else _F32(matrix.outer)
 
     def work(band: slice) -> None:
-        scales = grid[band.start // block_rows : -(-band.stop // block_rows)]
-        if grid.dtype == np.uint8:
-            scales = _scale_values(q.format.scale.name)[scales]
-        if q.tensor_scale is not None:
-            scales = scales * (q.tensor_scale[band] if q.tensor_scale.size > 1 else q.tensor_scale)
-        scales = np.array(scales, _F32, order="C")  # a mapped file's may be read-only, or lie at any address
-        direct = (
-            out[band] if wanted == _F32 else nothing[0] if narrow else np.empty((band.stop - band.start, columns), _F32)
+        scales = (
+            matrix.scale if fmt.block[0] is None else matrix.scale[band.start // tile[0] : -(-band.stop // tile[0])]
         )
-        words = out[band].view(np.uint16) if narrow else nothing[1]
-        kernel(
-            codes[band], q.format.element.codes_per_byte - 1, columns, table, scales, block_rows, width, direct, words
-        )
-        if not narrow and wanted != _F32:
-            out[band] = direct
+        scales = scale_values(scales, fmt)
+        if matrix.inner is not None:
+            scales = scales * (matrix.inner[band] if matrix.inner.size > 1 else matrix.inner)
+        codes, target = matrix.codes[band], out[band]
+        with np.errstate(all="ignore"):
+            if isinstance(kernels, str):
+                values = decode(_unpacked(codes, bits, columns), element)
+                scale_in_place(values, scales, fmt.block)
+                target[...] = np.divide(values, outer, values) if matrix.divides else np.multiply(values, outer, values)
+                return
+            is_float, is_half = out.dtype == _F32, out.dtype == ml_dtypes.bfloat16
+            direct = target if is_float else np.empty((0, 0) if is_half else target.shape, _F32)
+            kernels.compiled(kernels.decode)(
+                np.ascontiguousarray(codes), bits, columns, _codec(element), np.array(scales, _F32, order="C"),
+                kernels.Tile(*tile, int(matrix.divides)), outer, direct,
+                target.view(np.uint16) if is_half else np.empty((0, 0), np.uint16),
+            )  # fmt: skip
+            if not is_float and not is_half:
+                target[...] = direct
 
-    with np.errstate(all="ignore"):
-        _spread(work, [slice(start, min(start + height, rows)) for start in range(0, rows, height)], workers)
-    transposed = len(q.shape) == 2 and q.axis == 0
-    return np.ascontiguousarray(out.T) if transposed else out.reshape(q.shape)
+    step = fmt.block[0] or 1
+    height = max(_BAND // max(columns, 1) // step, 1) * step
+    _spread(work, [slice(start, min(start + height, rows)) for start in range(0, rows, height)], _workers(threads))
+
+
+def _unpacked(codes: np.ndarray, bits: int, length: int) -> np.ndarray:
+    """Codes, one in each byte."""
+    return {4: unpack_fp4, 6: unpack_fp6}.get(bits, lambda data, _: data)(codes, length)
+
+
+def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Sums of x * x and of (y - x) * (y - x) over the finite elements of x [R, C]; y is float32."""
+    kernels, sums = _kernels(), np.zeros((len(x), 2))
+    if isinstance(kernels, str):
+        with np.errstate(all="ignore"):
+            x_32 = x.astype(_F32)
+            finite = np.isfinite(x_32)
+            x_32, error = x_32[finite], y[finite] - x_32[finite]
+        return float(np.square(x_32).sum(dtype=np.float64)), float(np.square(error).sum(dtype=np.float64))
+    bands, kernel = _Bands(x, 1, _workers(None)), kernels.compiled(kernels.energies)
+    bands.run(lambda band: kernel(*bands.source(band), np.ascontiguousarray(y[band]), sums[band]))
+    signal, noise = sums.sum(0)
+    return float(signal), float(noise)
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ E8M0, RATIO, INVERSE_SIX, DIVIDING, FOUR_OVER_SIX = range(5)
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _FMAX = np.finfo(np.float32).max
-_QUIET_NAN_16 = 0x7FC0
+_QUIET_NAN, _QUIET_NAN_16 = 0x7FC00000, 0x7FC0
 
 I32, F32, U8 = np.int32, np.float32, np.uint8
 
@@ -38,7 +38,8 @@ I32, F32, U8 = np.int32, np.float32, np.uint8
 class Codec(NamedTuple):
     """An element format as int32 numbers; `max` and `min_normal` are the bits of float32 values.
 
-    `magic` is what turns the exponent of a number into that of the power of two whose unit is the number's step.
+    `magic` is what turns the exponent of a number into that of the power of two whose unit is the number's step. Codes
+    above `finite`, read as if they were numbers, are infinite where they are `infinity`, else NaN.
     """
 
     max: np.int32
@@ -48,6 +49,8 @@ class Codec(NamedTuple):
     sign_shift: np.int32
     sign: np.int32
     nan_code: np.int32
+    finite: np.int32
+    infinity: np.int32
 
 
 class Grid(NamedTuple):
@@ -60,6 +63,14 @@ class Grid(NamedTuple):
     threshold: int
     power_of_two: int
     squared: int
+
+
+class Tile(NamedTuple):
+    """The block of one scale when codes are decoded, int64; with `divides` the outer scale is a divisor."""
+
+    rows: int
+    columns: int
+    divides: int
 
 
 class Constants(NamedTuple):
@@ -90,6 +101,12 @@ def _float(_typing: Any, _value: Any) -> Any:
 def _shifted(_typing: Any, _value: Any, _count: Any) -> Any:
     """A logical shift to the right in 32 bits; Python's >> would take 64."""
     return types.int32(types.int32, types.int32), lambda context, builder, sig, args: builder.lshr(*args)
+
+
+@intrinsic
+def _raised(_typing: Any, _value: Any, _count: Any) -> Any:
+    """A shift to the left in 32 bits."""
+    return types.int32(types.int32, types.int32), lambda context, builder, sig, args: builder.shl(*args)
 
 
 _LANES = ir.VectorType(ir.IntType(32), GROUP)
@@ -556,37 +573,113 @@ def cast_blocks(
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
+@_inner
+def _unpack(line: np.ndarray, start: int, stop: int, bits: int, out: np.ndarray) -> None:
+    """Codes [start, stop) of a stored row, one in each byte; `start` is the first code of a byte, and of three."""
+    if bits == 4:
+        part = line[start // 2 : (stop + 1) // 2]
+        pairs = out[: 2 * part.size].view(np.uint16)
+        for j in range(part.size):
+            pairs[j] = np.uint16((I32(part[j]) & 15) | (I32(part[j]) >> 4 << 8))
+    elif bits == 6:
+        part = line[start // 4 * 3 : (stop + 3) // 4 * 3]
+        for j in range(part.size // 3):
+            word = I32(part[3 * j]) | I32(part[3 * j + 1]) << 8 | I32(part[3 * j + 2]) << 16
+            for k in range(4):
+                out[4 * j + k] = U8(word >> 6 * k & 63)
+    else:
+        part = line[start:stop]
+        for j in range(part.size):
+            out[j] = part[j]
+
+
+@_inner
+def _decoded(code: int, codec: Codec) -> float:
+    """The value of a code; a subnormal one is the number with its mantissa and the least exponent, less that power."""
+    magnitude = I32(code & I32(codec.sign - 1))
+    bits = I32(_raised(magnitude, codec.shift) + codec.min_normal)
+    normal = I32(bits - I32(1 << 23))
+    bits = _bits(_float(bits) - _float(codec.min_normal)) if bits < I32(codec.min_normal + I32(1 << 23)) else normal
+    special = I32(_INFINITY) if normal == codec.infinity else I32(_QUIET_NAN)
+    bits = special if normal > codec.finite else bits
+    return _float(I32(bits | _raised(I32(code & codec.sign), codec.sign_shift)))
+
+
+@_inner
+def _store_bfloat16(values: np.ndarray, out: np.ndarray) -> None:
+    """Round float32 to nearest, ties to even; a NaN keeps its sign alone."""
+    for j in range(out.size):
+        bits = _bits(values[j])
+        upper = _shifted(bits, I32(16))
+        nearest = _shifted(I32(I32(bits + I32(0x7FFF)) + I32(upper & I32(1))), I32(16))
+        is_nan = I32(bits & I32(_MAGNITUDE)) > _INFINITY
+        out[j] = np.uint16(I32(I32(upper & I32(0x8000)) | I32(_QUIET_NAN_16)) if is_nan else nearest)
+
+
 def decode(
-    codes: np.ndarray, packed: int, columns: int, table: np.ndarray, scales: np.ndarray, rows: int, width: int,
+    codes: np.ndarray, bits: int, columns: int, element: Codec, scales: np.ndarray, tile: Tile, outer: float,
     out_32: np.ndarray, out_16: np.ndarray,
 ) -> None:  # fmt: skip
-    """``table[code] * scale`` of every element, float32 in `out_32`, or rounded once to bfloat16 in `out_16`."""
-    factors, unpacked = np.empty(columns, np.float32), np.empty(columns + 1, np.uint8)
+    """``dec(code) * scale * outer`` of every element, or ``/ outer``, each product rounded: float32 in `out_32`, or
+    rounded once more to bfloat16 in `out_16`.
+    """
+    single, width = scales.shape[1] == 1, tile.columns
+    segment = SEGMENT if single else columns if width % GROUP else max(SEGMENT // width, 1) * width
+    most = -(-min(segment, columns) // GROUP) * GROUP
+    factors, line, unpacked = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most + 4, np.uint8)
     for row in range(codes.shape[0]):
-        if row % rows == 0:
-            grid = scales[row // rows]
-            for block in range(grid.size):
-                factors[block * width : min((block + 1) * width, columns)] = grid[block]
-        line = codes[row]
-        if packed:
-            pairs = unpacked[: 2 * line.size].view(np.uint16)
-            for j in range(line.size):
-                pairs[j] = np.uint16((I32(line[j]) & 15) | (I32(line[j]) >> 4 << 8))
-        else:
-            for j in range(line.size):
-                unpacked[j] = line[j]
-        if out_32.shape[0]:
-            target = out_32[row]
-            for j in range(target.size):
-                target[j] = table[unpacked[j]] * factors[j]
-        else:
-            target_16 = out_16[row]
-            for j in range(target_16.size):
-                bits = _bits(table[unpacked[j]] * factors[j])
-                upper = _shifted(bits, I32(16))
-                nearest = _shifted(I32(I32(bits + I32(0x7FFF)) + I32(upper & I32(1))), I32(16))
-                is_nan = I32(bits & I32(_MAGNITUDE)) > _INFINITY
-                target_16[j] = np.uint16(I32(I32(upper & I32(0x8000)) | I32(_QUIET_NAN_16)) if is_nan else nearest)
+        grid = scales[row // tile.rows]
+        for start in range(0, columns, segment):
+            stop = min(start + segment, columns)
+            if segment < columns or row % tile.rows == 0:
+                if single:
+                    factors[:] = grid[0]
+                elif width % GROUP == 0:
+                    _spread(grid[start // width :], width, factors[: -(-(stop - start) // GROUP) * GROUP])
+                else:
+                    for block in range(grid.size):
+                        factors[block * width : min((block + 1) * width, columns)] = grid[block]
+            _unpack(codes[row], start, stop, bits, unpacked)
+            values = out_32[row, start:stop] if out_32.shape[0] else line[: stop - start]
+            for j in range(values.size):
+                values[j] = _decoded(I32(unpacked[j]), element) * factors[j]
+            if tile.divides:
+                for j in range(values.size):
+                    values[j] = values[j] / outer
+            elif outer != F32(1):
+                for j in range(values.size):
+                    values[j] = values[j] * outer
+            if out_16.shape[0]:
+                _store_bfloat16(values, out_16[row, start:stop])
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------
+
+
+@numba.njit(error_model="numpy", fastmath={"reassoc"})  # sums in any order, by vectors
+def _energies_of(x: np.ndarray, y: np.ndarray) -> tuple:
+    signal, noise = F32(0), F32(0)
+    for j in range(x.size):
+        is_finite = I32(_bits(x[j]) & I32(_MAGNITUDE)) < _INFINITY
+        value, error = x[j] if is_finite else F32(0), y[j] - x[j] if is_finite else F32(0)
+        signal += value * value
+        noise += error * error
+    return signal, noise
+
+
+def energies(
+    x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, y: np.ndarray, sums: np.ndarray
+) -> None:  # fmt: skip
+    """Sums of x * x and (y - x) * (y - x) over the finite x of every row; float32 in a segment, then float64."""
+    line = np.empty(SEGMENT, np.float32)
+    for row in range(y.shape[0]):
+        for start in range(0, columns, SEGMENT):
+            stop = min(start + SEGMENT, columns)
+            values = line[: stop - start]
+            _widen(x_32, x_16, source, row, start, stop, values)
+            signal, noise = _energies_of(values, y[row, start:stop])
+            sums[row, 0] += signal
+            sums[row, 1] += noise
 
 
 # ---- compilation -------------------------------------------------------------------------------------------------
@@ -611,9 +704,10 @@ _SIGNATURES = {
     cast_rows: [*_SOURCE, _CODEC, _array(types.float32, 1), _BYTES, types.int64],
     cast_blocks: [*_SOURCE, _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _BYTES, types.int64, _BYTES, _FLOATS],
     decode: [
-        _array(types.uint8, 2, readonly=True, aligned=False), types.int64, types.int64, _array(types.float32, 1),
-        _FLOATS, types.int64, types.int64, _FLOATS, _array(types.uint16, 2),
+        _array(types.uint8, 2, readonly=True, aligned=False), types.int64, types.int64, _CODEC, _FLOATS,
+        types.NamedUniTuple(types.int64, len(Tile._fields), Tile), types.float32, _FLOATS, _array(types.uint16, 2),
     ],
+    energies: [*_SOURCE, _FLOATS, _array(types.float64, 2)],
 }  # fmt: skip
 
 
