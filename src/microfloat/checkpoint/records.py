@@ -123,7 +123,9 @@ class Record:
 
         ``code * scale`` is exact, so that the product with the tensor scale, or the quotient by a stored divisor, is
         the only rounding: what the producers of NVFP4 files mean. A Quantized, a QuantizedTensor and a QuantizedArray
-        multiply the two scales first (docs/numerics.md 8.1), which may differ in the last bits. Raises CheckpointError for a record whose scales are missing or of the wrong shape.
+        multiply the two scales first (docs/numerics.md 8.1), which may differ in the last bits.
+
+        Raises CheckpointError for a record whose scales are missing or of the wrong shape.
         """
         dtype = np.dtype(dtype)
         if self.problem is not None:
