@@ -273,20 +273,6 @@ def test_calibration_records_in_compiled_code_what_it_records_in_eager_code() ->
         compiled(layer)(torch.ones(1, 16))
 
 
-def test_an_autocast_inside_compiled_code_is_a_named_error_or_runs_in_eager_mode() -> None:
-    layer = mf.Linear(32, 16)
-    x = torch.randn(8, 32)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with mf.autocast(recipe="mxfp8"):
-            return layer(x)
-
-    for inside in (function, mf.autocast(recipe="mxfp8")(layer)):
-        with pytest.raises(Exception, match=r"around the call of the compiled function.*convert"):
-            compiled(inside)(x)
-        assert torch.equal(torch.compile(inside, backend="aot_eager")(x), function(x))
-
-
 def test_a_backward_outside_the_autocast_recomputes_what_ran_inside() -> None:
     layer = mf.Linear(32, 32)
 

@@ -532,6 +532,13 @@ class NamedRecipe(Recipe):
                 needed = "a value that can be hashed, such as a tuple in place of a list"
                 raise invalid_type(f"{name}.{entry.name}", type(getattr(self, entry.name)), needed) from None
 
+    def _trace(self) -> None:
+        """`__post_init__` in the eyes of torch.compile, which cannot look into Casts: the Gemms are constants."""
+        for name, gemm in zip(GEMMS, gemms_of_constants(*constants_of(self)), strict=True):
+            object.__setattr__(self, name, gemm)
+
+    __post_init__._torchdynamo_inline = _trace  # type: ignore[attr-defined]
+
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         raise NotSupportedError(f"{type(self).__name__}: got no method _table, needed one that returns three Gemms.")
 
@@ -551,6 +558,39 @@ class CustomRecipe(Recipe):
 
     The two operands of a GEMM must be multipliable; one of them may be None, then the other is dequantized.
     """
+
+
+def constants_of(recipe: Recipe) -> tuple:
+    """All that decides a recipe: its class, then strings, numbers and None, which a compiler can guard."""
+    if isinstance(recipe, NamedRecipe):
+        return (type(recipe), recipe.backward, *[getattr(recipe, name) for name in recipe.__match_args__])
+    gemms, made = (recipe.fprop, recipe.dgrad, recipe.wgrad), []
+    for gemm in gemms:
+        texts = [None if cast is None else cast.contents for cast in gemm.casts]
+        made.append((*texts, gemm.accumulate, gemm.path, gemm.from_fprop))
+    return (type(recipe), *made)
+
+
+def recipe_of_constants(cls: type, *constants: Any) -> Recipe:
+    """The recipe whose `constants_of` these are."""
+    from microfloat.recipes._serialize import cast_of
+
+    if issubclass(cls, NamedRecipe):
+        backward, *values = constants
+        return cls(*values, backward=backward)
+    gemms = []
+    for lhs, rhs, *rest in constants:
+        gemms.append(Gemm(lhs and cast_of(lhs), rhs and cast_of(rhs), *rest))
+    return cls(*gemms)
+
+
+def gemms_of_constants(*constants: Any) -> tuple[Gemm, ...]:
+    """The three Gemms of the recipe whose `constants_of` these are."""
+    recipe = recipe_of_constants(*constants)
+    return recipe.fprop, recipe.dgrad, recipe.wgrad
+
+
+gemms_of_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- the table that print(recipe) shows --------------------------------------------------------------------------

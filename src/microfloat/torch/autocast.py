@@ -36,10 +36,14 @@ class autocast:
     precision, delayed-scaling amaxes are recorded), `amax_reduction_group` (process group over which delayed amaxes are
     MAX-reduced; None = world), `backend` ("auto", "reference", "triton", "native").
 
+    Inside a function of torch.compile it is part of the graph (docs/training.md).
+
     Nests; the inner one overrides fully; the state before is restored on any exit. Entering does no device work
     except a pending delayed-scaling update. Raises InvalidTypeError for a wrong recipe and NotSupportedError when one
     instance is entered again before it was left. Source: docs/recipes.md.
     """
+
+    _traced: context.Traced | None = None  # of an instance that compiled code has made
 
     def __init__(
         self,
@@ -50,6 +54,10 @@ class autocast:
         *,
         backend: str = "auto",
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._arguments = enabled, recipe, calibrating, amax_reduction_group, backend
+            self._traced = _trace(*self._arguments)
+            return
         if not (isinstance(enabled, bool) and isinstance(calibrating, bool)):
             name, value = ("calibrating", calibrating) if isinstance(enabled, bool) else ("enabled", enabled)
             hint = "Write @autocast() with parentheses." if callable(value) else "A recipe goes to recipe=."
@@ -91,6 +99,13 @@ class autocast:
         return _decorated(function, self._recreate_cm)
 
     def __enter__(self) -> "autocast":
+        if torch.compiler.is_dynamo_compiling():
+            self._outside = context.TRACED
+            context.TRACED = self._traced
+            return self
+        if self._traced is not None:  # compiled code has made it, and ended its graph before this
+            self.__init__(*self._arguments[:4], backend=self._arguments[4])
+            self._traced = None
         if not self._busy.acquire(blocking=False):
             raise NotSupportedError(
                 "autocast: got one instance entered a second time before it was left, needed one instance per nesting "
@@ -105,7 +120,10 @@ class autocast:
             if ended and (enabled or calibrating):
                 scaling.flush_backward()
                 region = scaling.Region()
-            state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer)
+            is_traced = torch.compiler.is_compiling()
+            if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):
+                context.refuse_state()
+            state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer, is_traced)
             self._entered = region, set_ambient(state)
         except BaseException:
             self._busy.release()
@@ -113,6 +131,9 @@ class autocast:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            context.TRACED = self._outside
+            return
         if self._entered is None:
             raise NotSupportedError(
                 "autocast: got an exit of an instance that is not entered, needed one exit for each enter."
@@ -153,13 +174,25 @@ def _check_group(group: object) -> None:
     )  # fmt: skip
 
 
-# As torch.compiler.disable marks a function, which would import all of Dynamo. It ends the graph here, and the frame
-# runs in eager mode; under fullgraph=True the reason stands in Dynamo's error.
-autocast.__init__._torchdynamo_disable = True  # type: ignore[attr-defined]
-autocast.__init__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "autocast: got `with autocast(...)` inside compiled code, needed it around the call of the compiled function. "
-    "Or pin recipes to layers with microfloat.torch.convert (None: high precision)."
-)
+def _trace(enabled: bool, recipe: Any, calibrating: bool, group: Any, backend: str) -> context.Traced:
+    """The views of an autocast that Dynamo traces; ends the graph before one with state or wrong arguments."""
+    token = context.traced_token(recipe)
+    if token is None or not (enabled is True or enabled is False) or backend not in backends.NAMES:
+        context.refuse_arguments()
+    elif calibrating is not False or group is not None or (enabled and context.is_delayed(token)):
+        context.refuse_state()
+    return context.Traced(token if enabled else context.PLAIN, not enabled, backend)
+
+
+def _run_eagerly(function: Any) -> None:
+    """Let Dynamo inline `function` in what it compiles, but leave alone the calls of it between two graphs."""
+    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
+    _run_eagerly(_method)
 
 
 def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
@@ -240,7 +273,7 @@ def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callabl
 def get_autocast_recipe() -> Recipe | None:
     """The recipe that a layer without one of its own runs here; None = high precision. Also in compiled code."""
     if torch.compiler.is_compiling():
-        token = context.RECIPE
+        token = context.asked().RECIPE
         return None if token == context.PLAIN else context.recipe_of(token)
     state = ambient()
     return state.recipe if state is not None and state.enabled else None
@@ -255,9 +288,10 @@ def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Any = None
 ) -> autocast:
     """Deprecated name of an older TransformerEngine: `autocast(enabled, recipe, calibrating, amax_reduction_group)`."""
-    warnings.warn(
-        "fp8_autocast is deprecated; use microfloat.torch.autocast(recipe=...).", DeprecationWarning, stacklevel=2
-    )
+    if not torch.compiler.is_dynamo_compiling():  # which cannot trace a warning
+        warnings.warn(
+            "fp8_autocast is deprecated; use microfloat.torch.autocast(recipe=...).", DeprecationWarning, stacklevel=2
+        )
     return autocast(enabled, fp8_recipe, calibrating, fp8_group)
 
 
@@ -304,7 +338,8 @@ def checkpoint(
 
 def _has_scales(function: object) -> bool:
     """True where a layer of `function`, as far as can be seen, runs under delayed scaling."""
-    if context.RECIPE != context.PLAIN and context.is_delayed(context.RECIPE):
+    token = context.asked().RECIPE
+    if token != context.PLAIN and context.is_delayed(token):
         return True
     return isinstance(function, nn.Module) and any(scaling.has_buffers(module) for module in function.modules())
 

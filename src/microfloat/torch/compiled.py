@@ -2,8 +2,9 @@
 
 Compiled code cannot read the context variable of `autocast`. It reads attributes of `microfloat.torch.context` instead,
 which Dynamo guards: each call looks them up again in its own thread and task, and an autocast that changes what a layer
-runs finds or compiles other code. Code that runs without its guards, such as an exported program, would not: so the
-operator compares with the true context of its caller, and raises where a layer would run another recipe.
+runs finds or compiles other code. What an autocast inside the compiled function says is a constant of that code. Code
+that runs without its guards, such as an exported program, would not look: so the operator compares with the true
+context of its caller, and raises where a layer would run another recipe.
 
 Legend: M = rows of x, K = in features, N = out features.
 """
@@ -39,7 +40,7 @@ Maybe = torch.Tensor | None
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "linear_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor? seed, Tensor? x_scale, "
-    "Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
+    "Tensor? w_scale, str token, str origin, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
     "bool records) -> Tensor[]"
 )
 # `weight`: the weight alone, or the parts of a QuantizedTensor, which `stored` describes (`describe`).
@@ -56,7 +57,7 @@ _library.define("record_amax_(Tensor(a!) history, Tensor live, str token, str sl
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
 # draws of two layers, which would give each the other's noise.
 _library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-_library.define("check_autocast_(Tensor(a!) marker, bool pinned) -> ()")
+_library.define("check_autocast_(Tensor(a!) marker, str origin) -> ()")
 _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
 )
@@ -91,19 +92,19 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if fuses and not torch.compiler.is_exporting():
         _make_eager_forward()
         return _EAGER_FORWARD(layer, x)
-    pinned = layer._pin_token is not None
-    token = context.RECIPE if not pinned else context.PLAIN if context.ISLAND else layer._pin_token
+    token, origin = context.recipe_here(layer._pin_token)
     weight = layer.weight
     stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
     if token == context.PLAIN:
-        calibrated = context.CALIBRATED and (layer._pin_token or context.CALIBRATED)
+        calibrated = context.asked().CALIBRATED
+        calibrated = calibrated and (layer._pin_token or calibrated)
         if calibrated and context.is_delayed(calibrated):
             check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
             operands = x.detach(), weight.dequantize() if stored else weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
-        if not _exports_plainly and (not pinned or layer._pin_token != context.PLAIN):
-            torch.ops.microfloat.check_autocast_(MARKER, pinned)
+        if not _exports_plainly and origin != "code" and layer._pin_token != context.PLAIN:
+            torch.ops.microfloat.check_autocast_(MARKER, origin)
         if not stored:
             return layer._plain(x)
         token = token_of_high_precision()
@@ -119,7 +120,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if context.is_static(token):
             scales = static_amax(layer), None
         return _in_torch_operations(x, weight, layer.bias, token, scales, compute)
-    backend = context.BACKEND if layer.backend == "auto" else layer.backend
+    backend = context.asked().BACKEND if layer.backend == "auto" else layer.backend
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     state: tuple[Maybe, ...] = (None, None, None, None)
     number = -1
@@ -129,7 +130,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     elif context.is_static(token):
         state = (static_amax(layer), None, None, None)
     outputs = _CompiledLinear.apply(
-        x, weight, layer.bias, seed, *state, stored, token, pinned, backend, compute, number,
+        x, weight, layer.bias, seed, *state, stored, token, origin, backend, compute, number,
         torch.is_grad_enabled(),
     )  # fmt: skip
     return recorded(layer, outputs, token, number)
@@ -164,7 +165,7 @@ def abstract_linear(
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
     stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
     return _CompiledLinear.apply(
-        x, weight, bias, seed, scale, scale, scale, None, stored, token, True, backend, compute, -1,
+        x, weight, bias, seed, scale, scale, scale, None, stored, token, "layer", backend, compute, -1,
         torch.is_grad_enabled(),
     )  # fmt: skip
 
@@ -208,7 +209,7 @@ class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-        dy_scale: Maybe, dy_history: Maybe, stored: str, token: str, pinned: bool, backend: str, compute: torch.dtype,
+        dy_scale: Maybe, dy_history: Maybe, stored: str, token: str, origin: str, backend: str, compute: torch.dtype,
         number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         wants_dx, wants_dw = x.requires_grad and has_grad, weight.requires_grad and has_grad
@@ -223,7 +224,7 @@ class _CompiledLinear(torch.autograd.Function):
             x_scale,
             w_scale,
             token,
-            pinned,
+            origin,
             backend,
             compute,
             wants_dx,
@@ -319,11 +320,11 @@ def cast_inputs(
 
 def _linear_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-    token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    token: str, origin: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    check_caller(token, pinned)
+    check_caller(token, origin)
     if x.numel() == 0:  # no schedule: nothing is multiplied
-        shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, pinned, backend, compute)
+        shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, origin, backend, compute)
         return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
     weight = rebuilt(parts, stored)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
@@ -417,11 +418,14 @@ def _linear_backward(
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 
-def check_caller(token: str, pinned: bool) -> None:
-    """Raise where the recipe that was compiled is not the one that the caller's autocast asks for."""
-    if torch._C._current_graph_task_id() != -1 or token == token_of_high_precision():
-        return  # run again by a backward, whose context is not that of the forward
-    stale = context.ISLAND is not (token == context.PLAIN) if pinned else token != context.RECIPE
+def check_caller(token: str, origin: str) -> None:
+    """Raise where the recipe that was compiled is not the one that the caller's autocast asks for.
+
+    `origin`: who has named the recipe. That of "code", an autocast inside what was compiled, holds for every caller.
+    """
+    if origin == "code" or torch._C._current_graph_task_id() != -1 or token == token_of_high_precision():
+        return  # or run again by a backward, whose context is not that of the forward
+    stale = context.ISLAND is not (token == context.PLAIN) if origin == "layer" else token != context.RECIPE
     if stale:
         raise NotSupportedError(
             "compiled code: got code of another recipe than the caller's autocast asks for, because its guards were "
@@ -430,8 +434,8 @@ def check_caller(token: str, pinned: bool) -> None:
         )
 
 
-def _check_autocast_(marker: torch.Tensor, pinned: bool) -> None:
-    check_caller(context.PLAIN, pinned)
+def _check_autocast_(marker: torch.Tensor, origin: str) -> None:
+    check_caller(context.PLAIN, origin)
 
 
 def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
@@ -461,7 +465,7 @@ def _is_delayed(cast: Cast | None) -> bool:
 
 def _fake_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-    token: str, pinned: bool, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
+    token: str, origin: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     weight = rebuilt(parts, stored)
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]

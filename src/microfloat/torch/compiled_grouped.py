@@ -37,7 +37,7 @@ __all__ = ["compiled_grouped"]
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "grouped_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor ends, Tensor? seed, "
-    "Tensor? x_scale, Tensor? w_scale, str token, bool pinned, str backend, ScalarType compute, "
+    "Tensor? x_scale, Tensor? w_scale, str token, str origin, str backend, ScalarType compute, "
     "bool records) -> Tensor[]"
 )
 _library.define(
@@ -55,18 +55,18 @@ def compiled_grouped(
     """A grouped call as Dynamo traces it; `layer`: the holder of delayed-scaling state, or None."""
     if getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled():
         raise NotSupportedError(MAIN_GRAD)
-    pinned = pin_token is not None
-    token = context.RECIPE if pin_token is None else context.PLAIN if context.ISLAND else pin_token
+    token, origin = context.recipe_here(pin_token)
     refuse_transforms("forward", x)
     check_grouped(x, weight, bias)
     ends = groups_of(group_sizes, x, weight.shape[0]).ends
     if token == context.PLAIN:
-        torch.ops.microfloat.check_autocast_(MARKER, pinned)
-        token, pinned = token_of_high_precision(), True
+        if origin != "code":
+            torch.ops.microfloat.check_autocast_(MARKER, origin)
+        token = token_of_high_precision()
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
-    backend = context.BACKEND if backend == "auto" else backend
+    backend = context.asked().BACKEND if backend == "auto" else backend
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     state: tuple[Maybe, ...] = (None, None, None, None)
     number = -1
@@ -78,7 +78,7 @@ def compiled_grouped(
     elif context.is_static(token):
         state = (static_amax(layer), None, None, None)
     outputs = _CompiledGrouped.apply(
-        x, weight, bias, ends, seed, *state, token, pinned, backend, compute, number, torch.is_grad_enabled()
+        x, weight, bias, ends, seed, *state, token, origin, backend, compute, number, torch.is_grad_enabled()
     )
     return recorded(layer, outputs, token, number)
 
@@ -87,14 +87,14 @@ class _CompiledGrouped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-        w_scale: Maybe, dy_scale: Maybe, dy_history: Maybe, token: str, pinned: bool, backend: str,
+        w_scale: Maybe, dy_scale: Maybe, dy_history: Maybe, token: str, origin: str, backend: str,
         compute: torch.dtype, number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         records = has_grad and dy_history is not None
         stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
         weights = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
         outputs = torch.ops.microfloat.grouped_forward(
-            x, weights, stored, bias, ends, seed, x_scale, w_scale, token, pinned, backend, compute, records
+            x, weights, stored, bias, ends, seed, x_scale, w_scale, token, origin, backend, compute, records
         )
         ctx.save_for_backward(x, ends, seed, x_scale, w_scale, *weights)
         ctx.stored = stored
@@ -134,10 +134,10 @@ def _schedule(
 
 def _grouped_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, ends: torch.Tensor, seed: Maybe,
-    x_scale: Maybe, w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
+    x_scale: Maybe, w_scale: Maybe, token: str, origin: str, backend: str, compute: torch.dtype, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     if token != token_of_high_precision():
-        check_caller(token, pinned)
+        check_caller(token, origin)
     weight = rebuilt(parts, stored)
     schedule, groups = _schedule(x, weight, bias, token, backend, compute, False, False), Groups(ends, x.shape[0])
     is_static = schedule.is_static
@@ -181,7 +181,7 @@ def _grouped_backward(
 
 def _fake_forward(
     x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, ends: torch.Tensor, seed: Maybe,
-    x_scale: Maybe, w_scale: Maybe, token: str, pinned: bool, backend: str, compute: torch.dtype, records: bool,
+    x_scale: Maybe, w_scale: Maybe, token: str, origin: str, backend: str, compute: torch.dtype, records: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     y = x.new_empty((x.shape[0], rebuilt(parts, stored).shape[1]), dtype=compute)
     return [y, x.new_empty(8, dtype=torch.float32)] if records else [y]

@@ -2,25 +2,30 @@
 
 Dynamo can neither trace a context variable nor guard it, but it guards attributes of a module, and strings by their
 value. So compiled code reads attributes of this module, in which a recipe is a string, its token: equal recipes never
-recompile, and a changed one always does.
+recompile, and a changed one always does. An autocast inside the compiled function is known while Dynamo traces: it sets
+`TRACED`, which is read in place of these attributes, and is None whenever code runs.
 """
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from microfloat.errors import InvalidValueError, NotSupportedError
-from microfloat.recipes import CustomRecipe, Gemm, Recipe
+from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedError
+from microfloat.recipes import CustomRecipe, Gemm, Recipe, get_default_recipe
+from microfloat.recipes.core import constants_of, recipe_of_constants
+from microfloat.recipes.names import as_recipe
 from microfloat.torch import scaling
 from microfloat.torch.reduction import Group
 
 __all__ = [
-    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "ambient", "canonical", "entered", "is_delayed", "is_static",
-    "is_stochastic", "keeps_x", "recipe_of", "reset_ambient", "set_ambient", "token_of",
+    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "Traced", "ambient", "asked", "canonical", "entered", "is_delayed",
+    "is_static", "is_stochastic", "keeps_x", "recipe_here", "recipe_of", "refuse_arguments", "refuse_state",
+    "reset_ambient", "set_ambient", "token_of", "traced_token",
 ]  # fmt: skip
 
 
@@ -55,6 +60,7 @@ class Ambient(NamedTuple):
     replay: Iterator[dict[str, torch.Tensor]] | None = None
     owner: object = None  # who leaves this state again
     outer: "Ambient | None" = None
+    is_traced: bool = False  # entered by code that `torch.export` runs to trace it, so that it is part of the program
 
 
 _AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
@@ -164,6 +170,35 @@ def keeps_x(token: str) -> bool:
     return token[2] == "x"
 
 
+def traced_token(recipe: Recipe | str | None) -> str | None:
+    """The token of an argument `recipe` of an autocast in compiled code; None for one that eager code refuses.
+
+    Dynamo reads the fields of a recipe, and guards them by value. A recipe that the compiled function itself has made
+    is nothing but its fields.
+    """
+    if recipe is None or isinstance(recipe, str):
+        return _token_of_name(recipe)
+    return _token_of_constants(*constants_of(recipe)) if isinstance(recipe, Recipe) else None
+
+
+def _token_of_name(name: str | None) -> str | None:
+    try:
+        return token_of(get_default_recipe() if name is None else as_recipe(name))
+    except MicrofloatError:
+        return None
+
+
+def _token_of_constants(*constants: Any) -> str | None:
+    try:
+        return token_of(recipe_of_constants(*constants))
+    except MicrofloatError:
+        return None
+
+
+for _function in (_token_of_name, _token_of_constants):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # The ambient state as compiled code asks for it, as constants.
 _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
     # The token of the recipe that a layer of no recipe of its own runs.
@@ -182,3 +217,66 @@ def __getattr__(name: str) -> Any:
     if view is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return view(_AMBIENT.get())
+
+
+class Traced(NamedTuple):
+    """The views of an autocast inside the function that Dynamo traces."""
+
+    RECIPE: str
+    ISLAND: bool
+    BACKEND: str
+    CALIBRATED: str = PLAIN
+
+
+TRACED: Traced | None = None
+_this_module = sys.modules[__name__]
+
+
+def asked() -> Any:
+    """The owner of the views that hold here: the autocast that is being traced, else this module."""
+    return _this_module if TRACED is None else TRACED
+
+
+def recipe_here(pin_token: str | None) -> tuple[str, str]:
+    """The token of the recipe that a layer runs in compiled code, and who names it: "layer", "caller" or "code".
+
+    `pin_token`: that of the layer's own recipe, if it has one. Ends the graph at delayed scaling inside an autocast
+    that is traced.
+    """
+    views = asked()
+    token = views.RECIPE if pin_token is None else PLAIN if views.ISLAND else pin_token
+    if not _is_by_code():
+        return token, "caller" if pin_token is None else "layer"
+    if token != PLAIN and is_delayed(token):
+        refuse_state()
+    return token, "code"
+
+
+def _is_by_code() -> bool:
+    """True where the autocast is part of the code that is compiled or exported, and not its caller's."""
+    if torch.compiler.is_dynamo_compiling():
+        return TRACED is not None
+    state = _AMBIENT.get()
+    return state is not None and state.is_traced
+
+
+def _ends_the_graph(reason: str) -> Callable[[], NoReturn]:
+    """A function at which Dynamo ends the graph, so that what is around it runs in eager mode; else it raises."""
+
+    def refuse() -> NoReturn:
+        raise NotSupportedError(reason)
+
+    # As torch.compiler.disable marks a function, which would import all of Dynamo.
+    refuse._torchdynamo_disable, refuse._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return refuse
+
+
+refuse_state = _ends_the_graph(
+    "autocast: got delayed scaling, calibrating or a group of processes in an autocast inside compiled code, needed "
+    "the autocast around the call of the compiled function, since its exit updates the scales. Or leave fullgraph=True "
+    "out: the code inside then runs in eager mode."
+)
+refuse_arguments = _ends_the_graph(
+    "autocast: got arguments that eager mode refuses, or a recipe that is no constant, inside compiled code. Call the "
+    "function without torch.compile to see which; make recipes outside of the function."
+)

@@ -372,7 +372,7 @@ def linear(
     """
     pinned, token = (UNPINNED, None) if recipe is None else pinned_to(recipe)
     if torch.compiler.is_compiling():
-        asked = context.RECIPE if token is None else token
+        asked = context.asked().RECIPE if token is None else token
         is_delayed = asked != context.PLAIN and context.is_delayed(asked)
     else:
         backends.check_name(backend)
