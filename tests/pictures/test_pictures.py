@@ -1,5 +1,6 @@
 """Pictures show what they are given, and need no window system."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -39,6 +40,24 @@ def test_the_overview_has_a_panel_for_each_format_and_frames_the_worst():
     frame = figure.axes[0].lines[0].get_xydata().mean(0)
     assert round(float(frame[0])) == 2  # the third block
     assert overview([], {}, {}, "nothing").axes
+
+
+def test_a_result_that_is_nan_is_the_worst_and_shares_end_at_100():
+    layers = [Layer(f"layers.{i}.up.weight", 1.0, 4.0, {"mxfp8": value}) for i, value in enumerate((9.0, np.nan, 31.0))]
+    figure = overview(layers, {"as stored": 16.0}, {"mxfp8": {-3: 1.0}}, "title")
+    assert [text.get_text() for text in figure.axes[0].texts] == ["9.0", "nan", "31.0"]
+    assert round(float(figure.axes[0].lines[0].get_xydata().mean(0)[0])) == 1
+    (histogram,) = [axes for axes in figure.axes if axes.get_xlabel() == "block scale"]
+    assert max(histogram.get_yticks()) == 100
+
+
+def test_labels_of_values_do_not_overlap():
+    for elements in ([E2M1], list(ELEMENTS.values())):
+        figure = pictures.relative_gaps(elements)
+        figure.canvas.draw()
+        boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.x0)
+        assert len(boxes) >= 3
+        assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_errors_are_counted_by_magnitude():

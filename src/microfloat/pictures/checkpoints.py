@@ -78,7 +78,7 @@ def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], f
         for i, name in enumerate(formats):
             value = layer.sqnr_db.get(name)
             if value is not None:
-                cubes[i, kinds.index(layer.kind), place[layer.index]] = value
+                cubes[i, kinds.index(layer.kind), place[layer.index]] = -np.inf if np.isnan(value) else value
     finite = cubes[np.isfinite(cubes)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
@@ -93,10 +93,10 @@ def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], f
         panel.tick_params(length=0)
         for (row, column), value in np.ndenumerate(cells):
             if small and not np.isnan(value):
-                color = "black" if value > low + 0.6 * (high - low) else "white"
-                text = "=" if np.isinf(value) else f"{value:.1f}"
+                color = "white" if np.isfinite(value) and value <= low + 0.6 * (high - low) else "black"
+                text = "=" if value == np.inf else f"{value:.1f}" if np.isfinite(value) else "nan"
                 panel.text(column, row, text, ha="center", va="center", size=7.5, color=color)
-        if shown.size > 1:
+        if shown.size and np.count_nonzero(~np.isnan(cells)) > 1:
             row, column = np.unravel_index(np.nanargmin(cells), cells.shape)
             panel.plot(
                 [column - 0.5, column + 0.5, column + 0.5, column - 0.5, column - 0.5],
@@ -143,7 +143,7 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
             layer.name.removesuffix(".weight"), where, xytext=(0, 6), textcoords="offset points", size=7, ha="center"
         )
     if len(kinds) <= len(CYCLE) and shown:
-        axes.legend(fontsize=7, framealpha=0.6)
+        axes.legend(fontsize=7, framealpha=0.6, loc="lower right")  # few crest factors are as small as 2
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)
     clean(axes)
@@ -160,6 +160,7 @@ def _histogram(axes: "Axes", exponents: Mapping[str, Mapping[int, float]]) -> No
             axes.step(places, heights, where="mid", color=CYCLE[number % len(CYCLE)], label=name)
     axes.set(xlabel="block scale", ylabel="% of the scales", title="exponents of block scales")
     axes.set_ylim(0, 1.3 * max([axes.get_ylim()[1], 1.0]))
+    axes.set_yticks([share for share in axes.get_yticks() if share <= 100])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     if exponents:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["magnitudes", "number_lines", "relative_gaps"]
 
 _HALF = 0.32  # of the height of a line's ticks, in rows
+_LABEL = 0.027  # of the width of an axis that the label of a value takes
 
 
 def magnitudes(element: ElementFormat) -> np.ndarray:
@@ -83,8 +84,10 @@ def relative_gaps(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) 
     gaps.grid(axis="y", alpha=0.3)
     clean(gaps)
     for row, element in enumerate(reversed(elements)):
-        values = magnitudes(element)[1:]
-        for value in values if len(values) < 12 else ():
-            lines.text(np.log2(value), row + _HALF + 0.05, f"{value:g}", ha="center", size=8)
+        values, above = magnitudes(element)[1:], np.inf
+        for value in values[::-1] if len(values) < 12 else ():
+            if above - np.log2(value) >= _LABEL * np.ptp(lines.get_xlim()):
+                above = np.log2(value)
+                lines.text(above, row + _HALF + 0.05, f"{value:g}", ha="center", size=8)
     lines.set_title("Every magnitude of the format (orange: subnormal)", size=11)
     return figure
