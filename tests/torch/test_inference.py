@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
 ]
+QKV = ("q_proj", "k_proj", "v_proj")
 FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128")
 ACTIVATIONS = ("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
 
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
     def __init__(self, size: int = 72, hidden: int = 96) -> None:
         super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj"):
+        for name in QKV:
             setattr(self, name, nn.Linear(size, size))
         self.gate_proj, self.up_proj = nn.Linear(size, hidden, bias=False), nn.Linear(size, hidden, bias=False)
         self.down_proj, self.lm_head = nn.Linear(hidden, size), nn.Linear(size, 10)
@@ -87,15 +88,15 @@ def test_activations_and_weights_of_two_formats() -> None:
 
 def test_fused_groups_share_one_tensor_scale() -> None:
     model = made(WeightOnly("nvfp4"))
-    q, k, v = (getattr(model, name).weight for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (getattr(model, name).weight for name in QKV)
     plain = made()
-    amax = max(float(getattr(plain, name).weight.detach().abs().max()) for name in ("q_proj", "k_proj", "v_proj"))
+    amax = max(float(getattr(plain, name).weight.detach().abs().max()) for name in QKV)
     for one, name in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj")):
         assert torch.equal(one.detach(), mf.quantize(getattr(plain, name).weight, "nvfp4", amax=amax))
     assert torch.equal(model.gate_proj.weight.tensor_scale, model.up_proj.weight.tensor_scale)
     assert torch.equal(torch.cat([q, k, v])[72:144], k)  # what a serving engine makes of them
     alone = made(WeightOnly("nvfp4"), fuse=())
-    assert len({float(getattr(alone, name).weight.tensor_scale) for name in ("q_proj", "k_proj", "v_proj")}) == 3
+    assert len({float(getattr(alone, name).weight.tensor_scale) for name in QKV}) == 3
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"])
@@ -116,6 +117,39 @@ def test_searched_scales_err_no_more_in_any_block(fmt) -> None:
     assert errors[1].sum() <= errors[0].sum()
     if fmt in ("nvfp4", "mxfp4"):
         assert errors[1].sum() < 0.99 * errors[0].sum()
+
+
+def test_a_searched_scale_of_a_fused_group_is_one() -> None:
+    torch.manual_seed(3)
+    model = made()
+    with torch.no_grad():
+        model.k_proj.weight[0, 0] = 4 * model.q_proj.weight.abs().max()  # worth clipping, for the group
+    alone, plain = copy.deepcopy(model), copy.deepcopy(model)
+    mf.quantize_(model, WeightOnly("fp8_tensor", scale_search="mse"))
+    mf.quantize_(alone, WeightOnly("fp8_tensor", scale_search="mse"), fuse=())
+    assert len({float(getattr(alone, name).weight.scale) for name in QKV}) == 3
+    assert len({float(getattr(model, name).weight.scale) for name in QKV}) == 1
+    weights = [getattr(plain, name).weight.detach().float() for name in QKV]
+    largest = torch.cat(weights).abs().max()
+
+    def error(ratio):
+        amax = largest * ratio
+        return sum((mf.quantize(w, "fp8_tensor", amax=amax).dequantize() - w).square().sum() for w in weights)
+
+    best = min((1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), key=error)
+    assert best < 1
+    assert float(model.q_proj.weight.scale) == float(
+        mf.quantize(torch.ones(1), "fp8_tensor", amax=largest * best).scale
+    )
+
+
+def test_nvfp4_folded_to_fp8_blocks_errs_as_stated() -> None:
+    exponents = torch.randint(-20, 1, (16, 256)).repeat_interleave(16, 1)[:, :256].repeat_interleave(8, 0)
+    values = mf.quantize(torch.randn(128, 256) * torch.exp2(exponents.float()), "nvfp4").dequantize()
+    error = (mf.quantize(values, "fp8_128x128").dequantize() - values).abs()
+    largest = values.abs().view(128, 2, 128).amax((0, 2)).repeat_interleave(128)
+    assert (error <= torch.maximum(values.abs() * 2.0**-4, largest * 2.0**-17.8)).all()
+    assert (error > values.abs() * 2.0**-4).any()
 
 
 def test_four_over_six_is_a_rule_of_the_oracle() -> None:

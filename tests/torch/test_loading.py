@@ -59,7 +59,8 @@ FAMILIES = (
     (WeightOnly("nvfp4"), "modelopt:nvfp4"), (WeightActivation("nvfp4", scales="static"), "modelopt:nvfp4"),
     (WeightOnly("mxfp6_e3m2"), "microfloat:native"), (WeightActivation("mxfp8"), "ct:mxfp8"),
     (WeightOnly("mxfp4"), "ct:mxfp4"), (WeightActivation("fp8_tensor", scales="static"), "ct:fp8"),
-    (WeightActivation("fp8_1x128"), "deepseek:fp8"),
+    (WeightActivation("fp8_1x128"), "deepseek:fp8"), (WeightActivation("mxfp8"), "microfloat:native"),
+    (WeightActivation("fp8_tensor", scales="static"), "microfloat:native"),
 )  # fmt: skip
 
 
@@ -89,8 +90,26 @@ def test_a_config_may_replace_that_of_the_checkpoint(tmp_path) -> None:
     model = made()
     mf.load_quantized(tmp_path / "model", model, config=WeightOnly("mxfp8"))
     assert model.up_proj.pinned == WeightOnly("mxfp8")
+    unchanged = made()
     with pytest.raises(InvalidValueError, match="stored"):
-        mf.load_quantized(tmp_path / "model", made(), config=WeightOnly("nvfp4"))
+        mf.load_quantized(tmp_path / "model", unchanged, config=WeightOnly("nvfp4"))
+    assert all(torch.equal(a, b) for a, b in zip(unchanged.parameters(), made().parameters(), strict=True))
+
+
+def test_a_config_is_that_of_the_layers_in_its_format(tmp_path) -> None:
+    mf.save_quantized(made({"up_proj": WeightOnly("nvfp4"), "*_proj": WeightActivation("mxfp8")}), tmp_path / "model")
+    model, config = made(), WeightOnly("nvfp4", prefill="folded")
+    mf.load_quantized(tmp_path / "model", model, config=config)
+    assert model.up_proj.pinned == config
+    assert model.down_proj.pinned.fprop == WeightActivation("mxfp8").fprop
+
+
+def test_a_linear_weight_the_other_way_round_does_not_fit(tmp_path) -> None:
+    mf.save_quantized(made(WeightOnly("nvfp4")), tmp_path / "model")
+    model = made()
+    model.down_proj = nn.Linear(*model.down_proj.weight.shape, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has shape"):
+        mf.load_quantized(tmp_path / "model", model)
 
 
 def test_names_and_shapes_that_do_not_fit_are_all_listed(tmp_path) -> None:

@@ -72,9 +72,10 @@ class WeightOnly(_Inference):
     whichever errs less) or "mse" (any format: each block takes the candidate scale of the smallest squared error);
     None takes the format's own rule. `prefill` "folded": calls of `prefill_rows` rows (tokens) or more multiply on FP8
     tensor cores instead. An MX weight is then folded as ``path="folded"`` does (at most 2^-17.8 of a group's amax is
-    lost, docs/numerics.md 9), any other is quantized once more, to FP8 with 128x128 scales (a relative error of at most
-    2^-4 of an element, besides its own), and activations are quantized too: MXFP8, or FP8 with 1x128 scales. The codes
-    are kept; the folded weight, a byte for each element, is made at the first such call. Source: docs/inference.md.
+    lost, docs/numerics.md 9), any other is quantized once more, to FP8 with 128x128 scales (an error of at most 2^-4 of
+    an element, or 2^-17.8 of the largest of its 128x128 block where that is more, besides its own), and activations are
+    quantized too: MXFP8, or FP8 with 1x128 scales. The codes are kept; the folded weight, a byte for each element, is
+    made at the first such call. Source: docs/inference.md.
     """
 
     format: str = "nvfp4"

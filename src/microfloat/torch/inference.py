@@ -76,19 +76,22 @@ def quantize_(
             "an nn.Linear or a GroupedLinear that filter and exclude leave in", "exclude=() excludes nothing.",
         )  # fmt: skip
     amaxes: dict[str, torch.Tensor | None] = {}  # of each group, before any of its members is written
-    groups: dict[tuple[str, Cast], list[str]] = {}
+    groups: dict[tuple[str, Cast, str | None], list[str]] = {}
     for name, recipe in configs.items():
         key = fused_group(name, fused)
         if key is not None:
-            groups.setdefault((key, recipe.fprop.rhs), []).append(name)
-    for (_, cast), members in groups.items():
-        amaxes.update(dict.fromkeys(members, _shared_amax([layers[name].weight for name in members], cast)))
+            groups.setdefault((key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
+    for (_, cast, search), members in groups.items():
+        weights = [layers[name].weight.detach() for name in members]
+        amaxes.update(dict.fromkeys(members, _shared_amax(weights, cast, search)))
     stored: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, which stays alive meanwhile
     for name, recipe in configs.items():
         layer, weight = layers[name], layers[name].weight
         if id(weight) not in stored:
             try:
-                q = searched(weight.detach(), recipe.fprop.rhs, amaxes.get(name), recipe.scale_search)
+                amax, cast = amaxes.get(name), recipe.fprop.rhs
+                search = None if amax is not None and cast.format.is_per_tensor else recipe.scale_search
+                q = searched(weight.detach(), cast, amax, search)
             except MicrofloatError as error:
                 raise with_path(error, name) from None
             stored[id(weight)] = weight, nn.Parameter(q, requires_grad=weight.requires_grad)
@@ -126,8 +129,11 @@ def _why_not_stored(layer: nn.Module) -> str | None:
     return None
 
 
-def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast) -> torch.Tensor | None:
-    """The largest amax of the weights, float32 (), or [E] of experts; None where no amax of theirs is shared."""
+def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast, search: str | None) -> torch.Tensor | None:
+    """The amax behind the scale that weights share, float32 (), or [E] of experts; None where they share none.
+
+    The largest of theirs; where the one scale of a tensor is searched, that of the smallest error of all together.
+    """
     if len(weights) < 2 or not cast.takes_amax or cast.tensor_scale == "row" or weights[0].is_meta:
         return None
     if len({weight.shape[:-2] for weight in weights}) > 1:
@@ -138,6 +144,9 @@ def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast) -> torch.Tensor | 
         experts = [amax(one) for one in weight] if weight.dim() == 3 else [amax(weight)]
         measured.append(torch.stack([one.reshape(()) for one in experts]).to(weights[0].device))
     largest = torch.stack(measured).amax(0)
+    if search == "mse" and cast.format.is_per_tensor:
+        experts = zip(*(weight if weight.dim() == 3 else [weight] for weight in weights), strict=True)
+        largest = torch.stack([_best_amax(those, cast, amax) for those, amax in zip(experts, largest, strict=True)])
     return largest if weights[0].dim() == 3 else largest[0]
 
 
@@ -159,23 +168,31 @@ def searched(
         amaxes = [None] * len(weight) if amax is None else amax.unbind()
         made = [searched(one, cast, own, scale_search) for one, own in zip(weight, amaxes, strict=True)]
         return torch.stack(made)  # type: ignore[arg-type,return-value]
+    is_searched = scale_search == "mse" and not weight.is_meta and weight.numel() > 0
+    if is_searched and cast.format.is_per_tensor:
+        amax = _best_amax([weight], cast, _held_amax(weight, cast) if amax is None else amax)
     best = quantize(weight, cast, amax=amax)
-    if scale_search != "mse" or weight.is_meta or not weight.numel():
+    if not is_searched or cast.format.is_per_tensor:
         return best
-    if cast.format.is_per_tensor:
-        largest = backends.choose("auto", weight.device).amax(weight) if amax is None else amax
-        candidates = [best, *(quantize(weight, cast, amax=largest * ratio) for ratio in _RATIOS)]
-        errors = torch.stack([_error(one, weight, None).sum() for one in candidates])
-        return candidates[int(errors.argmin())]
     if best.tensor_scale is not None and amax is None:
         amax = _held_amax(weight, cast)
-    lowest = _error(best, weight, cast.format.block)
+    lowest = _error(best, weight)
     for one in _candidates(weight, cast, amax):
-        error = _error(one, weight, cast.format.block)
+        error = _error(one, weight)
         is_better = error < lowest
         lowest = torch.where(is_better, error, lowest)
         _take_blocks(best, one, is_better)
     return best
+
+
+def _best_amax(weights: Sequence[torch.Tensor], cast: Cast, amax: torch.Tensor) -> torch.Tensor:
+    """The amax, or a part of it, under whose one scale the squared error of all weights is smallest."""
+    candidates = [amax, *(amax * ratio for ratio in _RATIOS)]
+    errors = [
+        torch.stack([_error(quantize(one, cast, amax=part), one).sum().to(amax.device) for one in weights]).sum()
+        for part in candidates
+    ]
+    return candidates[int(torch.stack(errors).argmin())]
 
 
 def _held_amax(weight: torch.Tensor, cast: Cast) -> torch.Tensor:
@@ -212,10 +229,9 @@ def _spread(blocks: torch.Tensor, block: tuple[int | None, int | None], shape: S
     return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-def _error(q: QuantizedTensor, weight: torch.Tensor, block: tuple[int | None, int | None] | None) -> torch.Tensor:
-    """Squared error of each block; `block` None: of each element."""
-    squares = (q.dequantize(torch.float32) - weight.float()).square()
-    return squares if block is None else _blocks(squares, block).sum((1, 3))
+def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+    """Squared error of each block."""
+    return _blocks((q.dequantize(torch.float32) - weight.float()).square(), q.format.block).sum((1, 3))
 
 
 def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from microfloat.errors import CheckpointError, InvalidValueError, NotSupportedError, invalid_value
+from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
@@ -58,7 +59,8 @@ def load_quantized(
     that is ambiguous. `strict` False loads the names that both have.
 
     Warns of layers that engines join and whose scales differ. Raises CheckpointError for damaged files, and for names
-    and shapes that do not fit, all of them listed; then nothing has changed.
+    and shapes that do not fit, all of them listed, InvalidValueError for a config of other weights; then nothing has
+    changed.
     """
     from microfloat import checkpoint
 
@@ -71,9 +73,12 @@ def load_quantized(
         return {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     _check_names(model, loaded, strict)
+    stored = {record.format.name for record in loaded.values() if record.format is not None}
+    if config is not None and _weight_format(config).name not in stored:
+        raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     rows = []
     for name, record in loaded.items():
-        row = _load_one(model, name, record, config, device)
+        row = _load_one(model, name, record, loaded, config, device)
         rows += [] if row is None else [row]
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
@@ -97,7 +102,8 @@ def _check_names(model: nn.Module, loaded: Mapping[str, Any], strict: bool) -> N
         problems += [f"{name} is unknown to the model" for name in loaded if not _is_taken(name, existing)]
     for name, record in loaded.items():
         shape = tuple(record.logical_shape)
-        turned = (*shape[:-2], *shape[:-3:-1]) if record.format is not None else shape
+        # Experts of some families are stored the other way round.
+        turned = (shape[0], shape[2], shape[1]) if record.format is not None and len(shape) == 3 else shape
         if name in existing and tuple(existing[name].shape) not in (shape, turned):
             problems.append(f"{name} has shape {shape}, the model's {tuple(existing[name].shape)}")
     if problems:
@@ -113,17 +119,14 @@ def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def _load_one(
-    model: nn.Module, name: str, record: Any, config: Config | None, device: Any
+    model: nn.Module, name: str, record: Any, loaded: Mapping[str, Any], config: Config | None, device: Any
 ) -> ConversionRow | None:  # fmt: skip
-    """Load one record; the row of a quantized one."""
+    """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
     if not _has(model, parent):
         return None
     module: Any = model.get_submodule(parent)
     old = getattr(module, key, None)
-    if key == "input_amax" and isinstance(module, RecipeLayer):
-        module.register_buffer(key, _tensor_of(record, torch.float32).to(module.weight.device))
-        return None
     if not isinstance(old, torch.Tensor):
         return None
     target = old.device if not old.is_meta else torch.device("cpu" if device is None else device)
@@ -144,7 +147,9 @@ def _load_one(
                 if role in record.extras:
                     setattr(module, role, float(np.asarray(record.extras[role], np.float32).reshape(-1)[0]))
             if chosen.is_static:
-                module.register_buffer("input_amax", _static_amax(record, chosen, target))
+                amax = loaded.get(f"{parent}.input_amax")
+                kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
+                module.register_buffer("input_amax", kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
     values = tensor.dequantize(old.dtype)
     _take(module, key, old, values if values.shape == old.shape else values.transpose(-1, -2).contiguous())
@@ -200,13 +205,16 @@ def _is_one_level(q: QuantizedTensor) -> bool:
     return q.format.scale.name == "E4M3" and q.tensor_scale is None
 
 
+def _weight_format(config: Config) -> ScaledFormat:
+    cast = config.fprop.rhs
+    assert cast is not None
+    return cast.format
+
+
 def _config_of(record: Any, tensor: QuantizedTensor, config: Config | None) -> tuple[Config, str]:
     """The config of a layer, and why it is not the one that its checkpoint asks for."""
     fmt = record.format.name
-    if config is not None:
-        stored = config.fprop.rhs
-        if stored is not None and stored.format != record.format:
-            raise invalid_value("config", f"{config!r}", f"one for weights in {fmt}, as {record.name} is stored")
+    if config is not None and _weight_format(config) == record.format:
         return config, ""
     scheme, inputs = record.activation.get("scheme", "none"), record.activation.get("format")
     if scheme == "none":
@@ -218,7 +226,7 @@ def _config_of(record: Any, tensor: QuantizedTensor, config: Config | None) -> t
         return WeightOnly(fmt), f"activations stay in high precision: {str(error).partition('.')[0]}"
 
 
-def _static_amax(record: Any, config: Config, device: torch.device) -> torch.Tensor:
+def _static_amax(record: Any, config: Config) -> torch.Tensor:
     """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity)."""
     x = config.fprop.lhs
     scale = record.activation.get("scale")
@@ -226,7 +234,7 @@ def _static_amax(record: Any, config: Config, device: torch.device) -> torch.Ten
         raise NotSupportedError(f"{record.name}: got static activations without a scale.")
     capacity = x.format.element.max if x.rule.two_level is None else x.rule.two_level.capacity
     amax = np.float32(np.asarray(scale).reshape(-1)[0]) * np.float32(capacity)
-    return torch.tensor(amax, dtype=torch.float32, device=device)
+    return torch.tensor(amax, dtype=torch.float32)
 
 
 def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:

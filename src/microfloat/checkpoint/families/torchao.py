@@ -1,7 +1,7 @@
 """Flattened tensor subclasses of torchao, and our own container: both describe their tensors in the file's metadata.
 
 torchao writes a JSON list `tensor_names`, and JSON about each of these names; scales may be in the tiles that a GPU
-reads. Our container writes `microfloat`: a version, and format and shape of each quantized parameter.
+reads. Our container writes `microfloat`: a version, and for each quantized parameter its format, shape and activations.
 """
 
 import json
@@ -15,9 +15,11 @@ from microfloat.checkpoint.container import Container, byte_shape, read_json
 from microfloat.checkpoint.families.row import (
     E8M0,
     FP8,
+    NO_SCHEME,
     REAL,
     Entry,
     Family,
+    Scheme,
     block_grid,
     decode_parts,
     fp8_format,
@@ -25,7 +27,7 @@ from microfloat.checkpoint.families.row import (
 )
 from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
 from microfloat.checkpoint.records import Finding, Record, Stored
-from microfloat.errors import MicrofloatError
+from microfloat.errors import InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, NVFP4, ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes._serialize import format_from_data, format_to_data
@@ -173,10 +175,14 @@ def _flat_format(kind: str, data: Mapping[str, Any], stored: Mapping[str, Stored
 
 def native_metadata(records: Mapping[str, Record]) -> str:
     """The value of the metadata key `microfloat` for quantized records."""
-    about = {
-        name: {"format": format_to_data(record.format), "shape": list(record.logical_shape)}
-        for name, record in records.items() if record.format is not None
-    }  # fmt: skip
+    about: dict[str, dict[str, Any]] = {}
+    for name, record in records.items():
+        if record.format is None:
+            continue
+        about[name] = {"format": format_to_data(record.format), "shape": list(record.logical_shape)}
+        scheme, of_input = record.activation.get("scheme", "none"), record.activation.get("format")
+        if scheme != "none" and of_input is not None:
+            about[name]["activation"] = {"scheme": scheme, "format": format_to_data(of_input)}
     return json.dumps({"version": NATIVE_VERSION, "tensors": about}, sort_keys=True)
 
 
@@ -191,8 +197,11 @@ def _native_entries(tensors: Container, found: list[Finding]) -> Iterator[Entry]
         return
     for name, entry in listed.items():
         codes, shape = tensors.stored.get(name), entry.get("shape") if isinstance(entry, dict) else None
+        scheme = NO_SCHEME
         try:
-            fmt = format_from_data(entry["format"])
+            fmt, of_input = format_from_data(entry["format"]), entry.get("activation")
+            if of_input is not None:
+                scheme = _activation(of_input["scheme"], format_from_data(of_input["format"]))
         except (MicrofloatError, KeyError, TypeError) as error:
             found.append(_broken(name, f"names no format: {str(error)[:200]}"))
             continue
@@ -200,5 +209,12 @@ def _native_entries(tensors: Container, found: list[Finding]) -> Iterator[Entry]
             found.append(_broken(name, "names no tensor of the file, or no shape"))
             continue
         roles = {"codes": name, "scale": f"{name}_scale", "tensor_scale": f"{name}_tensor_scale"}
+        roles["input_scale"] = f"{name}_input_scale" if not name.endswith("weight") else f"{name[:-6]}input_scale"
         stored = {role: tensors.stored[key] for role, key in roles.items() if key in tensors.stored}
-        yield Entry(name, NATIVE, stored, candidates=(NATIVE.name,), format=fmt, shape=tuple(shape))
+        yield Entry(name, NATIVE, stored, scheme=scheme, candidates=(NATIVE.name,), format=fmt, shape=tuple(shape))
+
+
+def _activation(scheme: object, fmt: ScaledFormat) -> Scheme:
+    if scheme not in ("static", "dynamic"):
+        raise InvalidValueError(f"activation scheme {str(scheme)[:20]!r}")
+    return Scheme(activation=str(scheme), activation_format=fmt)
