@@ -88,7 +88,7 @@ def test_every_target_has_the_oracles_values(source, tmp_path, to):  # features 
             assert again[layer.name].codes.tobytes() == record.codes.tobytes()
             continue
         amax = None
-        if cast.format.tensor_scale:
+        if cast.format.tensor_scale == "tensor":
             names = next((one for one in groups if layer.name in one), [layer.name])
             amax = np.float32(max(np.abs(records[name].codes.astype(np.float32)).max() for name in names))
         values = expected(record, cast, BF16 if family.model_scales else None, amax)
@@ -369,6 +369,57 @@ def test_a_tensor_is_never_held_whole(tmp_path):  # features K9
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * 2 * size[0] * size[1]
+
+
+# ---- what stands in the way --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:mxfp8"])
+def test_a_nan_in_a_weight_is_found_before_anything_is_written(tmp_path, to):
+    records = model()
+    for name, value in (("q_proj", np.nan), ("down_proj", np.inf), ("lm_head", np.nan)):  # the last one is not cast
+        record = next(one for one in records if name in one.name)
+        record.codes[3, 5] = value
+    save(records, tmp_path / "source", format="plain")
+    with pytest.raises(CheckpointError, match="1 of 4096 weights are NaN or infinite") as caught:
+        convert(tmp_path / "source", tmp_path / "out", to=to)
+    found = {finding.tensor.split(".")[-2] for finding in caught.value.findings}
+    assert found == ({"q_proj", "down_proj"} if to == "ct:nvfp4" else {"q_proj"})  # 144 columns stay as they are
+    assert {finding.id for finding in caught.value.findings} == {"nan-weight"}
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    report = convert(tmp_path / "source", tmp_path / "out", to=to, ignore=["q_proj", "down_proj"])
+    assert report.verified
+
+
+def test_static_scales_that_the_source_does_not_have_are_named(source, tmp_path):
+    (note,) = convert(source, tmp_path / "out", to="modelopt:fp8").notes
+    assert "announces static input scales" in note
+    assert "ct:fp8_dynamic" in note
+    assert not convert(source, tmp_path / "dynamic", to="ct:fp8_dynamic").notes
+
+
+def test_a_tensor_scale_for_each_row_is_kept_in_the_native_container(source, tmp_path):
+    convert(source, tmp_path / "rows", to="microfloat:nvfp4_row")
+    stack = reference.quantize(np.random.default_rng(3).standard_normal((2, 5, 32), dtype=np.float32), "nvfp4_row")
+    experts = Record("e", stack.codes, stack.scale, stack.tensor_scale.reshape(2, 5, 1), stack.format, (2, 5, 32))
+    save([experts], tmp_path / "experts", format="microfloat:native")
+    for path in ("rows", "experts"):
+        checkpoint = load(tmp_path / path)
+        assert not [finding for finding in checkpoint.findings if finding.severity != "info"]
+        for record in checkpoint.values():
+            if record.format is None:
+                continue
+            q = record.to_quantized()
+            original = (
+                stack
+                if path == "experts"
+                else reference.quantize(load(tmp_path / "source")[record.name].codes, q.format)
+            )
+            assert q.codes.tobytes() == original.codes.tobytes()
+            assert q.tensor_scale.tobytes() == original.tensor_scale.tobytes()
+            np.testing.assert_allclose(record.dequantize(), reference.dequantize(original), rtol=2e-7)
+            part = record.narrow(1, 2)
+            np.testing.assert_array_equal(part.dequantize(), record.dequantize()[1:2])
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def matrix_of(record: Record, expert: int) -> Record:
         return array.reshape(count, *last)[expert]
 
     scale, fmt = record.scale, record.format
+    level = (matrix[0], 1) if fmt is not None and fmt.tensor_scale == "row" else ()
     if scale is not None:
         scale = part(scale, () if fmt is not None and fmt.is_per_tensor else scale.shape[-2:])
     source = record.source
@@ -60,7 +61,7 @@ def matrix_of(record: Record, expert: int) -> Record:
         source = source._replace(divisors=divisors)
     codes = record.codes.reshape(count, *(1, *record.codes.shape)[-2:])[expert]
     return replace(
-        record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, ()), logical_shape=matrix,
+        record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, level), logical_shape=matrix,
         source=source,
     )  # fmt: skip
 
@@ -74,34 +75,36 @@ def values(record: Record) -> np.ndarray:
     return made if factor is None else made * factor.astype(np.float32)
 
 
-def amax_of(array: np.ndarray) -> np.float32:
-    """Largest magnitude as float32; NaN is ignored, infinity counts. A maximum over bits, since those are ordered."""
+def amax_of(array: np.ndarray) -> tuple[np.float32, int]:
+    """Largest finite magnitude, as float32, and the number of elements that are NaN or infinite.
+
+    A maximum over bits, since those are ordered.
+    """
     if not array.size:
-        return np.float32(0)
+        return np.float32(0), 0
+    unsigned, infinity = np.uint32, 0x7F800000
     if array.dtype.itemsize == 2:
-        nan = 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
-        bits = array.view(np.uint16) & np.uint16(0x7FFF)
-        unsigned = np.uint16
-    else:
-        nan, unsigned = 0x7F800000, np.uint32
-        bits = array.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    largest = bits.max()
-    if largest > nan:
-        largest = np.where(bits > nan, unsigned(0), bits).max()
-    return np.float32(np.asarray(largest, unsigned).view(array.dtype))
+        unsigned, infinity = np.uint16, 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
+    bits = array.view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
+    largest, lost = bits.max(), 0
+    if largest >= infinity:
+        lost = int((bits >= infinity).sum())
+        largest = np.where(bits >= infinity, unsigned(0), bits).max()
+    return np.float32(np.asarray(largest, unsigned).view(array.dtype)), lost
 
 
 def needs_amax(cast: Cast) -> bool:
     """True where the scale of a block depends on the whole matrix."""
-    return cast.format.is_per_tensor or cast.format.tensor_scale is not None
+    return cast.format.is_per_tensor or cast.format.tensor_scale == "tensor"
 
 
-def measure(record: Record) -> np.ndarray:
-    """float32 [E]: the amax of every matrix of a parameter."""
-    found = np.zeros(experts_of(record), np.float32)
+def measure(record: Record) -> tuple[np.ndarray, int]:
+    """float32 [E], the amax of every matrix of a parameter, and the number of elements that are NaN or infinite."""
+    found, lost = np.zeros(experts_of(record), np.float32), 0
     for expert, _, slab in slabs(record):
-        found[expert] = max(found[expert], amax_of(values(slab)))
-    return found
+        amax, more = amax_of(values(slab))
+        found[expert], lost = max(found[expert], amax), lost + more
+    return found, lost
 
 
 def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np.dtype) -> Record:
@@ -130,7 +133,8 @@ def outline(record: Record, fmt: ScaledFormat) -> Record:
 
     leading, (rows, length) = record.logical_shape[:-2], (1, *record.logical_shape)[-2:]
     grid = scale_grid(fmt, rows, length) or ((1, 1) if leading else ())
-    level = None if fmt.tensor_scale is None else empty(np.float32, *leading, *((1, 1) if leading else ()))
+    levels = {"tensor": (1, 1) if leading else (), "row": (rows, 1)}
+    level = None if fmt.tensor_scale is None else empty(np.float32, *leading, *levels[fmt.tensor_scale])
     return Record(
         record.name, empty(np.uint8, *record.logical_shape[:-1], length * fmt.element.bits // 8),
         empty(np.uint8 if fmt.scale.bits == 8 else np.float32, *leading, *grid), level, fmt, record.logical_shape,

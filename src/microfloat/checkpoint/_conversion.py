@@ -36,9 +36,9 @@ from microfloat.checkpoint.families import WRITTEN, Family, torchao
 from microfloat.checkpoint.families.writing import Member, Written
 from microfloat.checkpoint.folder import CONFIGS, locate
 from microfloat.checkpoint.load import Checkpoint, load
-from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
+from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Finding, Record
 from microfloat.cpu._casts import energies
-from microfloat.errors import CheckpointError, invalid_value, unknown_name
+from microfloat.errors import CheckpointError, checkpoint_error, invalid_value, unknown_name
 from microfloat.recipes import Cast
 
 PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
@@ -215,6 +215,13 @@ def decide(
             groups.setdefault(key, []).append(index)
     for key, members in groups.items():
         _share(steps, members, key, target, notes)
+    announced = target.written is not None and target.written.activation == "static"
+    bare = sum(step.action == "cast" and step.made.activation.get("scale") is None for step in steps)
+    if announced and bare:
+        notes.append(
+            f"{target.name} announces static input scales, but the source has none for {bare} layers, and none are "
+            "written: an engine has to measure them itself. ct:fp8_dynamic needs none; mf.calibrate measures them."
+        )
     return steps
 
 
@@ -320,7 +327,7 @@ def _scale_dtype(record: Record, model_dtype: np.dtype) -> np.dtype:
 def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: list[str]) -> None:
     """Give the members of a fused group one tensor scale and one input scale."""
     assert target.cast is not None
-    if target.cast.format.tensor_scale is not None:
+    if target.cast.format.tensor_scale == "tensor":
         levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
         mixed = len({steps[i].action for i in members}) > 1
         if len(levels) > 1 or mixed:
@@ -349,29 +356,35 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
 # ---- the data ----------------------------------------------------------------------------------------------------
 
 
-class _Amaxes:
-    """The amax of each matrix, over all members of its fused group: measured once, before any of them is cast."""
+def _measured(steps: Iterable[Step], src: object) -> dict[str, np.ndarray]:
+    """float32 [E], the amax of each matrix of every parameter to be cast, that of its fused group where it has one.
 
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._groups: dict[str, list[Record]] = {}
-        for step in steps:
-            if step.group is not None and step.action == "cast":
-                self._groups.setdefault(step.group, []).append(step.record)
-        self._found: dict[str, np.float32] = {}
+    Raises CheckpointError, before anything is written, for weights that are NaN or infinite: each would take the other
+    elements of its block with it.
+    """
+    amaxes, findings = {}, []
+    groups: dict[str, np.float32] = {}
+    for step in steps:
+        if step.action == "cast":
+            amaxes[step.record.name], lost = measure(step.record)
+            if lost:
+                message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
+                findings.append(Finding("nan-weight", "error", step.record.name, message, _MEND))
+            if step.group is not None:
+                largest = amaxes[step.record.name].max(initial=np.float32(0))
+                groups[step.group] = max(groups.get(step.group, np.float32(0)), largest)
+    if findings:
+        raise checkpoint_error(src, findings)
+    for step in steps:
+        if step.action == "cast" and step.group is not None:
+            amaxes[step.record.name] = np.full(experts_of(step.record), groups[step.group], np.float32)
+    return amaxes
 
-    def of(self, step: Step) -> np.ndarray | None:
-        """float32 [E], or None where blocks know all that they need."""
-        assert step.cast is not None
-        if not needs_amax(step.cast):
-            return None
-        if step.group is None:
-            return measure(step.record)
-        if step.group not in self._found:
-            self._found[step.group] = np.float32(max(float(measure(one).max()) for one in self._groups[step.group]))
-        return np.full(experts_of(step.record), self._found[step.group], np.float32)
+
+_MEND = "Mend the weights, or keep the layer as it is with ignore=."
 
 
-def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
+def _fill(step: Step, amaxes: Mapping[str, np.ndarray], meter: "_Peak") -> Callable[[Put], None]:
     """The writing of one parameter."""
 
     def put_whole(put: Put) -> None:
@@ -382,7 +395,8 @@ def _fill(step: Step, amaxes: _Amaxes, meter: "_Peak") -> Callable[[Put], None]:
         assert step.cast is not None
         sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.made).items()}
         written = dict.fromkeys(sizes, 0)
-        found, count = amaxes.of(step), experts_of(step.record)
+        found = amaxes[step.record.name] if needs_amax(step.cast) else None
+        count = experts_of(step.record)
         rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
         for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
             made = cast_slab(slab, step.cast, None if found is None else found[expert], rounded)
@@ -509,8 +523,9 @@ def convert(
 
     Codes that the source has already are carried over byte for byte; all others are dequantized to float32 and cast.
     One slab of a tensor is in memory at a time. Until the result is whole it grows as ``<dst>.partial``. Raises
-    ValueError for arguments, and CheckpointError for a source that is damaged, a destination that exists, a full disk,
-    and a result that is not read back as it was written.
+    ValueError for arguments, and CheckpointError for a source that is damaged or has NaN or infinite weights where they
+    would be cast (found before anything is written), a destination that exists, a full disk, and a result that is not
+    read back as it was written.
     """
     started = time.perf_counter()
     target = target_of(to, scale_rule, four_over_six)
@@ -518,7 +533,7 @@ def convert(
     checkpoint = load(src)
     report = Report(str(src), str(dst), to)
     steps = decide(checkpoint, target, patterns, kinds, report.notes)
-    peak, amaxes = _Peak(), _Amaxes(steps)
+    peak, amaxes = _Peak(), dict[str, np.ndarray]()
     jobs = [Job(_entries(step), _fill(step, amaxes, peak)) for step in steps]
     files = sorted(locate(src).files.values())
     identity = {
@@ -539,7 +554,11 @@ def convert(
     if target.family is torchao.NATIVE:
         about = {step.record.name: step.made for step in steps if step.family is not None}
         metadata[torchao.NATIVE_KEY] = torchao.native_metadata(about)
-    plan = Plan(jobs, made, _copies(Path(src)), metadata, identity)
+
+    def prepare() -> None:
+        amaxes.update(_measured(steps, src))
+
+    plan = Plan(jobs, made, _copies(Path(src)), metadata, identity, prepare)
     written = write(
         dst, plan, max_shard_size=limit, resume=resume, progress=progress,
         check=(lambda path: measured.update(_verify(steps, path, target))) if verify else None,

@@ -66,7 +66,8 @@ class Plan:
     """A checkpoint to be written.
 
     `documents`: JSON files by name; `copies`: other files by name. `identity`: all that decides the bytes. None: nobody
-    knows, and an interrupted attempt is compared with the data before it counts.
+    knows, and an interrupted attempt is compared with the data before it counts. `prepare` is called once before
+    anything is written, when it is clear that something will be.
     """
 
     jobs: Sequence[Job]
@@ -74,6 +75,7 @@ class Plan:
     copies: Mapping[str, Path] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     identity: Any = None
+    prepare: Callable[[], object] = lambda: None
 
 
 class Written(NamedTuple):
@@ -102,6 +104,7 @@ def write(
     if _is_finished(target, identity):
         return Written([shard.name for shard in shards], len(shards), sum(shard.size for shard in shards))
     _check_absent(target)
+    plan.prepare()
     partial = target.with_name(target.name + PARTIAL)
     if not resume and partial.exists():
         _remove_partial(partial)
@@ -143,6 +146,7 @@ def _write_file(
                 f"{beside} exists and says something else than the configuration of {target.name}. "
                 "Save into a folder of its own, or with config=False."
             )
+    plan.prepare()
     target.parent.mkdir(parents=True, exist_ok=True)
     with ShardFile(target.parent, shard) as file:
         _fill(file, plan.jobs, _Meter(progress, shard.size, 1))

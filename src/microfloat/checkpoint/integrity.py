@@ -128,6 +128,8 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
         yield from _ragged(record, fmt)
         group = fused_group(record.name)
         if group is not None:
+            if fmt.tensor_scale == "row":  # which no engine could share
+                levels = {**levels, "tensor_scale": None}
             groups.setdefault(group, {})[record.name] = levels
     for (folder, group), members in groups.items():
         for role in ("tensor_scale", "input_scale"):
@@ -224,15 +226,16 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
     codes_ERW = record.codes.reshape(-1, rows, width)
     scale = np.broadcast_to(record.scale, (*record.codes.shape[:-2], 1, 1)) if fmt.is_per_tensor else record.scale
     scale_EGH = scale.reshape(len(codes_ERW), -1, scale.shape[-1])
-    level = np.broadcast_to(
-        np.float32(1) if record.tensor_scale is None else record.tensor_scale.reshape(-1), len(codes_ERW)
+    level = np.float32(1) if record.tensor_scale is None else record.tensor_scale
+    level_EG1 = np.broadcast_to(
+        level if level.ndim < 2 else level.reshape(len(codes_ERW), -1, 1), (*scale_EGH.shape[:2], 1)
     )
     block_rows = fmt.block[0] or max(rows, 1)
     block_bytes = width if fmt.block[1] is None else fmt.block[1] * fmt.element.bits // 8
     magnitude = np.uint8(0x77 if fmt.element.bits == 4 else 0x7F)
     for expert, codes_RW in enumerate(codes_ERW):
         for index in range(scale_EGH.shape[1]):
-            is_zero = scale_values(scale_EGH[expert, index], fmt) * level[expert] == 0
+            is_zero = scale_values(scale_EGH[expert, index], fmt) * level_EG1[expert, index] == 0
             for block in np.flatnonzero(is_zero):
                 part = codes_RW[index * block_rows : (index + 1) * block_rows]
                 part = part[:, block * block_bytes : (block + 1) * block_bytes]

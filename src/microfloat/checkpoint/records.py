@@ -100,7 +100,8 @@ class Record:
     * `codes`: the stored bytes, uint8, 4- and 6-bit codes packed along the last axis; the plain array without `format`.
     * `scale`: uint8 bytes (E8M0, E4M3) or float32, [.., one for each block]; () per tensor, [R, 1] per row, with the
       leading axes of 3-D codes before it. None in a damaged checkpoint that was loaded with ``strict=False``.
-    * `tensor_scale`: float32 multiplier, () or [E, 1, 1], or None. `format`: None for a plain tensor.
+    * `tensor_scale`: float32 multiplier, () or [E, 1, 1], [.., R, 1] in a format with one per row, or None.
+    * `format`: None for a plain tensor.
     * `logical_shape`: of the parameter; `axis`, the contraction axis, is the last one in every family.
     * `activation`: see `Activation`. `extras`: other tensors of the module, by the last part of their names.
     * `problem`: the finding for which `dequantize` raises, else None.
@@ -208,6 +209,11 @@ class Record:
             raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
         return self.format
 
+    def _per_matrix(self, level: np.ndarray, experts: int) -> np.ndarray:
+        """A tensor scale for each matrix: [E, 1], or [E, R] where every row has its own."""
+        each = self._known_format().tensor_scale == "row"
+        return level.reshape(experts, -1) if each else np.broadcast_to(level.reshape(-1, 1), (experts, 1))
+
     def _matrices(self) -> Iterator[Matrix]:
         """The matrix of every expert; the one of a matrix."""
         fmt, scale, level = self._known_format(), self.scale, self.tensor_scale
@@ -218,7 +224,7 @@ class Record:
         scale_EGH = _per_expert(scale, experts, fmt.is_per_tensor)
         divisor = self.source.divisors.get("tensor_scale") if self.source else None
         outer = level if divisor is None else divisor
-        outers = [None] * experts if outer is None else np.broadcast_to(outer.reshape(-1), experts)
+        outers = [None] * experts if outer is None else self._per_matrix(outer, experts)
         for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
             yield Matrix(codes, self._length, fmt, grid, None, one, divisor is not None)
 

@@ -239,7 +239,7 @@ class Matrix(NamedTuple):
 
     * `codes`: [R, bytes], FP4 packed, FP6 packed or a byte each. `length`: C. `format`: element, scale and block.
     * `scale`: [G, H] of the blocks, bytes or float32. `inner`: float32, () or [R, 1], or None.
-    * `outer`: a number or None. With `divides` the value is divided by it.
+    * `outer`: likewise. With `divides` the value is divided by it.
     """
 
     codes: np.ndarray
@@ -287,7 +287,7 @@ def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> 
     fmt, kernels, element = matrix.format, _kernels(), matrix.format.element
     bits = 8 * matrix.codes.shape[1] // max(columns, 1) if element.bits == 6 else element.bits
     tile = (fmt.block[0] or rows or 1, fmt.block[1] or columns or 1)
-    outer = _F32(1) if matrix.outer is None else _F32(matrix.outer)
+    outer = np.ones((1, 1), _F32) if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
 
     def work(band: slice) -> None:
         scales = (
@@ -296,18 +296,18 @@ def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> 
         scales = scale_values(scales, fmt)
         if matrix.inner is not None:
             scales = scales * (matrix.inner[band] if matrix.inner.size > 1 else matrix.inner)
-        codes, target = matrix.codes[band], out[band]
+        codes, target, level = matrix.codes[band], out[band], outer[band] if len(outer) > 1 else outer
         with np.errstate(all="ignore"):
             if isinstance(kernels, str):
                 values = decode(_unpacked(codes, bits, columns), element)
                 scale_in_place(values, scales, fmt.block)
-                target[...] = np.divide(values, outer, values) if matrix.divides else np.multiply(values, outer, values)
+                target[...] = (np.divide if matrix.divides else np.multiply)(values, level, values)
                 return
             is_float, is_half = out.dtype == _F32, out.dtype == ml_dtypes.bfloat16
             direct = target if is_float else np.empty((0, 0) if is_half else target.shape, _F32)
             kernels.compiled(kernels.decode)(
                 np.ascontiguousarray(codes), bits, columns, _codec(element), np.array(scales, _F32, order="C"),
-                kernels.Tile(*tile, int(matrix.divides)), outer, direct,
+                kernels.Tile(*tile, int(matrix.divides)), level.ravel(), direct,
                 target.view(np.uint16) if is_half else np.empty((0, 0), np.uint16),
             )  # fmt: skip
             if not is_float and not is_half:

@@ -617,18 +617,18 @@ def _store_bfloat16(values: np.ndarray, out: np.ndarray) -> None:
 
 
 def decode(
-    codes: np.ndarray, bits: int, columns: int, element: Codec, scales: np.ndarray, tile: Tile, outer: float,
+    codes: np.ndarray, bits: int, columns: int, element: Codec, scales: np.ndarray, tile: Tile, outers: np.ndarray,
     out_32: np.ndarray, out_16: np.ndarray,
 ) -> None:  # fmt: skip
     """``dec(code) * scale * outer`` of every element, or ``/ outer``, each product rounded: float32 in `out_32`, or
-    rounded once more to bfloat16 in `out_16`.
+    rounded once more to bfloat16 in `out_16`. There is one `outer` for all rows, or one for each.
     """
     single, width = scales.shape[1] == 1, tile.columns
     segment = SEGMENT if single else columns if width % GROUP else max(SEGMENT // width, 1) * width
     most = -(-min(segment, columns) // GROUP) * GROUP
     factors, line, unpacked = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most + 4, np.uint8)
     for row in range(codes.shape[0]):
-        grid = scales[row // tile.rows]
+        grid, outer = scales[row // tile.rows], outers[row if outers.size > 1 else 0]
         for start in range(0, columns, segment):
             stop = min(start + segment, columns)
             if segment < columns or row % tile.rows == 0:
@@ -705,7 +705,8 @@ _SIGNATURES = {
     cast_blocks: [*_SOURCE, _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _BYTES, types.int64, _BYTES, _FLOATS],
     decode: [
         _array(types.uint8, 2, readonly=True, aligned=False), types.int64, types.int64, _CODEC, _FLOATS,
-        types.NamedUniTuple(types.int64, len(Tile._fields), Tile), types.float32, _FLOATS, _array(types.uint16, 2),
+        types.NamedUniTuple(types.int64, len(Tile._fields), Tile), _array(types.float32, 1), _FLOATS,
+        _array(types.uint16, 2),
     ],
     energies: [*_SOURCE, _FLOATS, _array(types.float64, 2)],
 }  # fmt: skip

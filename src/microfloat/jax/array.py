@@ -115,6 +115,8 @@ class QuantizedArray:
             raise invalid_value("hadamard", self.hadamard, "None, as no checkpoint holds a transform", "Dequantize.")
         level = None if self.tensor_scale is None else np.asarray(self.tensor_scale)
         codes, scale = np.asarray(self.packed_codes()), np.asarray(self.scale)
+        if level is not None and self.format.tensor_scale == "row":
+            level = level.reshape(*codes.shape[:-1], 1)
         return Record(name, codes, scale, level, self.format, self.shape, axis=self.axis)
 
     @property

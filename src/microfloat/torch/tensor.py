@@ -151,6 +151,8 @@ class QuantizedTensor(torch.Tensor):
         scale, level = (part if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
         if self.is_per_expert:
             scale, level = (part if part is None or part.dim() != 1 else part[:, None, None] for part in (scale, level))
+        if level is not None and self.format.tensor_scale == "row":
+            level = level.reshape(*self.codes.shape[:-1], 1)
         return Record(
             name, self.packed_codes().detach().cpu().numpy(), scale.numpy(),  # type: ignore[union-attr]
             None if level is None else level.numpy(), self.format, tuple(self.shape),

@@ -173,10 +173,13 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
         return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=misfit(entry))
     fmt, grid = fitting
     grid = byte_shape(scale) if entry.swizzled else grid
-    return replace(
-        record, format=fmt, scale=scale_array(tensors, scale, fmt, grid),
-        tensor_scale=global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors),
-    )  # fmt: skip
+    level = global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors)
+    if level is not None:
+        levels = (*shape[:-1], 1) if fmt.tensor_scale == "row" else (*shape[:-2], 1, 1) if level.ndim else ()
+        if level.size != np.prod(levels, dtype=object):
+            return replace(record, format=fmt, problem=misfit(entry, "tensor_scale"))
+        level = level.reshape(levels)
+    return replace(record, format=fmt, scale=scale_array(tensors, scale, fmt, grid), tensor_scale=level)
 
 
 def block_grid(fmt: ScaledFormat, shape: Shape) -> Shape:
@@ -249,9 +252,9 @@ def missing_roles(entry: Entry) -> list[Finding]:
     ]  # fmt: skip
 
 
-def misfit(entry: Entry) -> Finding:
+def misfit(entry: Entry, role: str = "scale") -> Finding:
     """The finding about scales whose shape does not fit the codes."""
-    codes, scale = entry.tensors["codes"], entry.tensors["scale"]
+    codes, scale = entry.tensors["codes"], entry.tensors[role]
     tile = f", tiles of {list(entry.scheme.tile)}" if entry.scheme.tile else ""
     message = (
         f"{entry.family.name}: {scale.name} is {scale.dtype}{list(scale.shape)}, which fits no blocks of "

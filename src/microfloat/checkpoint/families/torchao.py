@@ -81,7 +81,7 @@ FAMILIES = (
     Family("torchao", None, ("_qdata", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), decode=decode_flat),
     Family(
         "microfloat:native", None, ("", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), encode=encode_native,
-        writes={f"microfloat:{fmt.name}": Written(Cast(fmt)) for fmt in FORMATS.values() if fmt.tensor_scale != "row"},
+        writes={f"microfloat:{fmt.name}": Written(Cast(fmt)) for fmt in FORMATS.values()},
     ),
 )  # fmt: skip
 _TORCHAO, NATIVE = FAMILIES
