@@ -163,6 +163,11 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
             argument, tensor.dtype, "float32, bfloat16 or float16 under a low-precision recipe",
             "Convert it with .to(torch.float32), or run under autocast(enabled=False).",
         )  # fmt: skip
+    if hasattr(tensor, "fsdp_pre_all_gather"):
+        raise NotSupportedError(
+            f"{argument}: got one that low_precision_all_gather has prepared for fully_shard, and no fully_shard. "
+            "Call torch.distributed.fsdp.fully_shard on the model, or leave low_precision_all_gather out."
+        )
     if hasattr(tensor, "placements"):
         raise NotSupportedError(
             f"{argument}: got a DTensor, needed a plain tensor: neither tensor parallelism with DTensors nor a weight "

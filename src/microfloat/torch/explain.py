@@ -369,6 +369,9 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             routes, place = there.routes(recipe, layer.weight.device, None), layer.weight.device
             why = why_one_by_one(recipe, routes, there.name, place, shape, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
+        shards = layer.__dict__.get("_shards")
+        if shards is not None and shards.reason:
+            reasons |= {f"gather in high precision: {shards.reason}": None}
         yield LayerRow(name, shape, answer, "; ".join(reasons))
 
 

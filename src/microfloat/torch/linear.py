@@ -31,6 +31,7 @@ from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
+from microfloat.torch.gathered import Gathered
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
 from microfloat.torch.schedule import (
@@ -55,7 +56,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
-_WEIGHT_TYPES = (nn.Parameter, QuantizedTensor)
+_WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
 
@@ -428,7 +429,10 @@ def _named_forward(
     schedule, number = run.schedule, next(_NUMBERS)
     _CALLS[number] = run, x, weight
     try:
-        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
+        parts = (
+            weight.part_list() if isinstance(weight, QuantizedTensor)
+            else weight.contents.tensors() if isinstance(weight, Gathered) else [weight]
+        )  # fmt: skip
         operands = schedule.filled(torch.ops.microfloat.quantize_operands(x, parts, number), x, weight, run.kept)
         y = torch.ops.microfloat.multiply_operands(operands[0:3], operands[6:9], bias, number)
     finally:
@@ -461,6 +465,11 @@ refuse_batches(_library, "quantize_operands", "multiply_operands")
 
 # Stands for the latest step of any optimizer. An object and not a number, so that no two steps can make the same one.
 _latest_step = object()
+
+
+def latest_step() -> object:
+    """An object that stands for the latest step of any optimizer."""
+    return _latest_step
 
 
 def _note_step(*_: object) -> None:
@@ -516,7 +525,7 @@ def _keep_weight(
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
     schedule = run.schedule
     if not all(isinstance(one, nn.Parameter) for one in weights) or (
-        isinstance(weight, QuantizedTensor) and not schedule.keeps_weight
+        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
     ):
         return True
     kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
@@ -589,7 +598,8 @@ def _begin_delayed(
         scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
         if records:
             x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
-    x_scale, w_scale = _aligned(scales["x"]), _aligned(scales["w"])
+    of_gather = weight.contents.scale_enc if isinstance(weight, Gathered) else None
+    x_scale, w_scale = _aligned(scales["x"]), _aligned(scales["w"] if of_gather is None else of_gather)
     if state is not None and state.record_tape is not None:
         # Clones: the live buffers change when the region closes, the recomputation takes those of now.
         state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone()})
@@ -598,7 +608,7 @@ def _begin_delayed(
     if w_cast is not None:
         run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
     if run.schedule.late:  # the live buffer may change before backward
-        run.later = run.later._replace(scale_enc=w_scale.clone())
+        run.later = run.later._replace(scale_enc=w_scale.clone() if of_gather is None else w_scale)
     if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:

@@ -33,6 +33,7 @@ from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Backend, record_amax_
+from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.seeds import draw_seed, fold_rank_
@@ -294,6 +295,43 @@ def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
     return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
 
 
+class _GatheredCast:
+    """The operands of a weight that was gathered as codes, in the forms that GEMMs read."""
+
+    __slots__ = ("_backend", "_compute", "_layouts", "entries", "program", "reason")
+
+    is_bound, names, makes = False, "gathered codes", False
+
+    def __init__(self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype) -> None:
+        self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
+        self.reason = "the weight was gathered as codes"
+        self._layouts = layouts_of(backend, entries, *shape)
+
+    @property
+    def delayed(self) -> Cast | None:
+        """The first delayed cast, by whose scaling the amax is recorded."""
+        return _first_delayed(entry and entry.cast for entry in self.entries)
+
+    def __call__(self, weight: Gathered, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+        made: Parts = [None] * 6
+        for index, (entry, layout) in enumerate(zip(self.entries, self._layouts, strict=True)):
+            if entry is None:
+                continue
+            operand = None
+            if entry.cast is not None and layout is not None:
+                transposed = entry.operand.transposed
+                operand = weight.contents.operand(entry.cast, transposed, self._compute, inputs.scale_enc)
+            if operand is None:
+                values = weight.contents.values().to(self._compute)
+                return CastStep(self._backend, values, self.entries)(values, stream, words, inputs)
+            made[3 * index : 3 * index + 3] = parts_of(
+                in_form(operand, entry.form, layout, self._backend), entry, layout
+            )
+        if inputs.record is not None and self.delayed is not None:
+            record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
+        return made
+
+
 class Schedule:
     """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
 
@@ -360,6 +398,8 @@ class Schedule:
         self.x_cast = CastStep(backend, self._matrix(x), x_entries, batch)
         if isinstance(weight, QuantizedTensor):
             self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute)
+        elif isinstance(weight, Gathered):
+            self.w_cast = _GatheredCast(backend, weight.shape, w_entries, compute)
         else:
             self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries, batch)
         # What a frozen weight's codes do not serve, such as a folded operand, is made once.
@@ -367,13 +407,13 @@ class Schedule:
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
-        self._converts_w = stored is None and weight.dtype != compute
+        self._converts_w = stored is None and weight.dtype != compute and not isinstance(weight, Gathered)
         self._pair: tuple[Program | None, Program | None] = (None, None)
         if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
             self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: CastStep | None = None  # of the gradient that backward usually brings
         self._dy_steps: dict[tuple, CastStep] = {}
-        self._later_steps: dict[tuple, CastStep] = {}
+        self._later_steps: dict[tuple, CastStep | _GatheredCast] = {}
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
@@ -573,12 +613,17 @@ class Schedule:
         saved = self.x_saved if tensor == "x" else self.w_saved
         if isinstance(x, QuantizedTensor):
             return self.quantize_weight(x, inputs)[saved]
-        x = self._matrix(x.detach())
+        is_gathered = isinstance(x, Gathered)
+        x = x if is_gathered else self._matrix(x.detach())
         key = tensor, x.stride(), x.data_ptr() & (_ALIGNMENT - 1)
-        step = self._later_steps.get(key)
+        step: Any = self._later_steps.get(key)
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
-            step = self._later_steps[key] = CastStep(self.backend, x, entries, self._batch)
+            step = (
+                _GatheredCast(self.backend, x.shape, entries, self.dtype) if is_gathered
+                else CastStep(self.backend, x, entries, self._batch)
+            )  # fmt: skip
+            self._later_steps[key] = step
         return step(x, *self.resources(), inputs)[saved]
 
     def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:

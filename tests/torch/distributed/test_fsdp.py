@@ -3,17 +3,26 @@
 # features D6, D7, D9 and D12
 """
 
+import contextlib
 import copy
+import functools
+from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import recipes  # noqa: E402
+from microfloat.errors import NotSupportedError  # noqa: E402
+from microfloat.torch import backends  # noqa: E402
+from microfloat.torch.distributed import low_precision_all_gather, precompute_scales  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("fsdp")
@@ -66,17 +75,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(model: nn.Module, recipe: object, steps: int = 2, rows: int = 64, context: object = None) -> list:
-    """Outputs and input gradients of some steps, then the weights and buffers that these lead to."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def train(model: nn.Module, recipe: object, after: object = None, optimizer: object = None, **options: object) -> list:
+    """Outputs and input gradients of two steps, then the weights and buffers that these lead to."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     made = []
-    for _ in range(steps):
-        x = example(rows)
+    for _ in range(2):
+        x = example()
         with mf.autocast(recipe=recipe):
             y = model(x)
         y.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if after is not None:
+            after(model)
         made += [y.detach(), x.grad]
     mf.update_scaling(model)
     return made + [whole(value).detach() for value in (*model.parameters(), *model.buffers())]
@@ -121,12 +132,236 @@ def memory_between(rank: int) -> dict[str, int]:
     return made
 
 
-CASES = (every_recipe, memory_between)
+def low_precision(rank: int) -> dict[str, tuple[bool, set[str]]]:
+    """Training with low-precision gathers against one process, and why weights stayed in high precision."""
+    made = {}
+    for name, recipe in RECIPES.items():
+        model = stack(recipe)
+        sharded = shard(low_precision_all_gather(copy.deepcopy(model)))
+        made[name] = same(train(sharded, recipe), train(model, recipe)), reasons(sharded)
+    return made
+
+
+def reasons(model: nn.Module) -> set[str]:
+    return {row.reason.partition("gather in high precision: ")[2] for row in mf.explain(model)}
+
+
+def the_codes(rank: int) -> dict[str, list[bool]]:
+    """What is gathered for forward and for backward, against the casts of the gathered weight."""
+    made = {}
+    for name, recipe in RECIPES.items():
+        model = stack(recipe)
+        layer, weight = model[0].up, model[0].up.weight.detach().clone()
+        shard(low_precision_all_gather(model))
+        if reasons(model) != {""}:
+            continue
+        found: list[bool] = []
+
+        def compare(row: bool, found=found, weight=weight, layer=layer, recipe=recipe) -> None:
+            gather = layer.weight.contents
+            casts = [recipe.fprop.rhs, None] if row else [None, recipe.dgrad.rhs]
+            cast = casts[not row]
+            options = {"scale_enc": gather.scale_enc} if cast.is_delayed else {}
+            wanted = backends.choose("reference", weight.device).quantize_both(weight, *casts, **options)[not row]
+            operand = gather.operand(cast, not row, weight.dtype, gather.scale_enc)
+            found += [
+                torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+                for a, b in zip(operand.flatten()[0], wanted.flatten()[0], strict=True)
+            ]
+
+        layer.register_forward_hook(lambda module, x, y, compare=compare: compare(True))
+        with mf.autocast(recipe=recipe):
+            y = model(example())
+        layer.register_full_backward_pre_hook(lambda module, dy, compare=compare: compare(False))
+        y.sum().backward()
+        made[name] = found
+    return made
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that this rank sends in all-gathers, and the elements of its all-reduces."""
+    found = {"gathered": 0, "reduced": 0}
+    own = {name: getattr(dist, name) for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)}
+    reduce = dist.all_reduce
+
+    def counting(name: str):
+        def gather(output, part, *arguments, **options):
+            found["gathered"] += part.numel() * part.element_size()
+            return own[name](output, part, *arguments, **options)
+
+        return gather
+
+    def counting_reduce(tensor, *arguments, **options):
+        found["reduced"] += 1
+        return reduce(tensor, *arguments, **options)
+
+    with contextlib.ExitStack() as stack:
+        for name in own:
+            stack.enter_context(mock.patch.object(dist, name, counting(name)))
+        stack.enter_context(mock.patch.object(dist, "all_reduce", counting_reduce))
+        yield found
+
+
+def weights_alone(recipe: object) -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    if recipe is not None:
+        mf.convert(model, recipe)
+    return model
+
+
+def bytes_on_the_wire(rank: int) -> dict[str, tuple[float, int, int]]:
+    """Share of bfloat16's bytes that are gathered in a step; all-reduces of a step, and after `precompute_scales`."""
+    made, bf16 = {}, 0
+    for name in (None, "current", "delayed", "block", "mxfp8", "mxfp4", "nvfp4"):
+        model = weights_alone(RECIPES.get(name))
+        model = shard(low_precision_all_gather(model) if name else model)
+        x, steps = torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True), []
+        for step in range(2):
+            with counted() as before:
+                if step:
+                    precompute_scales(model)
+            with counted() as found:
+                model(x).sum().backward()
+            steps.append((found, before))
+        if name is None:
+            bf16 = steps[0][0]["gathered"]
+        else:
+            (first, _), (second, before) = steps
+            assert first["gathered"] == second["gathered"]
+            made[name] = first["gathered"] / bf16, first["reduced"], (before["reduced"], second["reduced"])
+    return made
+
+
+def ways_of_training(rank: int) -> dict[str, bool]:
+    """Options of FSDP2 and of the step, each against one process."""
+    made = {}
+    for name in ("current", "delayed", "mxfp8", "nvfp4"):
+        recipe = RECIPES[name]
+        model = stack(recipe)
+        wanted = train(model, recipe)
+
+        def against(way: str, got: list, wanted: list = wanted, name: str = name) -> None:
+            made[f"{name}: {way}"] = same(got, wanted)
+
+        def fresh(recipe=recipe) -> nn.Sequential:
+            return low_precision_all_gather(stack(recipe))
+
+        against("kept after forward", train(shard(fresh(), reshard_after_forward=False), recipe))
+        against("precomputed", train(shard(fresh()), recipe, after=precompute_scales))
+        model = shard(fresh())
+        for block in model:
+            block.forward = functools.partial(mf.checkpoint, block.forward)
+        against("recomputed", train(model, recipe))
+
+        plain = copy.deepcopy(stack(recipe)).float()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed = shard(low_precision_all_gather(copy.deepcopy(plain)), mp_policy=policy)
+        wanted = train(shard(plain, mp_policy=policy), recipe, fused=True)
+        against("master weights", train(mixed, recipe, fused=True), wanted)
+    return made
+
+
+def accumulation(rank: int) -> bool:
+    """Three microbatches, of which the last one reduces the gradients."""
+    recipe, results = RECIPES["mxfp8"], []
+    for model in (stack(recipe), shard(low_precision_all_gather(stack(recipe)))):
+        for index in range(3):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(index == 2)
+            model(example(32 + index)).float().square().mean().backward()
+        results.append([whole(p.grad) for p in model.parameters()])
+    return same(*results)
+
+
+def high_precision_islands(rank: int) -> list[bool]:
+    """A weight gathered as codes, read in high precision, and under another dtype."""
+    plain, sharded = stack(RECIPES["mxfp8"]), shard(low_precision_all_gather(stack(RECIPES["mxfp8"])))
+    made = []
+    for model in (plain, sharded):
+        x = example()
+        with mf.autocast(enabled=False):
+            y = model(x)
+        y.sum().backward()
+        z = model(example().detach())
+        with torch.autocast("cpu", torch.float16), torch.no_grad():
+            autocast = model(example())
+        made.append([y.detach(), x.grad, z.detach(), autocast, *(whole(p.grad) for p in model.parameters())])
+    return [torch.equal(a, b) for a, b in zip(*made, strict=True)]
+
+
+def nan_on_one_rank(rank: int) -> dict[str, bool]:
+    made = {}
+    for name in ("current", "delayed", "mxfp8", "nvfp4"):
+        model = shard(low_precision_all_gather(stack(RECIPES[name])))
+        if rank == 1:
+            with torch.no_grad():
+                model[0].up.weight.to_local()[0, 0] = float("nan")
+        with mf.autocast(recipe=RECIPES[name]):
+            made[name] = bool(model(example()).isnan().any())
+    return made
+
+
+def uneven_shards(rank: int) -> tuple[bool, set[str]]:
+    recipe = RECIPES["current"]
+    model = nn.Sequential(MLP(inner=257), MLP(inner=2))
+    mf.convert(model, recipe)
+    sharded = shard(low_precision_all_gather(copy.deepcopy(model)))
+    return same(train(sharded, recipe), train(model, recipe)), reasons(sharded)
+
+
+def refusals(rank: int) -> list[str]:
+    """A recipe that changes after the call, and a model that is not sharded after it."""
+    model, made = shard(low_precision_all_gather(stack(RECIPES["mxfp8"]))), []
+    model[0].up.pin(RECIPES["nvfp4"])
+    for one in (model, low_precision_all_gather(stack(RECIPES["mxfp8"]))):
+        try:
+            one(example())
+        except NotSupportedError as error:
+            made.append(str(error))
+    return made
+
+
+def checkpoints(rank: int, path: str) -> dict[str, list]:
+    """Two steps, a checkpoint, two more steps; what one process needs to repeat the latter."""
+    made = {}
+    for name in ("delayed", "mxfp8"):
+        recipe = RECIPES[name]
+        model = shard(low_precision_all_gather(stack(recipe)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, recipe, optimizer=optimizer)
+        state = get_state_dict(model, optimizer)
+        kinds = {type(getattr(value, "_local_tensor", value)).__name__ for value in state[0].values()}
+        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=f"{path}/{name}")
+        made[name] = [sorted(kinds), train(model, recipe, optimizer=optimizer)]
+    return made
+
+
+def resumed(path: str, name: str, model: nn.Module) -> list:
+    """Two steps of a model after loading a checkpoint."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = get_state_dict(model, optimizer)
+    loaded = {"model": state[0], "optimizer": state[1]}
+    dcp.load(loaded, checkpoint_id=f"{path}/{name}")
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return train(model, RECIPES[name], optimizer=optimizer)
+
+
+CASES = (
+    every_recipe, memory_between, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
+    high_precision_islands, nan_on_one_rank, uneven_shards, refusals,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
-    return run_ranks(CASES, str(tmp_path_factory.mktemp("fsdp") / "store"))
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    return run_ranks(CASES, f"{folder}/store")
 
 
 def test_every_recipe_trains_as_in_one_process(ranks) -> None:
@@ -137,3 +372,62 @@ def test_every_recipe_trains_as_in_one_process(ranks) -> None:
 def test_no_weight_is_kept_between_forward_and_backward(ranks) -> None:
     for made in of(ranks, memory_between):
         assert max(made.values()) - made["bf16"] < 4 * 32768 / 2 / 2  # half of the weights' operands in 4 bits
+
+
+def test_gathered_codes_train_as_in_one_process(ranks) -> None:
+    row = "fp8_row has a scale for each row, which shards cut when it is transposed"
+    blocks = "shards of 64 rows are no whole blocks of 128 (fp8_128x128)"
+    for made in of(ranks, low_precision):
+        wanted = {name: (True, {""}) for name in RECIPES}
+        assert made == wanted | {"row": (True, {row}), "block": (True, {"", blocks})}
+
+
+def test_gathered_codes_are_those_of_the_gathered_weight(ranks) -> None:
+    for made in of(ranks, the_codes):
+        assert set(made) == set(RECIPES) - {"row", "block"}
+        assert all(found and all(found) for found in made.values())
+
+
+def test_bytes_of_the_gather(ranks) -> None:
+    for made in of(ranks, bytes_on_the_wire):
+        shares = {name: share for name, (share, *_) in made.items()}
+        assert shares == pytest.approx({
+            "current": 1 / 2, "delayed": 1 / 2, "block": 1 / 2 + 1 / 8192, "mxfp8": 33 / 64, "mxfp4": 17 / 64,
+            "nvfp4": 1 / 4 + 1 / 512,
+        })  # fmt: skip
+        # One all-reduce for each weight and step, or one for all.
+        counts = {name: (first, second) for name, (_, first, second) in made.items()}
+        assert counts["current"] == counts["nvfp4"] == (2, (1, 0))
+        assert counts["mxfp8"] == counts["block"] == (0, (0, 0))
+
+
+def test_ways_of_training(ranks) -> None:
+    for made in of(ranks, ways_of_training):
+        assert len(made) == 16
+        assert not [way for way, is_same in made.items() if not is_same]
+
+
+def test_gradient_accumulation(ranks) -> None:
+    assert of(ranks, accumulation) == [True, True]
+
+
+def test_other_reads_of_a_gathered_weight_gather_its_values(ranks) -> None:
+    for made in of(ranks, high_precision_islands):
+        assert all(made)
+
+
+def test_nan_on_one_rank_shows_on_all(ranks) -> None:
+    for made in of(ranks, nan_on_one_rank):
+        assert all(made.values())
+
+
+def test_uneven_shards_are_gathered_in_high_precision(ranks) -> None:
+    for is_same, why in of(ranks, uneven_shards):
+        assert is_same
+        assert "shards of its 257 rows are uneven" in why
+
+
+def test_refusals(ranks) -> None:
+    for changed, not_sharded in of(ranks, refusals):
+        assert "low_precision_all_gather: got another recipe for 0.up (NVFP4BlockScaling)" in changed
+        assert "weight: got one that low_precision_all_gather has prepared" in not_sharded

@@ -3,6 +3,9 @@
 One module per kind of parallelism; importing this package needs a torch with distributed support.
 """
 
+from microfloat.torch.distributed.sharded import low_precision_all_gather, precompute_scales
 from microfloat.torch.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+__all__ = [
+    "ColwiseParallel", "RowwiseParallel", "SequenceParallel", "low_precision_all_gather", "precompute_scales",
+]  # fmt: skip

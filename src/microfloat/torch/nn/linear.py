@@ -16,6 +16,7 @@ from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
+from microfloat.torch.gathered import Gathered, Values
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import active_model_init, quantize_parameter
 from microfloat.torch.observing import OBSERVERS
@@ -45,7 +46,7 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "_shards")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -292,6 +293,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
         weight, bias = self.weight, self.bias
+        if isinstance(weight, Gathered):
+            weight = Values.apply(weight)
         if isinstance(weight, QuantizedTensor) or getattr(self, "fuse_wgrad_accumulation", False):
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:

@@ -1,0 +1,179 @@
+"""`Gathered`: a weight that FSDP2 has gathered as codes and scales, in place of its values.
+
+What was gathered serves one GEMM, fprop in forward and dgrad in backward, and the other one too where transposed codes
+are those of the transposed weight. Whatever else is read of the weight (its values, under another dtype or recipe) is
+gathered when it is read, by every rank at the same point of the program.
+
+Legend: N = out features, K = in features; R, C = rows and contraction length of an operand: N, K or, transposed, K, N.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.formats import E5M2
+from microfloat.layout import Layout, folded_format
+from microfloat.recipes import Cast
+from microfloat.torch import reference
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.reference._elements import codes_dtype
+from microfloat.torch.reference._values import decode_scaled
+
+if TYPE_CHECKING:
+    from microfloat.torch.backends.base import Backend
+
+__all__ = ["Gather", "Gathered", "folded_operand", "in_form"]
+
+aten = torch.ops.aten
+
+
+class Gather:
+    """What has been gathered of one weight, replaced in place by the next gather.
+
+    `casts`: of fprop and of dgrad; `dtype`: of the values that were cast; `source`: gathers anew what is not here;
+    `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records.
+    """
+
+    def __init__(self, casts: tuple[Cast, Cast], dtype: torch.dtype, source: Any) -> None:
+        self.casts, self.dtype, self.source = casts, dtype, source
+        self.gathered: list[Any] = [None, None]  # what `source` makes the operand of, as it lies and transposed
+        self.scale_enc: torch.Tensor | None = None
+        self.amax: torch.Tensor | None = None
+
+    def operand(
+        self, cast: Cast, transposed: bool, dtype: torch.dtype, scale_enc: torch.Tensor | None
+    ) -> Operand | None:
+        """The operand of fprop or dgrad under `cast`; None where it must be cast from the values."""
+        is_other_scale = cast.is_delayed and scale_enc is not self.scale_enc
+        if dtype != self.dtype or cast != self.casts[transposed] or is_other_scale:
+            return None
+        found, other = self.gathered[transposed], self.gathered[not transposed]
+        if found is not None:
+            return self.source.operand_of(found)
+        if other is not None and cast.transposes and self.casts[0] == self.casts[1]:
+            return reference.transpose_operand(self.source.operand_of(other))
+        return self.source.operand(self, transposed)
+
+    def values(self) -> torch.Tensor:
+        """The weight in high precision, gathered now."""
+        return self.source.values()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The bytes that were gathered."""
+        return [tensor for found in self.gathered if found is not None for tensor in found[0]]
+
+
+class Gathered(torch.Tensor):
+    """The parameter that a Linear sees between gather and reshard: a shape, a dtype, and a `Gather`."""
+
+    contents: Gather
+
+    @staticmethod
+    def __new__(cls: type, gather: Gather, shape: Sequence[int], device: torch.device) -> "Gathered":
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=gather.dtype, device=device)  # type: ignore[attr-defined]
+
+    def __init__(self, gather: Gather, shape: Sequence[int], device: torch.device) -> None:
+        self.contents = gather
+        self._casts_late = True
+
+    def data_ptr(self) -> int:
+        """-1, which no memory has: schedules are found by addresses, among others."""
+        return -1
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Gathered(shape={tuple(self.shape)}, dtype={self.dtype}, {self.contents.casts[0].format.name})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if func in _SAME and tuple(_shape_of(func, args)) == tuple(args[0].shape):
+            return Gathered(args[0].contents, args[0].shape, args[0].device)
+        if func in _LIKE:
+            options = {"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})}
+            shape = args[0].shape if func in (aten.zeros_like.default, aten.empty_like.default) else args[1]
+            options.pop("memory_format", None)
+            return (torch.empty if "empty" in func._schema.name else torch.zeros)(shape, **options)
+        raise NotSupportedError(
+            f"{func.__name__.split('.')[0]}: got a weight that was gathered in low precision, needed its values. Read "
+            "the sharded parameter (layer.weight after reshard), or leave the layer out of low_precision_all_gather."
+        )
+
+
+_SAME = (
+    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.lift_fresh.default,
+)  # fmt: skip
+_LIKE = (aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default)
+
+
+def _shape_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> Sequence[int]:
+    return args[1] if func in (aten.view.default, aten.as_strided.default) else args[0].shape
+
+
+class Values(torch.autograd.Function):
+    """The values of a gathered weight, whose gradient goes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Gathered) -> torch.Tensor:
+        return weight.contents.values()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+# ------------------------------------------------------------------------------------------------------ other forms
+
+
+def in_form(operand: Operand, form: str, layout: Layout | None, backend: "Backend") -> Operand:
+    """The operand in the form that a GEMM reads (`microfloat.layout`), to the bits of a cast in that form."""
+    if form == "codes":
+        return operand
+    if form in ("folded", "tiles"):
+        assert layout is not None
+        return folded_operand(operand, form, layout)
+    values = backend.dequantize(dataclasses.replace(operand, tensor_scale=None), torch.bfloat16)
+    return dataclasses.replace(operand, codes=values, scale=None)  # type: ignore[arg-type]
+
+
+def folded_operand(operand: Operand, form: str, layout: Layout) -> Operand:
+    """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
+
+    The scales have the grid that `layout` gives them; what fills it up is 1.
+    """
+    fmt = folded_format(operand.format, form)
+    element, (tile_rows, tile_columns) = operand.format.element, fmt.block
+    assert tile_rows is not None
+    assert tile_columns is not None
+    assert layout.scale is not None
+    bytes_RB = operand.scale.to(torch.int32)
+    rows, blocks = bytes_RB.shape
+    per_group = tile_columns // (operand.format.block[1] or 1)
+    shape = -(-rows // tile_rows), -(-blocks // per_group)
+    padded = bytes_RB.new_zeros(shape[0] * tile_rows, shape[1] * per_group)
+    padded[:rows, :blocks] = bytes_RB
+    groups = padded.view(shape[0], tile_rows, shape[1], per_group)
+    largest = groups.amax((1, 3))
+    largest_code = 57344.0 if element == E5M2 else 448.0
+    headroom = int(torch.tensor(largest_code / element.max).log2().floor())
+    exponent = (largest - headroom).clamp_min(1)
+    shift = (groups - exponent[:, None, :, None]).view(padded.shape)[:rows, :blocks]
+    factors = torch.ldexp(torch.ones((), device=shift.device), shift.clamp_min(-126))
+    wanted = getattr(torch, str(codes_dtype(fmt.element)).removeprefix("torch."))
+    codes = decode_scaled(operand, factors, torch.float32).to(wanted)
+    scale = torch.ldexp(torch.ones((), device=shift.device), exponent - 127)
+    is_nan = largest == 255
+    spread = is_nan.repeat_interleave(tile_rows, 0)[: operand.rows].repeat_interleave(tile_columns, 1)
+    codes.view(torch.uint8).masked_fill_(spread[:, : codes.shape[1]], fmt.element.nan_code)
+    scale.masked_fill_(is_nan, float("nan"))
+    grid = layout.scale.shape if layout.scale.shape[0] == scale.shape[0] else layout.scale.shape[::-1]
+    if tuple(grid) != tuple(scale.shape):
+        filled = scale.new_ones(grid)
+        filled[: scale.shape[0], : scale.shape[1]] = scale
+        scale = filled
+    return dataclasses.replace(operand, codes=codes, scale=scale, format=fmt)
