@@ -16,6 +16,7 @@ LAYERS = (
     ("layout",),
     ("metrics", "reference"),
     ("cpu", "pictures"),
+    ("watching",),
     ("kernels", "checkpoint"),
     ("passes",),
     ("routes",),

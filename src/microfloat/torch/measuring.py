@@ -9,32 +9,37 @@ Legend: R = rows of an operand form (of a part of it), C = its contraction lengt
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from microfloat import metrics
-from microfloat.formats import ElementFormat, ScaleFormat, encode
+from microfloat.formats import ScaleFormat
 from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Backend
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.tensor import QuantizedTensor
+from microfloat.watching import (
+    BINADES,
+    DRAWS,
+    OF_CAST,
+    OF_SCALES,
+    SCALES,
+    largest_byte,
+    limits_of,
+    of_binades,
+    of_cast,
+    of_noise,
+    of_product,
+    of_sample,
+    of_scales,
+    of_tensor,
+)
 
 __all__ = [
-    "BINADES", "METRICS", "Quantized", "Reading", "quantized", "read", "read_cast", "read_noise", "read_product",
-    "read_sample", "read_tensor",
+    "Quantized", "Reading", "quantized", "read", "read_cast", "read_noise", "read_product", "read_sample",
+    "read_tensor",
 ]  # fmt: skip
-
-BINADES = 32  # below the largest magnitude, over which the error is shown
-_DRAWS = 4
-_SCALES = 256
-
-# Metrics by what is summed for them.
-_OF_TENSOR, _OF_SAMPLE = ("amax", "amax_ema", "nan", "inf"), ("crest", "block_dynamic_range")
-_OF_CAST = ("sqnr_db", "rel_mse", "bias", "underflow", "clip", "zeros")
-_OF_SCALES, _OF_PRODUCT = ("scale_histogram", "scale_at_limits"), ("relative_error", "cosine")
-METRICS = (*_OF_TENSOR, *_OF_SAMPLE, *_OF_CAST, *_OF_SCALES, "error_by_magnitude", *_OF_PRODUCT, "sr_noise")
 
 
 class Reading(NamedTuple):
@@ -69,15 +74,10 @@ def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
 def read_tensor(matrix: torch.Tensor, with_amax: bool = True) -> Reading:
     """amax (NaN of a tensor with NaN) and the counts of NaN and infinity, of all elements."""
     counts, size = (matrix.isfinite().sum(), matrix.isnan().sum()), matrix.numel()
-    if not with_amax:
-        return Reading(_stacked(*counts), lambda n: _non_finite(size, n))
-    low, high = torch.aminmax(matrix)
-    amax = torch.maximum(low.neg(), high)
-    return Reading(_stacked(*counts, amax), lambda n: [("amax", n[2]), *_non_finite(size, n)])
-
-
-def _non_finite(size: int, numbers: Sequence[float]) -> list[tuple[str, Any]]:
-    return [("nan", int(numbers[1])), ("inf", int(size - numbers[0] - numbers[1]))]
+    if with_amax:
+        low, high = torch.aminmax(matrix)
+        counts = (*counts, torch.maximum(low.neg(), high))
+    return Reading(_stacked(*counts), partial(of_tensor, size))
 
 
 def read_sample(x_RC: torch.Tensor, block: int) -> Reading:
@@ -89,15 +89,9 @@ def read_sample(x_RC: torch.Tensor, block: int) -> Reading:
     spans = spans.masked_fill(spans < 0, math.nan)
     quantiles = torch.nanquantile(spans, torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64, device=x.device))
 
-    def derive(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-        peak, energy, count = n[:3]
-        yield "crest", peak / math.sqrt(energy / count) if energy else 0.0
-        for name, value in zip(("", "_p99", "_max"), n[3:], strict=True):
-            yield f"block_dynamic_range{name}", 0.0 if math.isnan(value) else value
-
     flat = x.reshape(-1)
     sums = _stacked(x.amax(), flat.dot(flat), x_RC.isfinite().sum())
-    return Reading(torch.cat([sums, quantiles]), derive)
+    return Reading(torch.cat([sums, quantiles]), of_sample)
 
 
 # -------------------------------------------------------------------------------------------------------------- casts
@@ -145,37 +139,17 @@ def read_cast(backend: Backend, made: Quantized, wanted: frozenset[str]) -> list
     q = torch.where(finite, made.values, 0).double()
     error = x - q
     readings = []
-    if wanted.intersection(_OF_CAST):
+    if wanted.intersection(OF_CAST):
         a, b, d = (values.reshape(-1) for values in (x, q, error))
         is_zero = q == 0
         clipped = _clipped(backend, made) if "clip" in wanted else finite.new_zeros(())
         sums = a.dot(a), d.dot(d), a.dot(b), finite.sum(), (is_zero & (x != 0)).sum(), (is_zero & finite).sum()
-        readings.append(Reading(_stacked(*sums, clipped), _of_sums))
-    if wanted.intersection(_OF_SCALES):
+        readings.append(Reading(_stacked(*sums, clipped), of_cast))
+    if wanted.intersection(OF_SCALES):
         readings.append(_read_scales(made.q.scale, made.q.format.scale))
     if "error_by_magnitude" in wanted:
         readings.append(_read_binades(x, error))
     return readings
-
-
-def _of_sums(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-    signal, noise, product, count, flushed, zero, clipped = n
-    if math.isnan(noise):
-        yield from (("sqnr_db", math.nan), ("rel_mse", math.nan))
-    else:
-        exact = 0.0 if noise == 0 else math.inf
-        yield "rel_mse", noise / signal if signal else exact
-        decibels = math.inf if noise == 0 else math.nan if signal == 0 else -math.inf
-        yield "sqnr_db", 10 * math.log10(signal / noise) if 0 < noise < math.inf and signal else decibels
-    yield "bias", product / signal - 1.0 if signal else 0.0
-    for name, number in (("underflow", flushed), ("zeros", zero), ("clip", clipped)):
-        yield name, number / count if count else 0.0
-
-
-def _largest_byte(element: ElementFormat) -> int:
-    """A byte of codes of the largest value."""
-    code = int(encode(np.array([element.max], np.float32), element)[0])
-    return code | code << 4 if element.codes_per_byte == 2 else code
 
 
 def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
@@ -183,7 +157,7 @@ def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
     x, q = made.x, made.q
     if made.cast.hadamard is not None:
         x = transform(x, made.cast.hadamard)
-    largest = torch.full_like(q.codes.view(torch.uint8), _largest_byte(q.format.element)).view(q.codes.dtype)
+    largest = torch.full_like(q.codes.view(torch.uint8), largest_byte(q.format.element)).view(q.codes.dtype)
     cast = Cast(q.format, made.cast.scale_rule)
     limit = QuantizedTensor(largest, q.scale, q.tensor_scale, cast, axis=1, shape=x.shape, dtype=torch.float32)
     return (x.isfinite() & (x.abs() > backend.dequantize(limit.to_operand(), torch.float32))).sum()
@@ -196,29 +170,13 @@ def _read_scales(scale: torch.Tensor, fmt: ScaleFormat) -> Reading:
         at_limits = _stacked((flat <= 2.0**-126).sum() - (flat == 0).sum(), (flat >= 2.0**126).sum())
         codes = flat.view(torch.int32) >> 23
     else:
-        lowest, highest = (0, 254) if fmt.name == "E8M0" else (1, 126)
+        lowest, highest = limits_of(fmt)
         codes = flat.to(torch.int32)
         at_limits = _stacked((codes == lowest).sum(), (codes == highest).sum())
-    edges = torch.arange(_SCALES + 1, dtype=torch.int32, device=flat.device)
+    edges = torch.arange(SCALES + 1, dtype=torch.int32, device=flat.device)
     counts = torch.searchsorted(codes.sort().values, edges).diff()  # deterministic, as counting by additions is not
 
-    def derive(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-        total = flat.numel() or 1
-        yield "scale_at_limits", (n[0] + n[1]) / total
-        yield "scale_histogram", _histogram(n[2:], fmt, n[0] / total, n[1] / total)
-
-    return Reading(torch.cat([at_limits, counts.double()]), derive)
-
-
-def _histogram(numbers: Sequence[float], fmt: ScaleFormat, lowest: float, highest: float) -> metrics.ScaleHistogram:
-    counts = np.array(numbers).astype(np.int64)
-    if fmt.name != "FP32":
-        return metrics.scale_histogram(np.repeat(np.arange(_SCALES, dtype=np.uint8), counts), fmt)
-    exponents = np.flatnonzero(counts[1:255]) + 1
-    total = int(counts.sum()) or 1
-    fractions = tuple((counts[exponents] / total).tolist())
-    zero, nan = float(counts[0] / total), float(counts[255] / total)
-    return metrics.ScaleHistogram(tuple((exponents - 127).tolist()), fractions, zero, nan, lowest, highest)
+    return Reading(torch.cat([at_limits, counts.double()]), partial(of_scales, fmt))
 
 
 def _read_binades(x: torch.Tensor, error: torch.Tensor) -> Reading:
@@ -230,11 +188,7 @@ def _read_binades(x: torch.Tensor, error: torch.Tensor) -> Reading:
     in_binade = (which[:, None] == binades).double()
     sums = torch.stack([a * a, d * d]) @ in_binade
 
-    def derive(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-        pairs = zip(n[:BINADES], n[BINADES:], strict=True)
-        yield "error_by_magnitude", tuple(math.sqrt(noise / signal) if signal else math.nan for signal, noise in pairs)
-
-    return Reading(sums.view(-1), derive)
+    return Reading(sums.view(-1), of_binades)
 
 
 def read_noise(
@@ -242,20 +196,13 @@ def read_noise(
 ) -> Reading:
     """Noise of stochastic rounding over a few seeds, which no generator gives."""
     draws = []
-    for number in range(_DRAWS):
+    for number in range(DRAWS):
         seed = torch.tensor([number, 0x5A17], dtype=torch.int64, device=matrix.device)
         made = quantized(backend, matrix, cast, transposed, part, **{**options, "seed": seed})
         draws.append(torch.where(made.x.isfinite(), made.values - made.x.float(), 0).double())
     errors = torch.stack(draws)
     numbers = _stacked(errors.mean(), errors.var(0).mean())
-    size = errors.numel()
-
-    def derive(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-        mean, std = n[0], math.sqrt(n[1])
-        z = mean / (std / math.sqrt(size)) if std else math.copysign(math.inf, mean) if mean else 0.0
-        yield from (("sr_noise_mean", mean), ("sr_noise_std", std), ("sr_noise_z", z))
-
-    return Reading(numbers, derive)
+    return Reading(numbers, partial(of_noise, errors.numel()))
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -271,12 +218,4 @@ def read_product(
     counted = exact.isfinite()
     a, b = (torch.where(counted, values.double(), 0).reshape(-1) for values in (exact, result))
     error = a - b
-
-    def derive(n: Sequence[float]) -> Iterable[tuple[str, Any]]:
-        signal, noise, other, product = n
-        worst = math.inf if noise else 0.0
-        yield "relative_error", math.sqrt(noise / signal) if signal else worst
-        norms = math.sqrt(signal) * math.sqrt(other)
-        yield "cosine", product / norms if norms else float(not (signal or other))
-
-    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), derive)
+    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), of_product)

@@ -9,30 +9,23 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 import contextlib
-import csv
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from microfloat.arguments import check_int, check_number
-from microfloat.errors import invalid_value, unknown_name
-from microfloat.metrics import ScaleHistogram
-from microfloat.operands import GEMMS, TENSORS, Operand, operands_of
+from microfloat.arguments import check_int
+from microfloat.operands import TENSORS, Operand, operands_of
 from microfloat.passes import CastInputs
-from microfloat.recipes import Cast, as_cast
+from microfloat.recipes import Cast
 from microfloat.recipes.explanation import operands_of as formats_of
-from microfloat.support import text_table
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
 from microfloat.torch.measuring import (
-    METRICS,
     Reading,
     quantized,
     read,
@@ -46,41 +39,15 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.schedule import Schedule, entries_of
 from microfloat.torch.tensor import QuantizedTensor
+from microfloat.watching import DEFAULT_METRICS, Entry, Record, RecordLog, check_names, check_rows, what_if_casts
 
 __all__ = ["Record", "watch"]
 
-DEFAULT_METRICS = tuple(name for name in METRICS if name not in ("rel_mse", "sr_noise"))
 _NOTHING = CastInputs()
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-class Record(NamedTuple):
-    """One number: of an operand ("x", "w", "dy") in a GEMM and a format, or of a GEMM's result ("y", "dx", "dw").
-
-    `value`: a float or an int; of "scale_histogram" a `microfloat.metrics.ScaleHistogram`, of "error_by_magnitude" the
-    relative errors of elements by binades below the largest magnitude.
-    """
-
-    step: int
-    module: str
-    gemm: str
-    operand: str
-    format: str
-    metric: str
-    value: Any
-
-
-class _Entry(NamedTuple):
-    """The subject of a reading: a record without metric and value."""
-
-    step: int
-    module: str
-    gemm: str
-    operand: str
-    format: str
-
-
-class watch:
+class watch(RecordLog):
     """Records of a model's operands and GEMMs: ``with mf.watch(model, every=100) as w:`` around the training loop.
 
     `model`: the module that the loop calls, compiled or not. A step is one call of it and the backward of that call;
@@ -112,20 +79,13 @@ class watch:
         ema: float = 0.9,
     ) -> None:  # fmt: skip
         check_model(model)
-        self.every = check_int("every", every, 1, 2**63 - 1)
-        self.rows = check_int("rows", rows, 128, 2**31 - 128)
-        if rows % 128:
-            raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
-        self.ema: Any = check_number("ema", ema, "a number in [0, 1)", 0, 1)
-        self.tensors, self.metrics = _names("tensors", tensors, TENSORS), _names("metrics", metrics, METRICS)
-        formats = [what_if] if isinstance(what_if, str | Cast) else what_if
-        self.what_if = tuple(as_cast(one) for one in formats)
-        self._model, self._wanted = model, frozenset(self.metrics)
+        super().__init__(metrics, ema)
+        self.every, self.rows = check_int("every", every, 1, 2**63 - 1), check_rows(rows)
+        self.tensors, self.what_if = check_names("tensors", tensors, TENSORS), what_if_casts(what_if)
+        self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
         self._explicit, self._trains = False, False
-        self._records: list[Record] = []
-        self._pending: list[tuple[_Entry, Reading]] = []
-        self._emas: dict[tuple[str, str, str], float] = {}
+        self._pending: list[tuple[Entry, Reading]] = []
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
@@ -270,7 +230,7 @@ class watch:
             row += layer.weight.shape[0]
         return found
 
-    def emit(self, entry: _Entry, *readings: Reading) -> None:
+    def emit(self, entry: Entry, *readings: Reading) -> None:
         """Keep readings until somebody asks for their numbers."""
         self._pending += [(entry, reading) for reading in readings]
 
@@ -284,92 +244,7 @@ class watch:
     def _read(self) -> None:
         pending, self._pending = self._pending, []
         for (entry, _), found in zip(pending, read([reading for _, reading in pending]), strict=True):
-            if "amax" in found:
-                key = entry.module, entry.gemm, entry.operand
-                last = self._emas.get(key, found["amax"])
-                found["amax_ema"] = self._emas[key] = self.ema * last + (1 - self.ema) * found["amax"]
-            for metric, value in found.items():
-                if metric in self._wanted or metric.startswith(("block_dynamic_range_", "sr_noise_")):
-                    self._records.append(Record(*entry, metric, value))
-
-    @property
-    def records(self) -> list[Record]:
-        """All records so far, in the order in which the tensors came. Waits for the device."""
-        self._read()
-        return self._records
-
-    @property
-    def first_non_finite(self) -> Record | None:
-        """The first record of a NaN or an infinity: step, layer and GEMM where they began; None without any."""
-        return next((one for one in self.records if one.metric in ("nan", "inf") and one.value), None)
-
-    def table(self, step: int | None = None) -> str:
-        """The metrics of one step (None: the last one), a row for each operand in each format and each result."""
-        columns = ("amax", "crest", "sqnr_db", "bias", "underflow", "clip", "scale_at_limits", *_PRODUCT_COLUMNS)
-        records = [one for one in self.records if not isinstance(one.value, tuple | ScaleHistogram)]
-        step = max((one.step for one in records), default=0) if step is None else step
-        rows: dict[tuple[str, ...], dict[str, Any]] = {}
-        for one in records:
-            if one.step == step:
-                rows.setdefault(one[1:5], {})[one.metric] = one.value
-        shown = [name for name in columns if any(name in row for row in rows.values())]
-        cells: list[tuple[str, ...]] = [("module", "GEMM", "operand", "format", *shown)]
-        for key, row in sorted(rows.items(), key=lambda item: (item[0][0], GEMMS.index(item[0][1]))):
-            cells.append((*key, *(_shown(name, row.get(name)) for name in shown)))
-        found = self.first_non_finite
-        end = [] if found is None else [
-            f"First {found.metric}: step {found.step}, {found.module}, {found.operand} of {found.gemm} ({found.value})."
-        ]  # fmt: skip
-        return "\n".join([f"step {step}", *text_table(cells), *end])
-
-    # ------------------------------------------------------------------------------------------------------------ sinks
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(Record._fields)
-            writer.writerows((*one[:6], _text(one.value)) for one in self.records)
-
-    def to_tensorboard(self, writer: Any) -> None:
-        """Add all records to a SummaryWriter, or to anything with its add_scalar and add_histogram."""
-        for one in self.records:
-            if isinstance(one.value, ScaleHistogram):
-                counts = np.round(np.array(one.value.fractions) * 1000).astype(int)
-                values = np.repeat(one.value.exponents, counts)
-                if len(values):
-                    writer.add_histogram(_tag(one), values, one.step)
-            elif not isinstance(one.value, tuple):
-                writer.add_scalar(_tag(one), one.value, one.step)
-
-    def to_wandb(self, run: Any) -> None:
-        """Log all records to a run of Weights & Biases, or to anything with its log: one dictionary for each step."""
-        steps: dict[int, dict[str, Any]] = {}
-        for one in self.records:
-            if not isinstance(one.value, tuple | ScaleHistogram):
-                steps.setdefault(one.step, {})[_tag(one)] = one.value
-        for step, values in steps.items():
-            run.log(values, step=step)
-
-    def plot(self, path: str | Path) -> list[Path]:
-        """Draw the pictures of `microfloat.pictures.watch`; returns their paths.
-
-        `path`: a file (.png, .svg, .pdf) for one sheet of all, or a folder for a file of each. Needs matplotlib.
-        """
-        from microfloat.pictures import watch as pictures
-
-        return pictures.draw(self.records, Path(path))
-
-
-_PRODUCT_COLUMNS = ("relative_error", "cosine")
-
-
-def _names(argument: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        if name not in known:
-            raise unknown_name(argument, name, known)
-    return names
+            self.take(entry, found)
 
 
 def _joint(names: Sequence[str]) -> str:
@@ -377,24 +252,6 @@ def _joint(names: Sequence[str]) -> str:
     prefix = names[0].rpartition(".")[0]
     cut = len(prefix) + 1 if prefix else 0
     return "+".join([names[0], *(name[cut:] for name in names[1:])])
-
-
-def _shown(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name in ("underflow", "clip", "scale_at_limits"):
-        return f"{value:.2%}"
-    return f"{value:.4g}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, ScaleHistogram):
-        return " ".join(f"{e}:{share:.6g}" for e, share in zip(value.exponents, value.fractions, strict=True))
-    return " ".join(f"{number:.6g}" for number in value) if isinstance(value, tuple) else repr(value)
-
-
-def _tag(record: Record) -> str:
-    return f"{record.module}/{record.gemm}.{record.operand}/{record.metric}/{record.format}"
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -527,13 +384,13 @@ class _Call:
     ) -> None:  # fmt: skip
         high = str(whole.dtype).removeprefix("torch.")
         formats = high if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
-        entry = _Entry(self.step, self.name, gemm, name, formats)
+        entry = Entry(self.step, self.name, gemm, name, formats)
         self.session.emit(entry, read_tensor(whole, with_amax=False))
         if self.schedule is not None and self.session._wanted & {"relative_error", "cosine"}:
             self.session.emit(entry, read_product(result, a, b, bias))
 
-    def _entry(self, operand: Operand, fmt: str) -> _Entry:
-        return _Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
+    def _entry(self, operand: Operand, fmt: str) -> Entry:
+        return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
 
     # ---------------------------------------------------------------------------------------------------------- tensors
 

@@ -1,0 +1,288 @@
+"""Records of a watched training: from the numbers that a device summed to metrics, and from metrics to their readers.
+
+`microfloat.torch.watch` and `microfloat.jax.watch_outputs` sum on the device and call the functions here on the host,
+so that a metric has one name and one definition. Sums are float64 of torch or float32 of JAX. Source: docs/watching.md.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from microfloat import metrics
+from microfloat.arguments import check_int, check_number
+from microfloat.errors import invalid_value, unknown_name
+from microfloat.formats import ElementFormat, ScaleFormat, encode
+from microfloat.metrics import ScaleHistogram
+from microfloat.operands import GEMMS
+from microfloat.recipes import Cast, as_cast
+from microfloat.support import text_table
+
+__all__ = [
+    "BINADES", "DEFAULT_METRICS", "DRAWS", "METRICS", "OF_CAST", "OF_PRODUCT", "OF_SAMPLE", "OF_SCALES", "OF_TENSOR",
+    "SCALES", "Entry", "Record", "RecordLog", "check_names", "check_rows", "largest_byte", "limits_of", "of_binades",
+    "of_cast", "of_noise", "of_product", "of_sample", "of_scales", "of_tensor", "what_if_casts",
+]  # fmt: skip
+
+BINADES = 32  # below the largest magnitude, over which the error is shown
+DRAWS = 4  # seeds of "sr_noise"
+SCALES = 256  # bytes that a scale may be
+
+# Metrics by what is summed for them.
+OF_TENSOR, OF_SAMPLE = ("amax", "amax_ema", "nan", "inf"), ("crest", "block_dynamic_range")
+OF_CAST = ("sqnr_db", "rel_mse", "bias", "underflow", "clip", "zeros")
+OF_SCALES, OF_PRODUCT = ("scale_histogram", "scale_at_limits"), ("relative_error", "cosine")
+METRICS = (*OF_TENSOR, *OF_SAMPLE, *OF_CAST, *OF_SCALES, "error_by_magnitude", *OF_PRODUCT, "sr_noise")
+DEFAULT_METRICS = tuple(name for name in METRICS if name not in ("rel_mse", "sr_noise"))
+
+Numbers = Sequence[float]
+Metrics = Iterator[tuple[str, Any]]
+
+
+class Record(NamedTuple):
+    """One number: of an operand ("x", "w", "dy") in a GEMM and a format, or of a GEMM's result ("y", "dx", "dw").
+
+    `value`: a float or an int; of "scale_histogram" a `microfloat.metrics.ScaleHistogram`, of "error_by_magnitude" the
+    relative errors of elements by binades below the largest magnitude.
+    """
+
+    step: int
+    module: str
+    gemm: str
+    operand: str
+    format: str
+    metric: str
+    value: Any
+
+
+class Entry(NamedTuple):
+    """A record without metric and value: the subject of a reading."""
+
+    step: int
+    module: str
+    gemm: str
+    operand: str
+    format: str
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+def check_names(argument: str, names: str | Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple, each one of `known`."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in known:
+            raise unknown_name(argument, name, known)
+    return names
+
+
+def check_rows(rows: object) -> int:
+    """The number of rows that are measured: whole tiles of every format."""
+    number = check_int("rows", rows, 128, 2**31 - 128)
+    if number % 128:
+        raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
+    return number
+
+
+def what_if_casts(what_if: Any) -> tuple[Cast, ...]:
+    """The Casts of formats that are not in use, from one or several of them."""
+    return tuple(as_cast(one) for one in ([what_if] if isinstance(what_if, str | Cast) else what_if))
+
+
+# ------------------------------------------------------------------------------------------- from sums to metrics, host
+
+
+def of_tensor(size: int, n: Numbers) -> Metrics:
+    """Metrics of a whole tensor from the counts of its finite and NaN elements, and its amax if that was measured."""
+    if len(n) > 2:
+        yield "amax", n[2]
+    yield from (("nan", int(n[1])), ("inf", int(size - n[0] - n[1])))
+
+
+def of_sample(n: Numbers) -> Metrics:
+    """From the peak, the sum of squares and the count of elements, and three quantiles of the binades of blocks."""
+    peak, energy, count = n[:3]
+    yield "crest", peak / math.sqrt(energy / count) if energy else 0.0
+    for name, value in zip(("", "_p99", "_max"), n[3:], strict=True):
+        yield f"block_dynamic_range{name}", 0.0 if math.isnan(value) else value
+
+
+def of_cast(n: Numbers) -> Metrics:
+    """From sum x^2, sum (x - q)^2, sum x q, and counts: elements, flushed ones, zeros of q, clipped ones."""
+    signal, noise, product, count, flushed, zero, clipped = n
+    if math.isnan(noise):
+        yield from (("sqnr_db", math.nan), ("rel_mse", math.nan))
+    else:
+        exact = 0.0 if noise == 0 else math.inf
+        yield "rel_mse", noise / signal if signal else exact
+        decibels = math.inf if noise == 0 else math.nan if signal == 0 else -math.inf
+        yield "sqnr_db", 10 * math.log10(signal / noise) if 0 < noise < math.inf and signal else decibels
+    yield "bias", product / signal - 1.0 if signal else 0.0
+    for name, number in (("underflow", flushed), ("zeros", zero), ("clip", clipped)):
+        yield name, number / count if count else 0.0
+
+
+def of_scales(fmt: ScaleFormat, n: Numbers) -> Metrics:
+    """From the counts of scales at the lowest and highest limit, and of each byte (float32: byte of the exponent)."""
+    lowest, highest, counts = n[0], n[1], np.array(n[2:]).astype(np.int64)
+    total = int(counts.sum()) or 1
+    yield "scale_at_limits", (lowest + highest) / total
+    if fmt.name != "FP32":
+        yield "scale_histogram", metrics.scale_histogram(np.repeat(np.arange(SCALES, dtype=np.uint8), counts), fmt)
+        return
+    exponents = np.flatnonzero(counts[1:255]) + 1
+    fractions = tuple((counts[exponents] / total).tolist())
+    zero, nan = float(counts[0] / total), float(counts[255] / total)
+    shares = zero, nan, lowest / total, highest / total
+    yield "scale_histogram", ScaleHistogram(tuple((exponents - 127).tolist()), fractions, *shares)
+
+
+def of_binades(n: Numbers) -> Metrics:
+    """From the sums of x^2, then of (x - q)^2, by binades below the largest magnitude."""
+    pairs = zip(n[:BINADES], n[BINADES:], strict=True)
+    yield "error_by_magnitude", tuple(math.sqrt(noise / signal) if signal else math.nan for signal, noise in pairs)
+
+
+def of_noise(size: int, n: Numbers) -> Metrics:
+    """From the mean error of `size` stochastic roundings and the mean of their variances."""
+    mean, std = n[0], math.sqrt(n[1])
+    z = mean / (std / math.sqrt(size)) if std else math.copysign(math.inf, mean) if mean else 0.0
+    yield from (("sr_noise_mean", mean), ("sr_noise_std", std), ("sr_noise_z", z))
+
+
+def of_product(n: Numbers) -> Metrics:
+    """From sum a^2, sum (a - b)^2, sum b^2 and sum a b of an exact product a and the computed one, b."""
+    signal, noise, other, product = n
+    worst = math.inf if noise else 0.0
+    yield "relative_error", math.sqrt(noise / signal) if signal else worst
+    norms = math.sqrt(signal) * math.sqrt(other)
+    yield "cosine", product / norms if norms else float(not (signal or other))
+
+
+def largest_byte(element: ElementFormat) -> int:
+    """A byte of codes of the largest value."""
+    code = int(encode(np.array([element.max], np.float32), element)[0])
+    return code | code << 4 if element.codes_per_byte == 2 else code
+
+
+def limits_of(fmt: ScaleFormat) -> tuple[int, int]:
+    """The lowest and the highest byte of a scale of eight bits."""
+    return (0, 254) if fmt.name == "E8M0" else (1, 126)
+
+
+# ------------------------------------------------------------------------------------------------ from metrics to files
+
+
+class RecordLog:
+    """Records in the order in which they came, with a table, files and pictures of them.
+
+    `metrics`: names of those that are kept. `ema`: the decay of amax_ema, the moving average of amax over samples.
+    """
+
+    def __init__(self, metrics: Sequence[str] = METRICS, ema: float = 0.9) -> None:
+        self.metrics = check_names("metrics", metrics, METRICS)
+        self.ema: Any = check_number("ema", ema, "a number in [0, 1)", 0, 1)
+        self._wanted = frozenset(self.metrics)
+        self._records: list[Record] = []
+        self._emas: dict[tuple[str, str, str], float] = {}
+
+    def _read(self) -> None:
+        """Take what has been measured and not read yet."""
+
+    def take(self, entry: Entry, found: dict[str, Any]) -> None:
+        """Keep the metrics of one reading."""
+        if "amax" in found:
+            key = entry.module, entry.gemm, entry.operand
+            last = self._emas.get(key, found["amax"])
+            found["amax_ema"] = self._emas[key] = self.ema * last + (1 - self.ema) * found["amax"]
+        for metric, value in found.items():
+            if metric in self._wanted or metric.startswith(("block_dynamic_range_", "sr_noise_")):
+                self._records.append(Record(*entry, metric, value))
+
+    @property
+    def records(self) -> list[Record]:
+        """All records so far, in the order in which the tensors came. Waits for the device."""
+        self._read()
+        return self._records
+
+    @property
+    def first_non_finite(self) -> Record | None:
+        """The first record of a NaN or an infinity: step, layer and GEMM where they began; None without any."""
+        return next((one for one in self.records if one.metric in ("nan", "inf") and one.value), None)
+
+    def table(self, step: int | None = None) -> str:
+        """The metrics of one step (None: the last one), a row for each operand in each format and each result."""
+        columns = ("amax", "crest", "sqnr_db", "bias", "underflow", "clip", "scale_at_limits", *OF_PRODUCT)
+        records = [one for one in self.records if not isinstance(one.value, tuple | ScaleHistogram)]
+        step = max((one.step for one in records), default=0) if step is None else step
+        rows: dict[tuple[str, ...], dict[str, Any]] = {}
+        for one in records:
+            if one.step == step:
+                rows.setdefault(one[1:5], {})[one.metric] = one.value
+        shown = [name for name in columns if any(name in row for row in rows.values())]
+        cells: list[tuple[str, ...]] = [("module", "GEMM", "operand", "format", *shown)]
+        for key, row in sorted(rows.items(), key=lambda item: (item[0][0], GEMMS.index(item[0][1]))):
+            cells.append((*key, *(_shown(name, row.get(name)) for name in shown)))
+        found = self.first_non_finite
+        end = [] if found is None else [
+            f"First {found.metric}: step {found.step}, {found.module}, {found.operand} of {found.gemm} ({found.value})."
+        ]  # fmt: skip
+        return "\n".join([f"step {step}", *text_table(cells), *end])
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(Record._fields)
+            writer.writerows((*one[:6], _text(one.value)) for one in self.records)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Add all records to a SummaryWriter, or to anything with its add_scalar and add_histogram."""
+        for one in self.records:
+            if isinstance(one.value, ScaleHistogram):
+                counts = np.round(np.array(one.value.fractions) * 1000).astype(int)
+                values = np.repeat(one.value.exponents, counts)
+                if len(values):
+                    writer.add_histogram(_tag(one), values, one.step)
+            elif not isinstance(one.value, tuple):
+                writer.add_scalar(_tag(one), one.value, one.step)
+
+    def to_wandb(self, run: Any) -> None:
+        """Log all records to a run of Weights & Biases, or to anything with its log: one dictionary for each step."""
+        steps: dict[int, dict[str, Any]] = {}
+        for one in self.records:
+            if not isinstance(one.value, tuple | ScaleHistogram):
+                steps.setdefault(one.step, {})[_tag(one)] = one.value
+        for step, values in steps.items():
+            run.log(values, step=step)
+
+    def plot(self, path: str | Path) -> list[Path]:
+        """Draw the pictures of `microfloat.pictures.watch`; returns their paths.
+
+        `path`: a file (.png, .svg, .pdf) for one sheet of all, or a folder for a file of each. Needs matplotlib.
+        """
+        from microfloat.pictures import watch as pictures
+
+        return pictures.draw(self.records, Path(path))
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in ("underflow", "clip", "scale_at_limits"):
+        return f"{value:.2%}"
+    return f"{value:.4g}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, ScaleHistogram):
+        return " ".join(f"{e}:{share:.6g}" for e, share in zip(value.exponents, value.fractions, strict=True))
+    return " ".join(f"{number:.6g}" for number in value) if isinstance(value, tuple) else repr(value)
+
+
+def _tag(record: Record) -> str:
+    return f"{record.module}/{record.gemm}.{record.operand}/{record.metric}/{record.format}"
