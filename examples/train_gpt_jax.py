@@ -29,11 +29,11 @@ from gpt.data import Corpus
 from gpt.files import Arrays
 from gpt.model_jax import GPT, set_weights, weights_of
 from gpt.options import Options
+from gpt.report import Result
 from gpt.runs import Training, run_command
 
 import microfloat.jax as mj
 import microfloat.jax.nnx as mnnx
-from microfloat.errors import NotSupportedError
 
 
 @functools.cache
@@ -45,7 +45,6 @@ def adamw(rates: tuple[float, ...], weight_decay: float) -> optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-@nnx.jit
 def optimize(model: GPT, optimizer: mnnx.Optimizer, tokens_BT: jax.Array) -> jax.Array:
     """One step; `mnnx.value_and_grad` includes the state of delayed scaling, `mnnx.Optimizer` advances it."""
     loss, gradients = mnnx.value_and_grad(GPT.loss)(model, tokens_BT)
@@ -53,6 +52,8 @@ def optimize(model: GPT, optimizer: mnnx.Optimizer, tokens_BT: jax.Array) -> jax
     return loss
 
 
+run_step = nnx.jit(optimize)
+watch_step = nnx.jit(mnnx.watch_outputs(optimize))  # compiled when --watch first calls it
 evaluate = nnx.jit(GPT.loss)
 
 
@@ -62,9 +63,8 @@ class Trainer(Training):
     program = "train_gpt_jax.py"
 
     def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
-        if options.watch is not None:
-            raise NotSupportedError(f"--watch: got {options.watch}, needed none: train_gpt.py watches, in torch.")
         super().__init__(name, options, corpus)
+        self.watched = mj.RecordLog()
         jax.config.update("jax_default_device", options.device)
         self.model = GPT(options, nnx.Rngs(options.seed))
         set_weights(self.model, self.first_weights(weights_of(self.model)))
@@ -84,8 +84,21 @@ class Trainer(Training):
         return weights_of(self.model)
 
     def train_step(self) -> float:
-        """One optimizer step on `batch`; returns its loss."""
-        return float(optimize(self.model, self.optimizer, jnp.asarray(self.batch(), jnp.int32)))
+        """One optimizer step on `batch`; returns its loss. Every `--watch`-th returns what its layers did, too."""
+        batch = jnp.asarray(self.batch(), jnp.int32)
+        if self.options.watch is None or self.step % self.options.watch:
+            return float(run_step(self.model, self.optimizer, batch))
+        loss, readings = watch_step(self.model, self.optimizer, batch)
+        self.watched.add(self.step, readings)
+        return float(loss)
+
+    def train(self, stopped: Any, show: Any) -> Result:
+        """As every run; --watch then writes the records of the layers under a recipe, and their pictures."""
+        result = super().train(stopped, show)
+        if self.watched.records:
+            self.watched.to_csv(self.options.folder / f"{self.name}_watch.csv")
+            self.watched.plot(self.options.folder / f"{self.name}_watch.png")
+        return result
 
     def held_out_loss(self, tokens_BT: np.ndarray) -> float:
         """The loss alone."""

@@ -195,7 +195,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--export-weights", type=Path, metavar="FILE", help="write the weights that the runs start from (safetensors)")
     add("--export-model", type=Path, metavar="FOLDER",
         help="write the weights that the last run has trained: a sharded bfloat16 checkpoint for `microfloat inspect`")
-    add("--watch", type=int, metavar="STEPS", help="in torch: record every layer's metrics at every so many steps, as "
+    add("--watch", type=int, metavar="STEPS", help="record every layer's metrics at every so many steps, as "
         "RECIPE_watch.csv and RECIPE_watch.png (docs/watching.md)")
     add("--record", type=Path, metavar="FILE",
         help="write x, w, dy and y of every quantized layer at the last run's first step (safetensors)")

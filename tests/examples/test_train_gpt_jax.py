@@ -157,3 +157,16 @@ def test_weights_of_another_size_are_refused(tmp_path, capsys):
     file.write_bytes(b"no safetensors")
     assert train(tmp_path, f"--recipe bf16 --steps 1 --initial-weights {file}") == 2
     assert "--initial-weights: got" in capsys.readouterr().err
+
+
+@pytest.mark.slow("a training step is compiled twice")
+def test_watched_steps_train_alike(tmp_path):
+    """--watch writes its records and pictures, and changes no loss."""
+    flags = "--recipe nvfp4 --steps 3"
+    assert train(tmp_path / "plain", flags) == train(tmp_path / "watched", f"{flags} --watch 2") == 0
+    assert losses(tmp_path / "watched", "nvfp4") == losses(tmp_path / "plain", "nvfp4")
+    (records,) = (tmp_path / "watched").rglob("nvfp4_watch.csv")
+    rows = [line.split(",") for line in records.read_text().splitlines()]
+    assert {row[0] for row in rows[1:]} == {"0", "2"}
+    assert {row[1] for row in rows[1:]} >= {"blocks.0.qkv", "blocks.0.up"}
+    assert records.with_suffix(".png").stat().st_size > 10_000

@@ -33,6 +33,7 @@ from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.numerics.scales import tensor_amax
+from microfloat.jax.observing import observe_backward, observe_forward, seen_by_backward
 from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.stored import times_stored
@@ -416,6 +417,7 @@ class _Kept(NamedTuple):
     """Residuals: the rhs of dgrad and of wgrad (quantized, or the originals), seed, state, live amaxes.
 
     `no_x` [0, K] and `no_w` [0, K] are empty slices that carry the dtypes and the device variance of the primals.
+    `seen`: columns of x and w that a watched function measures the products by.
     """
 
     w: reference.Operand
@@ -425,6 +427,7 @@ class _Kept(NamedTuple):
     amaxes: dict[str, Array]
     no_x: Array
     no_w: Array
+    seen: tuple[Array, Array] | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -439,7 +442,8 @@ def _linear(
     call = Call(config, seed, state)
     check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = (call.cast(value, tensor, (True, False)).first for value, tensor in ((x_MK, "x"), (w_NK, "w")))
-    return call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype), state
+    y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype)
+    return observe_forward(call, x_MK, w_NK, y_MN, stage="forward"), state
 
 
 def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
@@ -454,7 +458,8 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
         for tensor, value, made in (("x", x_MK, x), ("w", w_NK, w))
         if tensor in call.scales
     }
-    kept = _Kept(w.second, x.second, seed, state, amaxes, x_MK[:0], w_NK[:0])
+    y_MN = observe_forward(call, x_MK, w_NK, y_MN, stage="kept")
+    kept = _Kept(w.second, x.second, seed, state, amaxes, x_MK[:0], w_NK[:0], seen_by_backward(x_MK, w_NK))
     return (checkpoint_name(y_MN, OUTPUT_NAME), state), kept
 
 
@@ -471,16 +476,17 @@ def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Ar
     call = Call(config, kept.seed, kept.state)
     (rows, outputs), dtype = dy_MN.shape, no_x.dtype
 
-    def gradient(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
+    def product(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
         # A product that is summed over mesh axes is rounded after that.
         b = call.read(name, b, primal.shape[1], dtype)
         summed = varying_axes(*jax.tree.leaves((a, b))) - varying_axes(primal)
-        product = call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
-        return sum_to_type_of(product, primal).astype(primal.dtype)
+        return call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
 
     dy = call.cast(dy_MN, "dy", records=True)
-    dx_MK = gradient("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
-    dw_NK = gradient("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
+    dx_MK = product("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
+    dw_NK = product("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
+    gradients = sum_to_type_of(dx_MK, no_x).astype(no_x.dtype), sum_to_type_of(dw_NK, no_w).astype(no_w.dtype)
+    dx_MK, dw_NK = observe_backward(call, kept.seen, dy_MN, (dx_MK, dw_NK), gradients)
     return dx_MK, dw_NK, None, state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
 
 

@@ -15,6 +15,12 @@ def _of(records: Sequence[Any], metric: str) -> list[Any]:
     return [one for one in records if one.metric == metric]
 
 
+def _legend(axes: Any, **options: Any) -> None:
+    """The legend, unless nothing was recorded."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7, **options)
+
+
 def sqnr_heatmap(axes: Any, records: Sequence[Any]) -> None:
     """SQNR in dB, layer x step: of each layer the worst operand, by the first format recorded of it."""
     first = {(one.module, one.gemm, one.operand): one.format for one in reversed(_of(records, "sqnr_db"))}
@@ -49,7 +55,7 @@ def flushed(axes: Any, records: Sequence[Any]) -> None:
         label = f"{operand} {fmt}" if is_underflow else None
         axes.plot(steps, shares, marker=".", color=color, linestyle="-" if is_underflow else ":", label=label)
     axes.set(title="underflow (solid) and clip (dotted)", xlabel="step", ylabel="% of elements, mean over layers")
-    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper center")
+    _legend(axes, ncols=3, loc="upper center")
     axes.margins(y=0.25)  # above the lines, for the legend
 
 
@@ -64,7 +70,7 @@ def amax_ribbon(axes: Any, records: Sequence[Any]) -> None:
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
         axes.plot(steps, middle, color=color, marker=".", label=operand)
     axes.set(title="amax: median and p5 to p95 over layers", xlabel="step", yscale="log")
-    axes.legend(frameon=False, fontsize=7)
+    _legend(axes)
 
 
 def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
@@ -82,7 +88,7 @@ def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
         heights = [100 * sum(shares.get(exponent, 0.0) for shares in layers) / len(layers) for exponent in exponents]
         axes.step(exponents, heights, where="mid", color=color, label=" ".join(name))
     axes.set(title=f"scales at step {last}", xlabel="log2 of the scale", ylabel="% of blocks")
-    axes.legend(frameon=False, fontsize=7)
+    _legend(axes)
 
 
 def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
@@ -100,7 +106,7 @@ def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
     # Logarithmic: the inverse of a Hadamard transform spreads the error of a group over its small elements.
     axes.set(title=f"error against magnitude at step {last}", xlabel="log2(|x| / amax)", yscale="log")
     axes.set_ylabel("relative error, %")
-    axes.legend(frameon=False, fontsize=7)
+    _legend(axes)
 
 
 def loss_gap(losses: dict[str, Sequence[float]], baseline: str, window: int = 1) -> Any:

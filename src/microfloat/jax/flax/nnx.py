@@ -10,11 +10,12 @@ Parameters are untouched. Delayed-scaling state lives in `ScaleState` variables,
 its gradient is its new value.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -41,6 +42,8 @@ from microfloat.jax.flax.state import (
 from microfloat.jax.ragged_dot import ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
+from microfloat.jax.watch import Readings
+from microfloat.jax.watch import watch_outputs as watch_pure_outputs
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -56,6 +59,7 @@ from microfloat.recipes.placement import (
 __all__ = [
     "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
     "LinearGeneral", "Optimizer", "RaggedDot", "ScaleState", "convert", "grad", "revert", "value_and_grad",
+    "watch_outputs",
 ]  # fmt: skip
 
 _LOG = logging.getLogger("microfloat")
@@ -80,6 +84,7 @@ class DotGeneral(nnx.Module):
     """
 
     _make: Callable[..., Any] = staticmethod(dot_general)
+    _scope: str | None = None  # in a watched function the name of the layer, for jax.named_scope
 
     def __init__(
         self, recipe: Recipe | str | None = None, *, rngs: nnx.Rngs | None = None, stacked: tuple[int, ...] = (),
@@ -133,9 +138,11 @@ class DotGeneral(nnx.Module):
         if state is not None:
             rhs = notice_fixed_state(check_array("rhs", rhs), state)
         options = precision, preferred_element_type
-        y, handed = self.op.threaded(
-            lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding, words=words_of(recipe, key), state=state
-        )
+        with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
+            y, handed = self.op.threaded(
+                lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding, words=words_of(recipe, key),
+                state=state,
+            )  # fmt: skip
         if handed is not None:
             _THREADED[self] = {
                 tensor: Threaded(value_of(self.variables()[tensor][1]), trace_state(), slot)
@@ -460,6 +467,52 @@ def _differentiated(
                 variable.set_value(value)
 
     return transform(accumulating, argnums=states[0] if isinstance(argnums, int) else states, **options)
+
+
+def watch_outputs(fn: Callable[..., Any], *tensors: Any, **options: Any) -> Callable[..., tuple[Any, Readings]]:
+    """`microfloat.jax.watch_outputs` of a function of modules, whose variables it may update; layers have their names.
+
+    Call it inside nnx.jit: ``nnx.jit(mnnx.watch_outputs(train_step))(model, optimizer, batch)``. Arguments and errors
+    are those of `microfloat.jax.watch_outputs`.
+    """
+
+    @wraps(fn)
+    def watched(*arguments: Any, **keywords: Any) -> tuple[Any, Readings]:
+        leaves, structure = jax.tree.flatten((arguments, keywords), is_leaf=_is_graph)
+        nodes = tuple(leaf for leaf in leaves if _is_graph(leaf))
+        graph, state = nnx.split(nodes)
+
+        def pure(state: Any, others: list[Any]) -> tuple[Any, Any]:
+            made = nnx.merge(graph, state)
+            left, rest = iter(made), iter(others)
+            again, more = structure.unflatten([next(left if _is_graph(leaf) else rest) for leaf in leaves])
+            ops = {op: name for node in made for op, name in _op_names(node).items()}
+            for op, name in ops.items():
+                op._scope = name
+            result = fn(*again, **more)
+            for op in ops:
+                del op._scope
+            return result, nnx.state(made)
+
+        others = [leaf for leaf in leaves if not _is_graph(leaf)]
+        (result, state), readings = watch_pure_outputs(pure, *tensors, **options)(state, others)
+        nnx.update(nodes, state)
+        return result, readings
+
+    return watched
+
+
+def _is_graph(value: object) -> bool:
+    """True for what nnx updates in place."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _op_names(module: object) -> dict["DotGeneral", str]:
+    """The names of the layers that hold the ops of a module."""
+    if not isinstance(module, nnx.Module):
+        return {}
+    found = ((path, op) for path, op in nnx.iter_modules(module) if isinstance(op, DotGeneral))
+    return {op: ".".join(map(str, path[:-1])) for path, op in found}
 
 
 class Collected(nnx.Variable):

@@ -1,0 +1,460 @@
+"""`watch_outputs`: a function that also returns what low precision did to the operands and products inside it.
+
+The function is traced, and its jaxpr run again with the readings of `microfloat.jax.observing` as further results of
+every jit, loop, branch and shard_map around them. Nothing leaves by a callback: readings are arrays like any output.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial, wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec
+
+from microfloat import watching as common
+from microfloat.jax.observing import Subject, Watching, shown_p, watching
+from microfloat.jax.transformations import like_in_variance, no_derivative, on_first_device, varying_axes
+from microfloat.operands import TENSORS
+from microfloat.watching import DEFAULT_METRICS, METRICS, Entry, Record, check_names, check_rows, what_if_casts
+
+__all__ = ["Readings", "RecordLog", "watch_outputs"]
+
+
+def watch_outputs(
+    fn: Callable[..., Any], tensors: Sequence[str] = TENSORS, metrics: Sequence[str] = DEFAULT_METRICS,
+    what_if: Sequence[Any] = ("nvfp4",), *, rows: int = 128,
+) -> Callable[..., tuple[Any, "Readings"]]:  # fmt: skip
+    """A function that returns ``(fn(*arguments), readings)``: of every call of an op under a recipe, `Readings`.
+
+    It goes around the gradient and inside jit: ``jax.jit(mj.watch_outputs(jax.value_and_grad(loss)))``. A training
+    step that is called in sampled steps alone costs nothing in the others, which call `fn` as it is. Results have the
+    bits of `fn`'s. Calls inside scan are read in every iteration, in all branches of cond; those inside a while_loop
+    are not read. Modules are named by `jax.named_scope`, as Flax linen sets it, layers of Flax nnx by
+    `microfloat.jax.nnx.watch_outputs`.
+
+    `tensors`, `metrics`, `what_if` and `rows` are those of `microfloat.torch.watch`: operands that are measured, names
+    of metrics, formats or Casts that are not in use, rows of an operand (a multiple of 128, from the middle of it).
+
+    Raises InvalidValueError and InvalidTypeError for arguments that are none, NotSupportedError where the watched
+    function is differentiated. Source: docs/watching.md.
+
+    >>> import microfloat.jax as mj
+    >>> op = mj.dot_general("mxfp8")
+    >>> y, readings = mj.watch_outputs(op)(jnp.ones((4, 32)), jnp.ones((32, 16)), (((1,), (0,)), ((), ())))
+    >>> sorted({record.operand for record in readings.records()})
+    ['w', 'x', 'y']
+    """
+    options = Watching(
+        check_names("tensors", tensors, TENSORS), frozenset(check_names("metrics", metrics, METRICS)),
+        what_if_casts(what_if), check_rows(rows),
+    )  # fmt: skip
+
+    @wraps(fn)
+    def watched(*arguments: Any, **keywords: Any) -> tuple[Any, Readings]:
+        leaves, structure = jax.tree.flatten((arguments, keywords))
+        at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+
+        def flat(arrays: Sequence[Any]) -> Any:
+            filled = dict(zip(at, arrays, strict=True))
+            args, options = structure.unflatten([filled.get(index, leaf) for index, leaf in enumerate(leaves)])
+            return fn(*args, **options)
+
+        with watching(options):
+            traced, shapes = jax.make_jaxpr(flat, return_shape=True)([leaves[index] for index in at])
+        inputs, constants = _without_derivative(([leaves[index] for index in at], list(traced.consts)))
+        found: list[_Found] = []
+        results = _evaluate(traced.jaxpr, constants, inputs, found)
+        return jax.tree.structure(shapes).unflatten(results), _numbered(found, options)
+
+    return watched
+
+
+_without_derivative = no_derivative(
+    "watch_outputs: got a derivative of a watched function, needed the gradient inside of it: "
+    "mj.watch_outputs(jax.value_and_grad(loss)) instead of jax.value_and_grad(mj.watch_outputs(loss))."
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ readings
+
+
+class _Tag(NamedTuple):
+    """What stands at one `shown_p`. `scope`: of named scopes. `leads`: what the leading axes of its numbers are."""
+
+    scope: tuple[str, ...]
+    stage: str
+    op: str
+    subjects: tuple[Subject, ...]
+    leads: tuple[str, ...] = ()
+
+
+class _Found(NamedTuple):
+    tag: _Tag
+    numbers: list[Array]
+
+
+class _Label(NamedTuple):
+    module: str
+    subject: Subject
+    leads: tuple[str, ...]
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["labels", "metrics"]
+)  # fmt: skip
+@dataclass(frozen=True)
+class Readings:
+    """A pytree of sums, one small float32 array for each tensor, cast and product: an output of jit like any other.
+
+    `records(step)` waits for the device and makes the metrics of them; a `RecordLog` collects those of many steps.
+    """
+
+    numbers: tuple[Array, ...]
+    labels: tuple[_Label, ...]
+    metrics: frozenset[str]
+
+    def entries(self, step: int = 0) -> list[tuple[Entry, dict[str, Any]]]:
+        """Metrics by what they tell of, in the order of the calls."""
+        made = []
+        for numbers, (module, subject, leads) in zip(jax.device_get(self.numbers), self.labels, strict=True):
+            loops, table = _combined(np.asarray(numbers, np.float64), subject.kind, leads)
+            for index, row in zip(np.ndindex(loops), table, strict=True):
+                name = module + "".join(f"[{number}]" for number in index)
+                if not (np.isnan(row).all() and subject.kind != "noise"):  # else of a branch that was not taken
+                    made.append((Entry(step, name, *subject[:3]), dict(_metrics(subject, row.tolist()))))
+        return made
+
+    def records(self, step: int = 0) -> list[Record]:
+        """The records of this step."""
+        log = RecordLog(tuple(name for name in METRICS if name in self.metrics))
+        log.add(step, self)
+        return log.records
+
+
+class RecordLog(common.RecordLog):
+    """Records of many steps: ``log.add(step, readings)``, then records, table, files and pictures as of `mf.watch`.
+
+    `metrics`: names of those that are kept. `ema`: the decay of amax_ema, the moving average of amax over samples.
+    """
+
+    def __init__(self, metrics: Sequence[str] = METRICS, ema: float = 0.9) -> None:
+        super().__init__(metrics, ema)
+        self._pending: list[tuple[int, Readings]] = []
+
+    def add(self, step: int, readings: Readings) -> None:
+        """Keep the readings of a step. Nothing waits for the device before somebody asks for records."""
+        self._pending.append((step, readings))
+
+    def _read(self) -> None:
+        pending, self._pending = self._pending, []
+        for step, readings in pending:
+            for entry, found in readings.entries(step):
+                kept = {name: value for name, value in found.items() if _is_of(name, readings.metrics)}
+                self.take(entry, kept)
+
+
+def _is_of(metric: str, wanted: frozenset[str]) -> bool:
+    return metric in wanted or any(metric.startswith(f"{name}_") for name in ("block_dynamic_range", "sr_noise"))
+
+
+# Numbers of a kind that are maxima; the others are sums. "noise" is a mean.
+_MAXIMA = {"tensor": [3], "sample": [0, 3, 4, 5]}
+
+
+def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[tuple[int, ...], np.ndarray]:
+    """(sizes of the loops, a row of numbers for each iteration): devices and batches are one tensor."""
+    others = tuple(axis for axis in range(numbers.ndim - 1) if axis >= len(leads) or leads[axis] != "loop")
+    combined = numbers.mean(axis=others) if kind == "noise" else numbers.sum(axis=others)
+    if maxima := _MAXIMA.get(kind):
+        combined[..., maxima] = numbers[..., maxima].max(axis=others)
+    return combined.shape[:-1], combined.reshape(-1, combined.shape[-1])
+
+
+def _metrics(subject: Subject, n: list[float]) -> Any:
+    """(name, value) pairs of one row of numbers."""
+    kind, more = subject.kind, subject.more
+    if kind == "tensor":
+        found = common.of_tensor(int(sum(n[:3])), (n[0], n[1], n[3]))
+        return found if subject.operand in TENSORS else (pair for pair in found if pair[0] != "amax")
+    if kind == "cast":  # sums of the error, which are exact where those of products are not
+        signal, noise, along, *counts = n
+        return common.of_cast((signal, noise, signal + along, *counts))
+    if kind == "product":
+        signal, noise, along = n
+        return common.of_product((signal, noise, max(signal + 2 * along + noise, 0.0), signal + along))
+    derive: dict[str, Callable[..., Any]] = {
+        "sample": common.of_sample, "binades": common.of_binades,
+        "scales": partial(common.of_scales, more), "noise": partial(common.of_noise, more),
+    }  # fmt: skip
+    return derive[kind](n)
+
+
+def _numbered(found: Sequence[_Found], options: Watching) -> Readings:
+    """Readings under the names of their modules; a backward has the name of the forward that it belongs to."""
+    counts: dict[str, int] = {}
+    opened: dict[str, list[str]] = {}
+    numbers, labels = [], []
+    for tag, values in found:
+        name = _module_of(tag)
+        if tag.stage == "backward" and opened.get(name):
+            module = opened[name].pop()
+        else:
+            count = counts[name] = counts.get(name, -1) + 1
+            module = f"{name}#{count}" if count else name
+            if tag.stage == "kept":
+                opened.setdefault(name, []).append(module)
+        numbers += values
+        labels += [_Label(module, subject, tag.leads) for subject in tag.subjects]
+    return Readings(tuple(numbers), tuple(labels), options.metrics)
+
+
+def _module_of(tag: _Tag) -> str:
+    """``Block_0.Dense_1`` from the scopes of a call; linen's module of the op itself is left out."""
+    scope = list(tag.scope)
+    if scope and re.fullmatch(rf"(Autocast|{tag.op})(Op|Einsum)_\d+(\.\w+)?", scope[-1]):
+        scope.pop()
+    return ".".join(scope) or "dot_general"
+
+
+_TRANSFORM = re.compile(r"\w+\(([^()]*)\)")
+_OF_REMAT = ("checkpoint", "rematted_computation")
+
+
+def _scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The named scopes of an equation, without the transformations that JAX writes around them."""
+    parts = str(eqn.source_info.name_stack).split("/")
+    # The backward of a rematerialised call stands in the scopes of the call, then in its own, which are the same.
+    last = max((at for at, part in enumerate(parts) if part.startswith("jvp(")), default=0)
+    if any(part.startswith("transpose(") for part in parts[:last]):
+        parts = parts[last:]
+    text = "/".join(parts)
+    while (plain := _TRANSFORM.sub(r"\1", text)) != text:
+        text = plain
+    return tuple(part for part in text.split("/") if part and part not in _OF_REMAT)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def _evaluate(
+    jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], found: list[_Found], *, is_mapped: bool = False
+) -> list[Any]:
+    """The results of a jaxpr; readings inside are appended to `found`. `is_mapped`: inside shard_map."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        name, inner = eqn.primitive.name, []
+        if eqn.primitive is shown_p:
+            count = len(eqn.outvars)
+            tag = _Tag((), eqn.params["stage"], eqn.params["op"], eqn.params["subjects"])
+            results, inner = inputs[:count], [_Found(tag, inputs[count:])]
+        elif name in _RULES and any(_is_watched(one) for one in jaxprs_in_params(eqn.params)):
+            with eqn.ctx.manager:
+                results = _RULES[name](eqn, inputs, inner, is_mapped)
+        else:
+            results = _plain(jaxpr, eqn, inputs)
+        scope = _scope_of(eqn) if inner else ()
+        found += [one._replace(tag=one.tag._replace(scope=scope + one.tag.scope)) for one in inner]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _plain(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, as JAX evaluates it."""
+    inner: dict[Any, Any] = {
+        atom: value for atom, value in zip(eqn.invars, inputs, strict=True) if not isinstance(atom, Literal)
+    }  # fmt: skip
+    alone = jaxpr.replace(
+        constvars=[], invars=list(inner), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
+    )  # fmt: skip
+    return jax.core.eval_jaxpr(alone, (), *inner.values())
+
+
+@lru_cache(maxsize=4096)
+def _is_watched(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive is shown_p or any(map(_is_watched, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
+    )  # fmt: skip
+
+
+# A jaxpr with its readings as further results, and the tags of these: the same object for the same jaxpr, so that
+# JAX finds what it has compiled of it.
+_EXTENDED: Any = weakref.WeakKeyDictionary()
+
+
+def _extended(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[_Tag]]:
+    made = _EXTENDED.get(closed.jaxpr)
+    if made is None:
+        found: list[_Found] = []
+
+        def run(*arguments: Any) -> list[Any]:
+            found.clear()
+            results = _evaluate(closed.jaxpr, closed.consts, arguments, found)
+            return [*results, *_numbers(found)]
+
+        avals: Any = [variable.aval for variable in closed.jaxpr.invars]
+        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in avals]
+        made = _EXTENDED[closed.jaxpr] = jax.make_jaxpr(run)(*shapes), [one.tag for one in found]
+    return made
+
+
+def _numbers(found: Sequence[_Found]) -> list[Array]:
+    return [array for one in found for array in one.numbers]
+
+
+def _with_numbers(tags: Sequence[_Tag], numbers: Sequence[Array], lead: str = "") -> list[_Found]:
+    """The tags with the numbers that came out beside the results; `lead`: of a new leading axis."""
+    left = iter(numbers)
+    leads = (lead,) if lead else ()
+    return [_Found(tag._replace(leads=leads + tag.leads), [next(left) for _ in tag.subjects]) for tag in tags]
+
+
+def _split(results: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return list(results[:count]), list(results[count:])
+
+
+def _jit(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    closed, options = eqn.params["jaxpr"], dict(eqn.params)
+    if is_mapped or any(one.aval.sharding.mesh.are_all_axes_explicit for one in closed.jaxpr.invars if _has_mesh(one)):
+        return _evaluate(closed.jaxpr, closed.consts, inputs, found, is_mapped=is_mapped)
+    extended, tags = _extended(closed)
+    more = sum(len(tag.subjects) for tag in tags)
+    for name, default in _unspecified().items():
+        if name in options:
+            options[name] = (*options[name], *(default,) * more)
+    results = eqn.primitive.bind(*inputs, **{**options, "jaxpr": extended})
+    results, numbers = _split(results, len(eqn.outvars))
+    found += _with_numbers(tags, numbers)
+    return results
+
+
+def _has_mesh(variable: Any) -> bool:
+    return bool(getattr(getattr(variable.aval, "sharding", None), "mesh", ()))
+
+
+@lru_cache(maxsize=1)
+def _unspecified() -> dict[str, Any]:
+    """The sharding and the layout of a result that jit leaves open."""
+    params = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0].params
+    return {name: params[name][0] for name in ("out_shardings", "out_layouts") if name in params}
+
+
+def _remat(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    """The backward of a rematerialised region computes its forward once more: that was read before."""
+    closed = ClosedJaxpr(eqn.params["jaxpr"], ())
+    if is_mapped:
+        results, inner = _evaluate(closed.jaxpr, (), inputs, mine := [], is_mapped=True), mine
+    else:
+        extended, tags = _extended(closed)
+        results = eqn.primitive.bind(*inputs, **{**eqn.params, "jaxpr": extended.jaxpr})
+        results, numbers = _split(results, len(eqn.outvars))
+        inner = _with_numbers(tags, numbers)
+    found += [one for one in inner if not (eqn.params["differentiated"] and one.tag.stage == "kept")]
+    return results
+
+
+def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    options, closed = eqn.params, eqn.params["jaxpr"]
+    if not is_mapped:
+        extended, tags = _extended(closed)
+        results, numbers = _split(eqn.primitive.bind(*inputs, **{**options, "jaxpr": extended}), len(eqn.outvars))
+        found += _with_numbers(tags, numbers, "loop")
+        return results
+    constants, rest = _split(inputs, options["num_consts"])
+    first, xs = _split(rest, options["num_carry"])
+    inner: list[_Found] = []
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Array]]]:
+        inner.clear()
+        results = _evaluate(closed.jaxpr, closed.consts, (*constants, *carry, *x), inner, is_mapped=is_mapped)
+        carry, ys = _split(results, len(first))
+        return carry, (ys, _numbers(inner))
+
+    loop = {name: options[name] for name in ("length", "reverse", "unroll")}
+    last, (ys, numbers) = lax.scan(body, first, xs, **loop)
+    found += _with_numbers([one.tag for one in inner], numbers, "loop")
+    return [*last, *ys]
+
+
+def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    """Numbers of a branch that is not taken are NaN."""
+    index, *arguments = inputs
+    tags: list[list[_Tag]] = []
+
+    def run(closed: ClosedJaxpr, *arguments: Any) -> tuple[list[Any], list[Array]]:
+        inner: list[_Found] = []
+        results = _evaluate(closed.jaxpr, closed.consts, arguments, inner, is_mapped=is_mapped)
+        tags.append([one.tag for one in inner])
+        return results, _numbers(inner)
+
+    branches = eqn.params["branches"]
+    shapes = [jax.eval_shape(partial(run, closed), *arguments)[1] for closed in branches]
+    each = tags[: len(branches)]
+
+    def branch(which: int, *arguments: Any) -> tuple[list[Any], list[list[Array]]]:
+        results, own = run(branches[which], *arguments)
+        missing = [[jnp.full(one.shape, jnp.nan, one.dtype) for one in group] for group in shapes]
+        return results, [*missing[:which], own, *missing[which + 1 :]]
+
+    results, numbers = lax.switch(index, [partial(branch, which) for which in range(len(branches))], *arguments)
+    made = [_with_numbers(own, values) for own, values in zip(each, numbers, strict=True)]
+    if any(tag.stage == "backward" for own in each for tag in own):
+        made.reverse()  # backwards come in the reverse order of their forwards
+    found += [one for own in made for one in own]
+    return results
+
+
+def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    """Numbers of the devices stand along a new axis; of those that hold the same tensor the first one's count."""
+    options, inner = eqn.params, []
+    # Versions of JAX have either name.
+    axes = tuple(sorted(options.get("newly_manual_axes") or options.get("manual_axes") or ()))
+
+    def run(*arguments: Any) -> tuple[list[Any], list[Array]]:
+        inner.clear()
+        results = _evaluate(options["jaxpr"], (), arguments, inner, is_mapped=True)
+        return results, [by_device(array) for array in _numbers(inner)]
+
+    def by_device(numbers: Array) -> Array:
+        if options["check_vma"]:
+            varying = varying_axes(numbers)
+            numbers = like_in_variance(numbers, _over_all(axes))
+            numbers = on_first_device(numbers, frozenset(axes) - varying)
+        return numbers[None]
+
+    mapped = jax.shard_map(
+        run, mesh=options["mesh"], in_specs=tuple(options["in_specs"]),
+        out_specs=(list(options["out_specs"]), PartitionSpec(axes)), check_vma=options["check_vma"],
+        axis_names=frozenset(axes),
+    )  # fmt: skip
+    results, numbers = mapped(*inputs)
+    found += _with_numbers([one.tag for one in inner], numbers, "devices")
+    return results
+
+
+def _over_all(axes: tuple[str, ...]) -> Array:
+    """An array that varies over all these axes."""
+    return lax.pcast(jnp.zeros(()), axes, to="varying")
+
+
+def _custom(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+    """A function with a rule for its derivative, of which there is none any more."""
+    closed = eqn.params["call_jaxpr"]
+    return _evaluate(closed.jaxpr, closed.consts, inputs, found, is_mapped=is_mapped)
+
+
+_RULES: dict[str, Callable[[JaxprEqn, list[Any], list[_Found], bool], list[Any]]] = {
+    "jit": _jit, "pjit": _jit, "checkpoint": _remat, "remat2": _remat, "remat": _remat, "scan": _scan, "cond": _cond,
+    "shard_map": _shard_map, "custom_vjp_call": _custom, "custom_jvp_call": _custom,
+}  # fmt: skip
