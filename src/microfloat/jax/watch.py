@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
@@ -278,7 +279,7 @@ def _plain(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     alone = jaxpr.replace(
         constvars=[], invars=list(inner), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
     )  # fmt: skip
-    return jax.core.eval_jaxpr(alone, (), *inner.values())
+    return eval_jaxpr(alone, (), *inner.values())
 
 
 @lru_cache(maxsize=4096)
