@@ -148,11 +148,11 @@ def test_devices_of_a_mesh_are_one_tensor(check_vma):
 
 def test_the_log_has_the_records_of_steps(tmp_path):
     """An infinity is located; the log's files are those of mf.watch."""
-    op, log, x = mj.dot_general("mxfp8"), mj.RecordLog(), X[:32, :32].copy()
+    op, log, x = mj.dot_general("mxfp8"), mj.RecordLog(), jnp.asarray(X[:32, :32])
     watched = jax.jit(mj.watch_outputs(lambda x: op(x, x.T, PLAIN), what_if=("nvfp4",)))
     for step in (0, 10):
         log.add(step, watched(x)[1])
-        x[3, 4] = np.inf
+        x = x.at[3, 4].set(np.inf)
     found = log.first_non_finite
     assert (found.step, found.module, found.operand, found.metric) == (10, "dot_general", "x", "inf")
     assert "First inf: step 10, dot_general, x of fprop (1)." in log.table()
