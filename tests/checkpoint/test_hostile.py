@@ -1,6 +1,7 @@
 """Damaged and hostile files are a CheckpointError that lists all findings (features K7)."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -112,3 +113,23 @@ def test_any_truncation_is_refused(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
             load(tmp_path)
+
+
+def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "model.safetensors", _modelopt(nvfp4()))
+    checkpoint = load(path)
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(CheckpointError, match="shorter since it was opened"):
+        list(checkpoint.values())
+
+
+def test_a_name_in_two_shards(tmp_path):
+    for file in ("a", "b"):
+        write(tmp_path / f"{file}.safetensors", {"x": np.zeros(4, np.float32), file: np.zeros(2, np.float32)})
+    index = {"weight_map": {"x": "a.safetensors", "a": "a.safetensors", "b": "b.safetensors"}}
+    for with_index in (False, True):
+        if with_index:
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path)
+        assert ("duplicate-name", "x") in {(finding.id, finding.tensor) for finding in caught.value.findings}

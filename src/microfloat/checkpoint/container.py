@@ -97,7 +97,8 @@ class Container(Mapping[str, np.ndarray]):
     """The tensors of one or more safetensors files by name: views of mapped memory, nothing is read before it is used.
 
     `stored` describes every tensor, `metadata` joins the metadata of all headers. Raises CheckpointError, which lists
-    what is wrong with every header, when it is made.
+    what is wrong with every header, when it is made, and when a tensor is asked for that a file no longer holds. A file
+    that is cut while somebody reads a view of it ends the process (SIGBUS), as with every reader that maps memory.
     """
 
     def __init__(self, files: Mapping[str, Path], expected: Mapping[str, str] | None = None, root: object = "") -> None:
@@ -132,7 +133,13 @@ class Container(Mapping[str, np.ndarray]):
         count = stored.nbytes * 8 // max(bits, 8)
         if not count:
             return np.empty(shape, dtype)
-        array = np.frombuffer(self._memory[stored.file], dtype, count, stored.start).reshape(shape)
+        memory = self._memory[stored.file]
+        if (
+            memory.size() < stored.start + stored.nbytes
+        ):  # that of the file, now; a look beyond its end kills the process
+            message = f"{stored.file} has become shorter since it was opened: {memory.size()} bytes."
+            raise checkpoint_error(stored.file, [Finding("file", "error", stored.name, message, "Load it again.")])
+        array = np.frombuffer(memory, dtype, count, stored.start).reshape(shape)
         array.flags.writeable = False
         return array
 

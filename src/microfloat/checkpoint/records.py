@@ -156,9 +156,12 @@ class Record:
             scale = scale[start // tile : -(-stop // tile)]
         if level is not None and level.ndim:
             level = level[rows]
-        codes = self.codes[rows]
+        source, codes = self.source, self.codes[rows]
+        if source is not None:
+            divisors = {role: array[rows] if array.ndim else array for role, array in source.divisors.items()}
+            source = source._replace(divisors=divisors)
         shape = (codes.shape[0], *self.logical_shape[1:])
-        return replace(self, codes=codes, scale=scale, tensor_scale=level, logical_shape=shape)
+        return replace(self, codes=codes, scale=scale, tensor_scale=level, logical_shape=shape, source=source)
 
     def parts(self) -> Parts:
         """The arrays that `from_parts` of a front end takes with ``packed=True``; views where the layout allows it."""

@@ -106,6 +106,12 @@ def _check_names(model: nn.Module, loaded: Mapping[str, Any], strict: bool) -> N
         turned = (shape[0], shape[2], shape[1]) if record.format is not None and len(shape) == 3 else shape
         if name in existing and tuple(existing[name].shape) not in (shape, turned):
             problems.append(f"{name} has shape {shape}, the model's {tuple(existing[name].shape)}")
+        # AWQ multiplies the input of a layer, SVDQuant adds a low-rank branch: the weight alone gives wrong results.
+        beside = sorted(set(record.extras) & {"pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b"})
+        if beside:
+            problems.append(
+                f"{name} has {', '.join(beside)}, which no layer applies (checkpoint.convert folds a scale)"
+            )
     if problems:
         raise CheckpointError(
             f"load_quantized: got a checkpoint that does not fit the {type(model).__name__}: {'; '.join(problems)}. "
