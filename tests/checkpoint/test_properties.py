@@ -60,7 +60,8 @@ def test_a_file_is_read_or_refused_with_findings(tmp_path_factory, data):
                 checkpoint = load(path, **options)
             assert all(finding.message for finding in checkpoint.findings)
             for record in checkpoint.values():
-                assert record.dequantize().shape == record.logical_shape
+                dtype = np.complex64 if record.codes.dtype.kind == "c" else np.float32
+                assert record.dequantize(dtype).shape == record.logical_shape
         except CheckpointError as error:
             refused = error
         assert refused is None or refused.findings
@@ -79,7 +80,9 @@ def test_names_and_arrays_are_read_as_they_were_saved(tmp_path_factory, about):
     folder = tmp_path_factory.mktemp("folder") / "out"
     save([Record(name, array, logical_shape=array.shape) for name, array in arrays.items()], folder, format="plain",
          max_shard_size=4000)  # fmt: skip
-    again = load(folder, strict=False).tensors
+    with warnings.catch_warnings():  # of TransformerEngine's states
+        warnings.simplefilter("ignore")
+        again = load(folder, strict=False).tensors
     assert set(again) == set(arrays)
     for name, array in arrays.items():
         assert (again[name].dtype, again[name].shape, again[name].tobytes()) == (

@@ -141,7 +141,7 @@ class _Grouping:
         preferred = family.name in scheme.families
         is_weight = parameter.rpartition(".")[2] == "weight"
         if not (right or "tensor_scale" in found or family.codes[0]):
-            if not is_weight or not (codes.dtype in FP8 or (preferred and codes.dtype in BYTES)):
+            if not is_weight or not (codes.dtype in (*FP8, "F4") or (preferred and codes.dtype in BYTES)):
                 return None
             if scale is not None and codes.dtype in BYTES:
                 return None

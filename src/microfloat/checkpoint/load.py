@@ -88,7 +88,7 @@ class Checkpoint(Mapping[str, Record]):
         if entry is not None:
             return entry.family.decode(entry, self.tensors)
         array = self.tensors.array(self.contents.plain[name])
-        return Record(name, array, logical_shape=self.contents.plain[name].shape)
+        return Record(name, array, logical_shape=array.shape)  # of the bytes, where an element has fewer than 8 bits
 
 
 def load(
