@@ -7,6 +7,7 @@ reciprocal and contracts ``a * b + c`` into one operation; XLA GPU may drop a na
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -29,6 +30,10 @@ _SIGN = np.uint32(0x80000000)
 _MANTISSA = np.uint32(0x7FFFFF)
 _HIDDEN_BIT = np.uint32(1 << 23)
 FLOAT8 = {"E4M3": jnp.float8_e4m3fn, "E5M2": jnp.float8_e5m2}
+
+
+# Traced once for each shape, and copied into the programs that call it: tracing is half the time of a compilation.
+_traced_once = partial(jax.jit, inline=True)
 
 
 def bits_of(x: Array) -> Array:
@@ -87,6 +92,7 @@ def where(condition: Array, x: ArrayLike, y: ArrayLike) -> Array:
     return lax.select(*(jnp.broadcast_to(operand, shape) for operand in (condition, x, y)))
 
 
+@_traced_once
 def multiply(x: Array, factor: Array) -> Array:
     """``f32(x * factor)`` for a positive normal factor, right also for a subnormal x that the platform would flush.
 
@@ -104,6 +110,7 @@ def multiply(x: Array, factor: Array) -> Array:
     return where((bits & INFINITY_BITS) == 0, from_subnormal, x * factor)
 
 
+@_traced_once
 def multiply_code(values: Array, significand: Array, exponent: Array, product: Array) -> Array:
     """`product` = values * scale, with subnormal results as gradual underflow has them.
 
@@ -139,6 +146,7 @@ def _divide_by_hardware(x: Array, divisor: Array) -> Array:
     return x / where(bits_of(x) == np.uint32(0xFFFFFFFF), np.float32(1), divisor)
 
 
+@_traced_once
 def divide_by_integers(x: Array, divisor: Array) -> Array:
     """`divide` where a division of floats is no more than nearly right: its quotient, put right by the remainder.
 
@@ -234,6 +242,7 @@ def _is_ordinary(x: Array) -> Array:
     return (bits != 0) & (bits < INFINITY_BITS)
 
 
+@_traced_once
 def sixth(x: Array) -> Array:
     """``f32(x / 6)`` for x >= 0 with gradual underflow.
 
@@ -255,6 +264,7 @@ def square(x: Array) -> Array:
     return as_float(magnitude_bits(x * x))
 
 
+@_traced_once
 def round_to_bf16(x: Array) -> Array:
     """x rounded to bfloat16, nearest even, as float32. A conversion there and back would be elided by XLA."""
     bits = bits_of(x)
@@ -263,6 +273,7 @@ def round_to_bf16(x: Array) -> Array:
     return as_float(kept & np.uint32(0xFFFF0000))
 
 
+@partial(_traced_once, static_argnames="element")
 def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) -> Array:
     """float32 -> unpacked uint8 codes: nearest even (or stochastic with one byte per value), saturating.
 
@@ -296,6 +307,7 @@ def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) 
     return where(is_nan(magnitude), np.uint32(element.nan_code), code).astype(jnp.uint8)
 
 
+@partial(_traced_once, static_argnames="element")
 def decode(codes: Array, element: ElementFormat) -> Array:
     """The exact float32 value of each unpacked uint8 code."""
     if element.name in FLOAT8:
@@ -385,6 +397,7 @@ def _quarter(groups: Array) -> Array:
     return where(lifted & (shift >= 1) & (exponent > 0), subnormal, mixed * scale)
 
 
+@partial(_traced_once, static_argnames="hadamard")
 def hadamard_transform(x_RC: Array, hadamard: Hadamard) -> Array:
     """``bf16(H (sgn * bf16(x)) / 4)`` per group of 16: float32 [R, C] -> [R, C rounded up to 16]."""
     rows, cols = x_RC.shape

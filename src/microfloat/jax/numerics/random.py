@@ -5,6 +5,7 @@ Source: Salmon et al. 2011; docs/numerics.md 5.3. JAX without x64 has no 64-bit 
 """
 
 import operator
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def _multiply_wide(a: Array, constant: int) -> tuple[Array, Array]:
 Words = tuple[Array, Array, Array, Array]
 
 
+@partial(jax.jit, inline=True)
 def _round(counter: Words, key: tuple[Array, Array]) -> tuple[Words, tuple[Array, Array]]:
     c0, c1, c2, c3 = counter
     high_0, low_0 = _multiply_wide(c0, _MULTIPLIERS[0])
