@@ -119,23 +119,38 @@ def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
             yield name, x, axis
 
 
+def edge_cases_in_turn(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
+    """`edge_cases`; how an array is cut into blocks is no matter of the rule: one Cast of a kind meets every shape."""
+    kept = alike(cast)[0] == cast
+    return (case for case in edge_cases(cast, dtype) if kept or case[0] not in SHAPES)
+
+
+def edge_cases_of_few_shapes(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
+    """`edge_cases` with values in arrays of COMMON_SHAPE, and every shape in one dtype and on one axis."""
+    for name, edge in edge_inputs(cast.format.element).items():
+        x = in_dtype(edge, dtype)
+        if name not in SHAPES:
+            yield from ((name, part, axis) for part in in_common_shape(x) for axis in (-1, -2))
+        elif dtype != "bfloat16":
+            yield name, x, -1
+
+
 @functools.cache
 def dtypes_in_turn(cast: Cast) -> tuple[str, ...]:
-    """Input dtypes in which a Cast meets all edge inputs: all of them for one that rounds to nearest as x lies.
+    """Input dtypes in which a Cast meets the edge inputs: all of them for the default rule of a format.
 
     How x is read does not depend on the scale rule. So casts of a format that differ in the rule alone take the dtypes
-    in turn where they have random bytes, a transform or both; between them each of these meets every dtype.
+    in turn; between them each kind of cast (`alike`) meets every dtype.
     """
-    dtypes = tuple(DTYPES)
-    if not cast.is_stochastic and cast.hadamard is None:
-        return dtypes
-    same = [
-        other
-        for other in EVERY_CAST
-        if (other.format, other.rounding, other.hadamard is None) == (cast.format, cast.rounding, cast.hadamard is None)
-    ]
-    step = min(len(same), len(dtypes))
+    dtypes, same = tuple(DTYPES), alike(cast)
+    step = 1 if cast == Cast(cast.format) else min(len(same), len(dtypes))
     return dtypes[same.index(cast) % step :: step]
+
+
+def alike(cast: Cast) -> list[Cast]:
+    """The casts of this format that differ from `cast` in the scale rule alone."""
+    kind = (cast.format, cast.rounding, cast.hadamard is None)
+    return [other for other in EVERY_CAST if (other.format, other.rounding, other.hadamard is None) == kind]
 
 
 # ---- where a kernel is compiled for every Cast, dtype, axis and kind of shape: edge inputs that share kernels

@@ -19,6 +19,8 @@ from tests.contract.cases import (
     cast_id,
     dtypes_in_turn,
     edge_cases,
+    edge_cases_in_turn,
+    edge_cases_of_few_shapes,
     edge_inputs,
     in_common_shape,
     in_dtype,
@@ -48,19 +50,20 @@ def test_every_format_rule_rounding_and_transform_is_there():
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_inputs(adapter, cast, dtype):
-    """Every one of them, on both axes, in the dtypes of the Cast's turn; where kernels are compiled, a sample
-    (`sampled_edge_cases`), or, with JAX, those of other shapes than 33 x 77 on one axis.
-    """
+    """Every one of them, on both axes, in the dtypes of the Cast's turn; a sample where kernels or shapes compile."""
     supported(adapter, cast, dtype)
-    compiles = adapter.compiles_kinds_of_shapes or adapter.compiles_every_shape
-    if not compiles and not THOROUGH and dtype not in dtypes_in_turn(cast):
-        pytest.skip("a Cast with random bytes or a transform takes its turn in other dtypes")
-    if adapter.compiles_kinds_of_shapes and not sampled_edge_cases(cast, dtype):
-        pytest.skip(f"{adapter.name} compiles kernels: a Cast takes its turn in some dtypes")
-    taken = sampled_edge_cases if adapter.compiles_kinds_of_shapes else edge_cases
+    taken = edge_cases_in_turn
+    if adapter.compiles_kinds_of_shapes:
+        taken = sampled_edge_cases
+        if not sampled_edge_cases(cast, dtype):
+            pytest.skip(f"{adapter.name} compiles kernels: a Cast takes its turn in some dtypes")
+    elif adapter.compiles_every_shape:
+        taken = edge_cases_of_few_shapes
+    elif THOROUGH:
+        taken = edge_cases
+    elif dtype not in dtypes_in_turn(cast):
+        pytest.skip("a Cast with another rule than the format's own takes its turn in other dtypes")
     for name, x, axis in taken(cast, dtype):
-        if adapter.compiles_every_shape and axis == -2 and x.shape != COMMON_SHAPE:
-            continue
         found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
         check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
 
@@ -73,11 +76,7 @@ def test_every_dtype_has_its_turn():
 
     assert kinds(dtypes_in_turn) == kinds(lambda cast: DTYPES)
     assert all(dtypes_in_turn(cast) for cast in EVERY_CAST)
-    assert all(
-        dtypes_in_turn(cast) == tuple(DTYPES)
-        for cast in EVERY_CAST
-        if cast == Cast(cast.format, cast.scale_rule)  # no random bytes, no transform
-    )
+    assert all(dtypes_in_turn(Cast(fmt)) == tuple(DTYPES) for fmt in FORMATS.values())
 
 
 def test_samples_span_what_they_stand_for():
