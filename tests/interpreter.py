@@ -5,25 +5,21 @@ once more in 64 bits for an assertion that is off, every call of a function look
 every value describes its type anew. Without that the same operations run on the same data, five times as fast.
 """
 
-import contextlib
 import functools
 import inspect
 import math
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from tests.processes import other_process
 
-@contextlib.contextmanager
+
 def interpreting(run, first=None):
-    """``call(case)`` does ``run(case)`` in a new process that interprets kernels; its exceptions are raised here.
+    """``call(case)`` does ``run(case)`` in a process that interprets kernels; its exceptions are raised here.
 
     `first`: what the process does first, if not `begin`.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=first or begin) as pool:
-        yield lambda case: pool.submit(run, case).result()
+    return functools.partial(other_process(first or begin), run)
 
 
 def begin():

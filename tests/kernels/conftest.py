@@ -15,5 +15,4 @@ def _run(case):
 def interpreted():
     """``interpreted(case)`` runs a case of `cases.py` in the interpreter; its exceptions are raised here."""
     pytest.importorskip("triton", reason="triton is not installed")
-    with interpreting(_run) as call:
-        yield call
+    return interpreting(_run)

@@ -3,9 +3,6 @@
 Gluon has no interpreter, so there is nothing of it that a CPU could run.
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -19,6 +16,7 @@ from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E
 from microfloat.torch import backends, gemms, reference  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
+from tests.processes import other_process  # noqa: E402
 
 HOPPER = Chip((9, 0))
 needs_kernel = pytest.mark.skipif(not gemms.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
@@ -63,8 +61,7 @@ def _compile(tiles, dtype):
     ids=["1x128", "128x128"],
 )
 def program(request):
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return request.param, pool.submit(_compile, request.param, torch.bfloat16).result()
+    return request.param, other_process()(_compile, request.param, torch.bfloat16)
 
 
 @needs_kernel

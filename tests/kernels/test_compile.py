@@ -8,10 +8,10 @@ twice: a program holds a form for tensors of any size beside the one that runs.
 
 import functools
 import importlib.metadata
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+
+from tests.processes import other_process
 
 COUNTED_WITH = "3.6."
 BUDGETS = {
@@ -58,8 +58,7 @@ def _norms_of_one_column():
 def compiled(capability, workloads=tuple(BUDGETS)):
     """`compile_all` of workloads, in a process whose Triton has a target but no device."""
     pytest.importorskip("triton", reason="triton is not installed")
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_compile, list(workloads), capability).result()
+    return other_process()(_compile, list(workloads), capability)
 
 
 # One kernel of each family, compiled in every run.
@@ -115,8 +114,7 @@ def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, cap
 @pytest.mark.xdist_group("triton-interpreter")
 def test_kernels_read_sizes_of_one_and_wide_streams():
     pytest.importorskip("triton", reason="triton is not installed")
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        kernels, complaints = pool.submit(_read, (1, 1), 2**32 - 1).result()
+    kernels, complaints = other_process()(_read, (1, 1), 2**32 - 1)
     assert complaints == []
     assert kernels > 80
 
@@ -124,8 +122,7 @@ def test_kernels_read_sizes_of_one_and_wide_streams():
 @pytest.mark.xdist_group("triton-interpreter")
 def test_norms_of_one_column_compile():
     pytest.importorskip("triton", reason="triton is not installed")
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(_norms_of_one_column).result() == 6
+    assert other_process()(_norms_of_one_column) == 6
 
 
 def test_misread_registers_are_seen():

@@ -1,8 +1,5 @@
 """Products of a few rows with stored codes: values of every format in the interpreter, and what compiles for GPUs."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -11,6 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from microfloat.kernels.constants import DecodeCodes, DecodeCut  # noqa: E402
 from tests.interpreter import interpreting  # noqa: E402
+from tests.processes import other_process  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("triton-interpreter")
 
 _FURTHER = pytest.mark.slow("further cuts of the same kernel")
 FORMATS = (
@@ -71,8 +71,7 @@ def _product(case):
 
 @pytest.fixture(scope="module")
 def product():
-    with interpreting(_product) as call:
-        yield call
+    return interpreting(_product)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -131,8 +130,7 @@ def _compile(capability):
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_lanes_hold_what_the_tensor_cores_read(capability):
     """Another layout would be a wrong product without a message: the instruction mixes what lanes of a warp hold."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        layouts, spilled = pool.submit(_compile, capability).result()
+    layouts, spilled = other_process()(_compile, capability)
     one_per_lane = "{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
     assert layouts == {one_per_lane}
     assert not spilled

@@ -41,8 +41,7 @@ def interpreted_hardware():
     reason = hardware.why_not()
     if reason:
         pytest.skip(reason)
-    with interpreting(_run, hardware.begin) as call:
-        yield call
+    return interpreting(_run, hardware.begin)
 
 
 @pytest.mark.slow_cases("hardware forms of every case of the kernels, interpreted", all_but=KEPT)

@@ -157,9 +157,14 @@ LONG = (
     "folded-mxfp8-False", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
     "fused_squares", "delayed_gradients", "gradients-nvfp4-((scale_rule,four_over_six),)-(40,72)-bfloat16",
     "operands-mxfp8_e5m2-(256,192)-*", "operands-mxfp6_e2m3-(256,192)-*", "operands-mxfp8-(128,128)-*-special",
-    "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*", "norms_alone-layer-fp8_tensor",
+    "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*",
     "hidden_by_nan-nvfp4-*", "values_in_bf16-nvfp4-*", "operands-*-(68,140)-*", "operands-*-(70,90)-*",
-    "operands-*-transposed",
+    "operands-*-transposed", "operands-mxfp8-(256,192)-*", "rotary-bfloat16-*", "fused_linears-native-[df]*",
+    "fused_linears-triton-delayed-kind*", "fused_linears-triton-fp8_current", "norms_alone-layer-*",
+    "gradients-nvfp4_2d-()-*", "gradients-nvfp4-((rht,*", "operands-nvfp4-(80,144)-float32-*", "folded-mxfp8_e5m2-*",
+    "folded-mxfp6_e3m2-*", "folded-mxfp4-True", "operands-nvfp4-*mse_448*", "operands-nvfp4_2d-(33,47)-*",
+    "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*", "packed_codes-mxfp6_e3m2-()",
+    "packed_codes-mxfp6_e2m3-((*",
 )  # fmt: skip
 
 

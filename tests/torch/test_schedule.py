@@ -60,8 +60,7 @@ def _run(case: tuple) -> None:
 def interpreted():
     for name in ("torch", "triton"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    with interpreting(_run) as call:
-        yield call
+    return interpreting(_run)
 
 
 def _name(case: tuple) -> str:
@@ -71,7 +70,9 @@ def _name(case: tuple) -> str:
 @pytest.mark.slow_cases(
     "further cases of planned calls, interpreted",
     cases=("microbatches-nvfp4", "saved_tensors_may_travel", "overflow-nvfp4", "overflow-mx*4", "overflow-mxfp6",
-    "overflow-fp8_*", "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
+    "overflow-fp8_*", "overflow-mxfp8*", "overflow-delayed",
+    "microbatches-fp8_current", "operators-fp8_row", "operators-fp8_block", "every_group_is_cast_alone-mxfp8",
+    "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
     "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
     "reads_what_fprop_read-[fm]*", "named_operators-delayed", "named_operators-nvfp4", "operators-nvfp4",

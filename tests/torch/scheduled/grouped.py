@@ -61,11 +61,13 @@ def _results(layer, x, dy, sizes):
 def all_groups_at_once(device, name, weight_dtype="bfloat16"):
     """features M7, Q15: ragged and empty groups, rows behind the last one, no size read by the host."""
     generator = torch.Generator().manual_seed(0)
-    rows = sum(SIZES) + BEHIND
-    x, dy = (torch.randn(rows, width, generator=generator).bfloat16().to(device) for width in (256, 384))
+    rows, width = sum(SIZES) + BEHIND, 384 if device == "cuda" else 128
+    x, dy = (torch.randn(rows, size, generator=generator).bfloat16().to(device) for size in (256, width))
     x[-BEHIND:] = float("nan")
     dtype = getattr(torch, weight_dtype)
-    layer = mf.GroupedLinear(len(SIZES), 256, 384, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native")
+    layer = mf.GroupedLinear(
+        len(SIZES), 256, width, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
+    )
     sizes = torch.tensor(SIZES, device=device)
     ends = sizes.cumsum(0, dtype=torch.int32)
     with native_on(device), _products(device):
@@ -85,7 +87,9 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
         x = x.detach()
         apart, begin = [], 0
         for group, size in enumerate(SIZES):
-            one = mf.Linear(256, 384, bias=False, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native")
+            one = mf.Linear(
+                256, width, bias=False, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
+            )
             with torch.no_grad():
                 one.weight.copy_(layer.weight[group])
             own, begin = slice(begin, begin + size), begin + size
@@ -140,7 +144,7 @@ def every_group_is_cast_alone(device, name):
 
 def _of_one(device, layer, x, dy):
     if not len(x):
-        return x.new_zeros(0, 384), x, torch.zeros_like(layer.weight)
+        return x.new_zeros(0, layer.out_features), x, torch.zeros_like(layer.weight)
     x = x.detach().clone().requires_grad_()
     with block_gemms(device, []):
         y = layer(x)

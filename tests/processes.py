@@ -1,0 +1,58 @@
+"""Processes that tests start: each has a bound of time and an error that names it, so that no run waits for ever."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+from concurrent.futures import ProcessPoolExecutor
+
+SECONDS = 240  # less than pytest's own bound of a test (faulthandler_timeout)
+
+
+def run(command, *, seconds=SECONDS, **options):
+    """``subprocess.run(command, capture_output=True, text=True, **options)``, ended with all that it has started."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {**pipes, "text": True, **options}
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate()
+            if not isinstance(stopped, subprocess.TimeoutExpired):
+                raise
+            said = f"{(output or '')[-2000:]}\n{(errors or '')[-2000:]}"
+            raise AssertionError(f"{command} was not done after {seconds} s; it had said:\n{said}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@functools.cache
+def other_process(first=None):
+    """``call(function, *arguments)`` in a new process that has called `first`; one for the rest of the run.
+
+    What a function returns or raises comes back; it and its arguments are pickled.
+    """
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=first)
+
+    def call(function, *arguments, seconds=SECONDS):
+        future = pool.submit(function, *arguments)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():  # its own
+                raise
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise AssertionError(f"{function.__module__}.{function.__qualname__}{arguments} was not done after {seconds} s")
+
+    return call
+
+
+def join(*threads, seconds=SECONDS):
+    """Wait until the threads have ended; they are to be daemons, which do not keep a process alive."""
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), f"{thread.name} was not done after {seconds} s"
