@@ -66,7 +66,7 @@ def test_three_gemms_equal_the_oracle(name):
         assert relative_error(actual, expected) < gemm_limit(gemm)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp8", "low-nvfp4", "high-fp8_block"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp8", "low-nvfp4"))
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("residuals", ["low", "high"])
 def test_backward_reads_the_operands_of_fprop(name, residuals):
@@ -85,6 +85,7 @@ def test_backward_reads_the_operands_of_fprop(name, residuals):
     assert not any(leaf.shape in (X.shape, W.shape) and leaf.dtype == jnp.float32 for leaf in codes)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("bfloat16",))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dtypes_of_results(dtype):
     """y in lhs's dtype, gradients in their operands'; everything accumulated in float32 and rounded once."""
@@ -132,7 +133,7 @@ EXACT = Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True)
 EXACT_RECIPES = [EXACT, Float8RowScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(problem=dot_problems(), seed=st.integers(0, 1000), recipe=st.sampled_from(EXACT_RECIPES))
 @example(problem=((5, 3, 40), (40, 2, 5), (((0, 2), (2, 0)), ((), ()))), seed=0, recipe=MXFP8BlockScaling())
 @example(problem=((2, 33), (3, 33, 4), (((1,), (1,)), ((), ()))), seed=1, recipe=Float8BlockScaling())
@@ -160,7 +161,7 @@ def test_dimension_numbers_equal_lax(problem, seed, recipe):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("shapes0", "shapes2"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("shapes2",))
 @pytest.mark.parametrize("shapes", [((0, 5), (3, 5)), ((4, 0), (3, 0)), ((2, 0, 3), (2, 4, 3)), ((0, 2, 3), (0, 4, 3))])
 def test_empty_operands(shapes):
     lhs, rhs = (jnp.ones(shape) for shape in shapes)

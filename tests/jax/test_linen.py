@@ -61,6 +61,9 @@ def gpu_slack(op, x, w, g, leaves):
     return forward * (x @ w), 2.0**-12 * (g @ w.T), 2.0**-12 * (x.T @ g)
 
 
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind", all_but=("qdq_op-float32", "direct_op-bfloat16", "nanoo_op-float32")
+)
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["qdq_op", "direct_op", "nanoo_op"])

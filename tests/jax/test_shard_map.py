@@ -107,7 +107,10 @@ CASES += [
 ]
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed-*-True", "mxfp8-*-False"))
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind",
+    all_but=("delayed-*-tensor *-True", "delayed-*-data x tensor-True", "mxfp8-*-data x tensor-False"),
+)
 @pytest.mark.parametrize(("name", "devices", "layout", "check_vma"), CASES)
 def test_parallelism(name, devices, layout, check_vma):
     local, x_spec, w_spec, y_spec, repeated = LAYOUTS[layout]

@@ -75,6 +75,7 @@ def in_remat(state):
 
 
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*scan*", "*vmap*-jit", "*cond*"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*-jit", "in_scan-eager"))
 @eager_and_jit
 @pytest.mark.parametrize(
     "loss",
