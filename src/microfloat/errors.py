@@ -16,6 +16,7 @@ __all__ = [
     "MissingPackageError",
     "NotSupportedError",
     "PlacementError",
+    "RankError",
     "checkpoint_error",
     "invalid_type",
     "invalid_value",
@@ -42,6 +43,10 @@ class PlacementError(InvalidValueError):
 
 class NotSupportedError(MicrofloatError, RuntimeError):
     """The thing that was explicitly asked for cannot run here; the message is the `Support.reason`."""
+
+
+class RankError(MicrofloatError, RuntimeError):
+    """A collective failed because a rank died, hangs or raised; the message names the rank."""
 
 
 class MissingPackageError(MicrofloatError, ModuleNotFoundError):

@@ -3,9 +3,12 @@
 One module per kind of parallelism; importing this package needs a torch with distributed support.
 """
 
+from microfloat.torch.distributed.expert_parallel import Dispatched, dispatch
 from microfloat.torch.distributed.sharded import low_precision_all_gather, precompute_scales
 from microfloat.torch.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from microfloat.torch.failures import check_ranks, named_failures
 
 __all__ = [
-    "ColwiseParallel", "RowwiseParallel", "SequenceParallel", "low_precision_all_gather", "precompute_scales",
+    "ColwiseParallel", "Dispatched", "RowwiseParallel", "SequenceParallel", "check_ranks", "dispatch",
+    "low_precision_all_gather", "named_failures", "precompute_scales",
 ]  # fmt: skip

@@ -1,0 +1,220 @@
+"""Expert parallelism: tokens travel to the ranks that own their experts, and results travel back.
+
+    sent = dispatch(x_TK, group_sizes, recipe=recipe)        rows sorted by expert, over all experts of all ranks
+    y_TN = sent.combine(experts(sent.x, sent.group_sizes))   `experts`: a GroupedLinear, or several, of this rank alone
+
+Every rank owns as many experts as every other: of E experts and R ranks, rank r has those from ``r * E / R`` on. With a
+recipe the rows of x travel forward, and those of dy backward, as the codes and scales that the recipe makes of them,
+in two messages. A scale covers one row at most, so that a row has the same bytes wherever it is cast; where the format
+has a scale for the whole tensor, that is the tensor of one expert, and the ranks first take the maximum of its amaxes.
+What arrives is decoded; an expert's weight gradient is computed from these values too.
+
+Legend: T = rows of this rank, A = rows that arrive, E = experts of all ranks, G = those of this rank, K = features.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.recipes import Cast, Current, Recipe
+from microfloat.recipes.names import as_recipe
+from microfloat.torch._checks import check_tensor
+from microfloat.torch.failures import agree, named_failures
+from microfloat.torch.grouped import groups_of
+from microfloat.torch.ops import quantize
+from microfloat.torch.reduction import Group
+from microfloat.torch.schedule import autocast_dtype
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["Dispatched", "dispatch"]
+
+_CALL = "the all-to-all of tokens"
+
+
+class _Route:
+    """Which rows go where: how many to and from each rank, and the order that sorts what arrives by expert."""
+
+    def __init__(self, sizes: list[int], device: torch.device, group: Group) -> None:
+        self.group, self.sizes, world = group, sizes, dist.get_world_size(group)
+        sent = torch.tensor(sizes, dtype=torch.int64).to(device)
+        arriving = torch.empty_like(sent)
+        with named_failures(_CALL, group):
+            dist.all_to_all_single(arriving, sent, group=group)
+            by_rank = arriving.cpu().view(world, -1)
+        self.sent = torch.tensor(sizes).view(world, -1).sum(1).tolist()
+        self.arriving = by_rank.sum(1).tolist()
+        self.group_sizes = by_rank.sum(0).tolist()
+        experts = torch.arange(by_rank.shape[1]).repeat(world).repeat_interleave(by_rank.flatten())
+        order = torch.argsort(experts, stable=True)
+        self.order, self.inverse = order.to(device), torch.argsort(order).to(device)
+
+    def outward(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
+        """Rows at their experts, [A, K]: as they are, or decoded from what `cast` makes of them."""
+        if cast is None:
+            return self.exchange(x, self.sent, self.arriving)[0].index_select(0, self.order)
+        return self.outward_codes(x, cast).dequantize(x.dtype)
+
+    def outward_codes(self, x: torch.Tensor, cast: Cast) -> QuantizedTensor:
+        """Rows at their experts, as codes and scales."""
+        parts, row_cast = _cast_rows(x, cast, self.sizes, self.group)
+        scales = torch.cat([part.view(torch.uint8) for part in parts[1:]], 1)
+        made = self.exchange(parts[0].view(torch.uint8), self.sent, self.arriving, scales)
+        codes, scales = (part.index_select(0, self.order) for part in made)
+        widths = [part.shape[1] * part.element_size() for part in parts[1:]]
+        scale, *level = (
+            part.contiguous().view(like.dtype) for part, like in zip(scales.split(widths, 1), parts[1:], strict=True)
+        )
+        shape = len(codes), x.shape[1]
+        codes, level = codes.view(parts[0].dtype), level[0] if level else None
+        return QuantizedTensor(codes, scale, level, row_cast, axis=1, shape=shape, dtype=x.dtype)
+
+    def inward(self, y: torch.Tensor) -> torch.Tensor:
+        """Rows back at the ranks that they came from, [T, N]."""
+        return self.exchange(y.index_select(0, self.inverse), self.arriving, self.sent)[0]
+
+    def exchange(
+        self, x: torch.Tensor, sent: list[int], arriving: list[int], *more: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The rows that arrive of each matrix, in the order of the ranks that they come from."""
+        made = [part.new_empty((sum(arriving), part.shape[1])) for part in (x, *more)]
+        with named_failures(_CALL, self.group):
+            works: list[Any] = [
+                dist.all_to_all_single(out, part.contiguous(), arriving, sent, group=self.group, async_op=True)
+                for out, part in zip(made, (x, *more), strict=True)
+            ]
+            for work in works:
+                work.wait()
+        return made
+
+
+def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> tuple[list[torch.Tensor], Cast]:
+    """Codes, scale and, where there is one, tensor scale of every row, [T, ...]; and the cast that they are of."""
+    whole, fmt = cast.format.block[0] is None, cast.format
+    if not whole and cast.tensor_scale != "tensor":
+        return _row_parts(quantize(x, cast), len(x)), cast
+    # The amax of an expert's rows on all ranks: NaN is ignored, as in every amax.
+    rows = x.abs().float().nan_to_num(nan=0.0, posinf=torch.inf)
+    experts = torch.arange(len(sizes), device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
+    amaxes = rows.new_zeros(len(sizes)).index_reduce_(0, experts, rows.amax(1), "amax")
+    with named_failures("the maximum of the experts' amaxes", group):
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+    made = [
+        _row_parts(quantize(own, cast, amax=amaxes[expert]), len(own))
+        for expert, own in enumerate(x.split(sizes))
+        if len(own) or expert == len(sizes) - 1  # at least one, for the shapes
+    ]
+    by_row = dataclasses.replace(
+        fmt, name=f"{fmt.name} by row", block=(1, None) if whole else fmt.block,
+        tensor_scale="row" if cast.tensor_scale else None,
+    )  # fmt: skip
+    return [torch.cat(parts) for parts in zip(*made, strict=True)], dataclasses.replace(cast, format=by_row)
+
+
+def _row_parts(q: QuantizedTensor, rows: int) -> list[torch.Tensor]:
+    """The parts of rows, the scales of all of them repeated for each."""
+    scales = (part for part in (q.scale, q.tensor_scale) if part is not None)
+    return [q.codes, *((part if part.dim() else part.expand(rows, 1)).contiguous() for part in scales)]
+
+
+class _Outward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
+        ctx.route = route
+        return route.outward(x, cast)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.route.inward(dx), None, None
+
+
+class _Inward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
+        ctx.route, ctx.cast = route, cast
+        return route.inward(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.route.outward(dy, ctx.cast), None, None
+
+
+class Dispatched:
+    """Tokens at their experts: `x` [A, K], sorted by expert, and `group_sizes`, the rows of each of this rank's."""
+
+    __slots__ = ("_cast", "_route", "group_sizes", "x")
+
+    def __init__(self, x: torch.Tensor, route: _Route, cast: Cast | None) -> None:
+        self.x, self._route, self._cast = x, route, cast
+        self.group_sizes: list[int] = route.group_sizes
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """The experts' results [A, N] as rows of the ranks that sent the tokens, in their order: [T, N].
+
+        All ranks call it. In backward dy travels as the recipe of `dispatch` says. Raises InvalidValueError for a y
+        that has not the rows of `x`.
+        """
+        check_tensor("y", y)
+        if y.dim() != 2 or len(y) != len(self.x):
+            raise invalid_value("y", f"shape {tuple(y.shape)}", f"[{len(self.x)}, N]: a row for each of x")
+        return _Inward.apply(y, self._route, self._cast)  # type: ignore[return-value]
+
+
+def dispatch(
+    x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], *, group: Group = None,
+    recipe: Recipe | str | None = None,
+) -> Dispatched:  # fmt: skip
+    """Send rows to the ranks that own their experts; all ranks of `group` (None: all) call it, with 0 rows or more.
+
+    x [T, K]: the rows of expert 0 first. `group_sizes`: rows for each of the E experts of all ranks, as ints or int32
+    or int64 [E]; 0 is a size, and E a multiple of the number of ranks. `recipe` None: x and dy travel in their own
+    dtype. Otherwise x travels as the operand fprop.lhs of the recipe, dy as dgrad.lhs, which a `GroupedLinear` under
+    that recipe casts to the same codes again; y and dx travel as they are. The host reads the sizes.
+
+    Raises InvalidValueError and InvalidTypeError for operands that do not fit, NotSupportedError for a recipe whose
+    scales rows cannot carry along (delayed scaling, tiles, a Hadamard transform of x) and where the ranks were found to
+    disagree, RankError where a rank fails. Source: docs/distributed.md.
+    """
+    check_tensor("x", x)
+    if x.dim() != 2:
+        raise invalid_value("x", f"shape {tuple(x.shape)}", "a matrix [rows, features]", "Flatten its leading axes.")
+    world = dist.get_world_size(group)
+    number = len(group_sizes) if isinstance(group_sizes, torch.Tensor | Sequence) else 0
+    if not number or number % world:
+        raise invalid_value("group_sizes", f"{number} sizes", f"one for each expert of {world} ranks: a multiple of it")
+    sizes = [rows.stop - rows.start for rows in groups_of(group_sizes, x, number).slices]
+    if sum(sizes) != len(x):
+        raise invalid_value(
+            "group_sizes", f"{sizes}, which add up to {sum(sizes)}", f"a sum of {len(x)}, the rows of x"
+        )
+    chosen = None if recipe is None else as_recipe(recipe)
+    forward, backward = (
+        None if chosen is None else _checked(name, chosen.cast(name, "lhs")) for name in ("fprop", "dgrad")
+    )
+    x = x.to(autocast_dtype(x.device.type) or x.dtype)
+    facts = {"experts": number, "features": x.shape[1], "dtype": x.dtype, "requires_grad": x.requires_grad}
+    agree(group, "dispatch", {**facts, "recipe": chosen})
+    route = _Route(sizes, x.device, group)
+    return Dispatched(_Outward.apply(x, route, forward), route, backward)  # type: ignore[arg-type]
+
+
+def _checked(gemm: str, cast: Cast | None) -> Cast | None:
+    """The cast, if a row can travel with its scales."""
+    if cast is None:
+        return None
+    lacks = ""
+    if not isinstance(cast.scaling, Current):
+        lacks = "has a scale from a layer's state"
+    elif cast.hadamard is not None:
+        lacks = "transforms x first"
+    elif cast.format.block[0] not in (1, None):
+        lacks = f"has scales of {cast.format.block[0]} rows, axis 0 of x, which may come from several ranks"
+    if lacks:
+        raise NotSupportedError(
+            f"recipe: got the cast {cast.format} for {gemm}.lhs, which {lacks}, needed scales that travel with a row. "
+            "Give a recipe with current scaling and blocks of one row, or recipe=None."
+        )
+    return cast

@@ -1,0 +1,131 @@
+"""What ranks say of each other: who failed, and whether all of them do the same. None of it costs a step anything.
+
+A collective that a rank never comes to fails on all others, with an error that names an address or nothing. Therefore
+each rank writes what it met into the store of the process group when it fails, and waits a moment for the others: ranks
+that write nothing died or hang.
+"""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from microfloat.errors import NotSupportedError, RankError
+from microfloat.torch._checks import check_model
+
+if TYPE_CHECKING:
+    from microfloat.torch.reduction import Group
+
+__all__ = ["agree", "check_ranks", "named_failures"]
+
+_GRACE = 5.0  # seconds in which ranks that met the same failure have said so
+_MOST_SAID = 500
+_AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def named_failures(what: str = "the step", group: "Group" = None) -> Iterator[None]:
+    """Turn an error inside into a `RankError` that names the ranks of `group` (None: all) that failed.
+
+    Put it around the steps of a training loop, on every rank. A rank that dies or hangs is named once the backend gives
+    up: at once where it sees a closed connection, otherwise after the timeout of the group. An error of a rank's own
+    passes as it is, and is quoted by the others. NCCL's watchdog ends the process itself, before Python sees an error;
+    there torchrun names the rank. Source: docs/distributed.md.
+    """
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+            raise
+        is_symptom = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "NCCL"))
+        said = "" if is_symptom else f"{type(error).__name__}: {error}"[:_MOST_SAID]
+        found = _tell_and_ask(group, what, said, waits=is_symptom)
+        if is_symptom:
+            raise RankError(f"{what}: {found} (Seen from rank {dist.get_rank()}: {error})") from error
+        raise
+
+
+def _tell_and_ask(group: "Group", what: str, said: str, waits: bool) -> str:
+    """Write what this rank met, and say which of the others met something else, or wrote nothing."""
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    told: dict[int, str] = {own: said}
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.set(f"microfloat/failed/{own}", said or "-")
+        if not waits:
+            return ""
+        _abort(group)
+        until = time.monotonic() + _GRACE
+        while len(told) < len(ranks) and time.monotonic() < until:
+            for rank in ranks:
+                if rank not in told and store.check([f"microfloat/failed/{rank}"]):
+                    told[rank] = store.get(f"microfloat/failed/{rank}").decode().removeprefix("-")
+            time.sleep(0.02)
+    except Exception as error:
+        return f"the store of the process group does not answer ({error}): the process that holds it died."
+    causes = [f"rank {rank} raised {text}" for rank, text in told.items() if text]
+    missing = [rank for rank in ranks if rank not in told]
+    if missing:
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        causes.append(f"{names} died or did not come to it within the timeout. Look for the cause in the log there")
+    return f"{'; '.join(causes) or 'every rank is alive, but their connection failed'}."
+
+
+def _abort(group: "Group") -> None:
+    """Close the connections of a group that has failed, so that ranks which wait for this one see it at once."""
+    with contextlib.suppress(Exception):
+        (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu")).abort()  # type: ignore
+
+
+def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
+    """Compare facts over the ranks of a group, the first time that it is asked for a topic; later calls do nothing.
+
+    Raises NotSupportedError, on every rank, that names the first fact in which a rank differs from the first one.
+    """
+    topics = _AGREED.setdefault(dist.group.WORLD if group is None else group, set())
+    if topic in topics:
+        return
+    topics.add(topic)
+    own = {name: str(value) for name, value in facts.items()}
+    told: list[Any] = [None] * dist.get_world_size(group)
+    with named_failures(f"the comparison of {topic} between ranks", group):
+        dist.all_gather_object(told, (topic, own), group=group)
+    first, *others = zip(dist.get_process_group_ranks(group), told, strict=True)
+    for rank, (other_topic, other) in others:
+        differing = [("what is called", first[1][0], other_topic)] if other_topic != first[1][0] else [
+            (name, first[1][1].get(name, "nothing"), other.get(name, "nothing"))
+            for name in {**first[1][1], **other} if first[1][1].get(name) != other.get(name)
+        ]  # fmt: skip
+        if differing:
+            name, ours, theirs = differing[0]
+            topics.discard(topic)
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise NotSupportedError(
+                f"{topic}: {name} is {ours} on rank {first[0]} and {theirs} on rank {rank}{more}, needed the same on "
+                "every rank of the group. Build the model from the same code and options on all ranks, or pass the "
+                "group of the ranks that share it."
+            )
+
+
+def check_ranks(model: nn.Module, group: "Group" = None) -> None:
+    """Compare the layers of `model`, their order, shapes and recipes, over the ranks of `group` (None: all).
+
+    Once after the model is built, on every rank; one small collective. Raises NotSupportedError, on every rank, that
+    names the first layer in which two ranks differ; InvalidTypeError for anything but a module.
+    """
+    check_model(model)
+    facts = {}
+    for number, (name, module) in enumerate(model.named_modules()):
+        shapes = {key: tuple(value.shape) for key, value in module.named_parameters(recurse=False)}
+        if shapes:
+            recipe = getattr(module, "pinned", None)
+            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes}, recipe {recipe})"
+    _AGREED.setdefault(dist.group.WORLD if group is None else group, set()).discard("the model")
+    agree(group, "the model", facts)
