@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from microfloat.errors import NotSupportedError, RankError
+from microfloat.errors import MicrofloatError, NotSupportedError, RankError
 from microfloat.torch._checks import check_model
 
 if TYPE_CHECKING:
     from microfloat.torch.reduction import Group
 
-__all__ = ["agree", "check_ranks", "named_failures"]
+__all__ = ["agree", "check_ranks", "in_collective", "named_failures"]
 
 _GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
@@ -29,7 +29,7 @@ _AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictiona
 
 
 @contextlib.contextmanager
-def named_failures(what: str = "the step", group: "Group" = None) -> Iterator[None]:
+def named_failures(group: "Group" = None) -> Iterator[None]:
     """Turn an error inside into a `RankError` that names the ranks of `group` (None: all) that failed.
 
     Put it around the steps of a training loop, on every rank. A rank that dies or hangs is named once the backend gives
@@ -42,40 +42,61 @@ def named_failures(what: str = "the step", group: "Group" = None) -> Iterator[No
     except RankError:
         raise
     except Exception as error:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
-            raise
-        is_symptom = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/", "NCCL"))
-        said = "" if is_symptom else f"{type(error).__name__}: {error}"[:_MOST_SAID]
-        found = _tell_and_ask(group, what, said, waits=is_symptom)
-        if is_symptom:
-            raise RankError(f"{what}: {found} (Seen from rank {dist.get_rank()}: {error})") from error
+        if not _is_symptom(error) and dist.is_available() and dist.is_initialized():
+            _tell(f"{type(error).__name__}: {error}"[:_MOST_SAID])
+        _raise_named("a collective", group, error)
         raise
 
 
-def _tell_and_ask(group: "Group", what: str, said: str, waits: bool) -> str:
-    """Write what this rank met, and say which of the others met something else, or wrote nothing."""
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
-    told: dict[int, str] = {own: said}
+@contextlib.contextmanager
+def in_collective(what: str, group: "Group") -> Iterator[None]:
+    """`named_failures` around one collective of this library, which `what` names."""
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
-        store.set(f"microfloat/failed/{own}", said or "-")
-        if not waits:
-            return ""
+        yield
+    except Exception as error:
+        _raise_named(what, group, error)
+        raise
+
+
+def _is_symptom(error: Exception) -> bool:
+    """True for what a backend raises because of another rank."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error)
+
+
+def _raise_named(what: str, group: "Group", error: Exception) -> None:
+    if isinstance(error, MicrofloatError) or not _is_symptom(error):
+        return
+    found = _other_ranks(group)
+    raise RankError(f"{what} failed: {found} (Seen from rank {dist.get_rank()}: {error})") from error
+
+
+def _tell(text: str) -> Any:
+    """Write what this rank met into the store, which is returned."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"microfloat/failed/{dist.get_rank()}", text)
+    return store
+
+
+def _other_ranks(group: "Group") -> str:
+    """Say that this rank met a failure, and what the others say."""
+    ranks = dist.get_process_group_ranks(group)
+    told = {dist.get_rank(): "-"}
+    try:
+        store = _tell("-")
         _abort(group)
         until = time.monotonic() + _GRACE
         while len(told) < len(ranks) and time.monotonic() < until:
             for rank in ranks:
                 if rank not in told and store.check([f"microfloat/failed/{rank}"]):
-                    told[rank] = store.get(f"microfloat/failed/{rank}").decode().removeprefix("-")
+                    told[rank] = store.get(f"microfloat/failed/{rank}").decode()
             time.sleep(0.02)
     except Exception as error:
-        return f"the store of the process group does not answer ({error}): the process that holds it died."
-    causes = [f"rank {rank} raised {text}" for rank, text in told.items() if text]
-    missing = [rank for rank in ranks if rank not in told]
+        return f"the store of the process group does not answer ({error}), so that the process which holds it died."
+    causes = [f"rank {rank} raised {text}" for rank, text in told.items() if text != "-"]
+    missing = ", ".join(str(rank) for rank in ranks if rank not in told)
     if missing:
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        causes.append(f"{names} died or did not come to it within the timeout. Look for the cause in the log there")
-    return f"{'; '.join(causes) or 'every rank is alive, but their connection failed'}."
+        causes.append(f"rank {missing} died, or did not come to it within the timeout; look at the log of that rank")
+    return f"{'; '.join(causes) or 'every rank is alive, but a connection between them broke'}."
 
 
 def _abort(group: "Group") -> None:
@@ -95,7 +116,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
     topics.add(topic)
     own = {name: str(value) for name, value in facts.items()}
     told: list[Any] = [None] * dist.get_world_size(group)
-    with named_failures(f"the comparison of {topic} between ranks", group):
+    with in_collective(f"the comparison of {topic} between ranks", group):
         dist.all_gather_object(told, (topic, own), group=group)
     first, *others = zip(dist.get_process_group_ranks(group), told, strict=True)
     for rank, (other_topic, other) in others:

@@ -7,13 +7,14 @@ announced in the same all-reduce, and join it at the next one (docs/numerics.md 
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Delayed
+from microfloat.torch.failures import in_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +50,7 @@ class _List:
 
     def __init__(self) -> None:
         self.positions: dict[Key, int] = {}
-        self.new: set[Key] = set()  # recorded here, and not in the list yet
+        self.new: dict[Key, str] = {}  # recorded here, and not in the list yet; with the layer and recipe in words
         self.agreed = False
         # What the latest all-reduce on a GPU has announced.
         self.announced: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -67,10 +68,11 @@ class _List:
     def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
         told: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(told, sorted(self.new), group=group)
+        torch.distributed.all_gather_object(told, sorted(self.new.items()), group=group)
         shapes = {key.number: (key.shape, "an earlier step") for key in self.positions}
+        words: dict[Key, tuple[str, int]] = {}
         for rank, keys in enumerate(told):
-            for key in keys:
+            for key, text in keys:
                 shape, other = shapes.setdefault(key.number, (key.shape, f"rank {rank}"))
                 if shape != key.shape:
                     raise NotSupportedError(
@@ -78,7 +80,13 @@ class _List:
                         f"{tuple(key.shape)} on rank {rank}, needed the same layers, made in the same order, on every "
                         "rank. Pass the group of the ranks that share layers, or use DelayedScaling(reduce_amax=False)."
                     )
-        for key in sorted({key for keys in told for key in keys} - self.positions.keys()):
+                first, other_rank = words.setdefault(key, (text, rank))
+                if text != first:
+                    raise NotSupportedError(
+                        f"amax_reduction_group: layer {key.number} is {first} on rank {other_rank} and {text} on rank "
+                        f"{rank}, needed the same layers under the same recipe, made in the same order, on every rank."
+                    )
+        for key in sorted({key for keys in told for key, _ in keys} - self.positions.keys()):
             self.positions[key] = len(self.positions)
         self.new.clear()
         self.agreed = True
@@ -119,14 +127,25 @@ def group_name(group: Group) -> str:
     return "" if group is None else str(getattr(group, "group_name", ""))
 
 
-def reduce_together(group: Group, direction: str, keys: list[Key], live: torch.Tensor) -> Reduced:
+def reduce_together(
+    group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
+) -> Reduced:
     """The maxima over all ranks of the slots of one direction, whichever of them each rank has recorded.
 
-    live: float32 [keys]. Raises NotSupportedError, on every rank, where one number means layers of different shapes.
+    live: float32 [keys]. `words`: the layer and the recipe of a key, by its index, read once. Raises
+    NotSupportedError, on every rank, where one number means layers of different shapes, names or recipes; RankError
+    where a rank fails.
     """
+    with in_collective("the maximum of amaxes under delayed scaling", group):
+        return _reduce_together(group, direction, keys, live, words)
+
+
+def _reduce_together(
+    group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
+) -> Reduced:
     default = torch.distributed.group.WORLD if group is None else group
     slots = _LISTS.setdefault(default, {}).setdefault(direction, _List())
-    slots.new.update(key for key in keys if key not in slots.positions)
+    slots.new.update({key: words(index) for index, key in enumerate(keys) if key not in slots.positions})
     capturing = live.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and (slots.new or not slots.agreed):
         raise NotSupportedError(
@@ -168,7 +187,8 @@ def reduce_alone(group: Group, keys: list[Key], live: torch.Tensor, all_keys: li
     numbers = live.new_full((), float(number % 16777213))
     payload = torch.stack([numbers, -numbers, *(own.get(key, absent) for key in all_keys)])
     sent = payload.clone()
-    torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+    with in_collective("the maximum of one layer's amaxes under delayed scaling", group):
+        torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
     is_same = payload[0] == -payload[1]
     if not payload.is_cuda and not is_same:
         raise NotSupportedError(

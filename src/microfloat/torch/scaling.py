@@ -416,6 +416,12 @@ def _key(job: Job) -> Key:
     return Key(layer.__dict__["_number"], slot.name, _shape(layer), entry.maximum)
 
 
+def _words(job: Job) -> str:
+    """The layer and its scaling, as an error names them."""
+    layer, _, entry = job
+    return f"{getattr(layer, '_path', '') or type(layer).__name__!r} under {entry.delayed}"
+
+
 def _largest(layer: nn.Module) -> dict[str, float]:
     """Slot -> largest element, by the recipe that is pinned to a layer."""
     recipe = getattr(layer, "pinned", None)
@@ -482,7 +488,7 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None) ->
         all_keys = [known.get(slot, keys[0]._replace(slot=slot, maximum=largest.get(slot, 0.0))) for slot in SLOTS]
         reduced = reduction.reduce_alone(group, keys, live, all_keys)
     else:
-        reduced = reduction.reduce_together(group, direction, keys, live)
+        reduced = reduction.reduce_together(group, direction, keys, live, lambda index: _words(jobs[index]))
     amaxes = [(jobs[index], amax) for index, amax in zip(reduced.known, reduced.live.unbind(), strict=True)]
     for batch, live in _with_amaxes(amaxes):
         batch.roll(live)

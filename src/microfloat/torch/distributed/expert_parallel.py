@@ -23,7 +23,7 @@ from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Cast, Current, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._checks import check_tensor
-from microfloat.torch.failures import agree, named_failures
+from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.grouped import groups_of
 from microfloat.torch.ops import quantize
 from microfloat.torch.reduction import Group
@@ -42,7 +42,7 @@ class _Route:
         self.group, self.sizes, world = group, sizes, dist.get_world_size(group)
         sent = torch.tensor(sizes, dtype=torch.int64).to(device)
         arriving = torch.empty_like(sent)
-        with named_failures(_CALL, group):
+        with in_collective(_CALL, group):
             dist.all_to_all_single(arriving, sent, group=group)
             by_rank = arriving.cpu().view(world, -1)
         self.sent = torch.tensor(sizes).view(world, -1).sum(1).tolist()
@@ -65,9 +65,8 @@ class _Route:
         made = self.exchange(parts[0].view(torch.uint8), self.sent, self.arriving, scales)
         codes, scales = (part.index_select(0, self.order) for part in made)
         widths = [part.shape[1] * part.element_size() for part in parts[1:]]
-        scale, *level = (
-            part.contiguous().view(like.dtype) for part, like in zip(scales.split(widths, 1), parts[1:], strict=True)
-        )
+        apart = (part.clone(memory_format=torch.contiguous_format) for part in scales.split(widths, 1))
+        scale, *level = (part.view(like.dtype) for part, like in zip(apart, parts[1:], strict=True))
         shape = len(codes), x.shape[1]
         codes, level = codes.view(parts[0].dtype), level[0] if level else None
         return QuantizedTensor(codes, scale, level, row_cast, axis=1, shape=shape, dtype=x.dtype)
@@ -81,7 +80,7 @@ class _Route:
     ) -> list[torch.Tensor]:
         """The rows that arrive of each matrix, in the order of the ranks that they come from."""
         made = [part.new_empty((sum(arriving), part.shape[1])) for part in (x, *more)]
-        with named_failures(_CALL, self.group):
+        with in_collective(_CALL, self.group):
             works: list[Any] = [
                 dist.all_to_all_single(out, part.contiguous(), arriving, sent, group=self.group, async_op=True)
                 for out, part in zip(made, (x, *more), strict=True)
@@ -99,8 +98,8 @@ def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> t
     # The amax of an expert's rows on all ranks: NaN is ignored, as in every amax.
     rows = x.abs().float().nan_to_num(nan=0.0, posinf=torch.inf)
     experts = torch.arange(len(sizes), device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
-    amaxes = rows.new_zeros(len(sizes)).index_reduce_(0, experts, rows.amax(1), "amax")
-    with named_failures("the maximum of the experts' amaxes", group):
+    amaxes = rows.new_zeros(len(sizes)).scatter_reduce_(0, experts, rows.amax(1), "amax")
+    with in_collective("the maximum of the experts' amaxes", group):
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
     made = [
         _row_parts(quantize(own, cast, amax=amaxes[expert]), len(own))
