@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("expert")
 
 PAGE = Path(__file__).parents[3] / "docs" / "distributed.md"
 WORLD, EXPERTS, FEATURES = 2, 4, 160
-# Rows for each of the four experts, by rank: ragged, an expert without any, a rank without any, experts on one rank only.
+# Rows for each of the four experts, by rank: ragged, and experts or ranks without any.
 SIZES = {
     "ragged": ([3, 0, 40, 7], [33, 0, 1, 2]),
     "one rank sends nothing": ([0, 0, 0, 0], [5, 1, 0, 64]),
@@ -249,7 +249,7 @@ def states(model: nn.Module) -> dict[str, list]:
 
 
 def with_nan(rank: int) -> dict:
-    """A NaN in the input of rank 1: whether every gradient of this rank has NaN, and whether delayed state is finite."""
+    """Rank 1 reads a NaN: if every gradient of this rank has NaN, and if all delayed state is finite."""
     found = {}
     for name in RECIPES:
         model = make_mlp(name)
