@@ -134,11 +134,11 @@ def repository():
 @pytest.fixture
 def fresh_python(repository, tmp_path):
     """Run a piece of code in a new interpreter that sees the sources; returns the finished process."""
-    import subprocess
+    from tests import processes
 
     def run(code, *arguments):
         environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
         command = [sys.executable, "-W", "error", "-c", code, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return processes.run(command, cwd=tmp_path, env=environment)
 
     return run

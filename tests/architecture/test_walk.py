@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.interpreter import interpreting
+from tests.interpreter import begin, interpreting
 
 SOURCES = Path(__file__).parents[2] / "src" / "microfloat"
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
@@ -68,12 +68,16 @@ def functions_of(call):
     return [one for one in named if not one[0].startswith("kernels/")]
 
 
+def begin_anew():
+    """`begin` of a process that no other test shares: what one has called is no first call."""
+    begin()
+
+
 @pytest.fixture(scope="module")
 def walks():
     pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
-    with interpreting(walk) as run:
-        first, later = run(None)
+    first, later = interpreting(walk, begin_anew)(None)
     return {"first": first, "later": later}
 
 
