@@ -393,3 +393,27 @@ def test_an_input_without_rows_gives_an_empty_result_and_no_gradient() -> None:
     y.sum().backward()
     assert (y.shape, x.grad.shape) == ((0, 16), (0, 32))
     assert not layer.weight.grad.any()
+
+
+def test_errors_of_compiled_code_name_the_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+    mf.convert(model, DelayedScaling(amax_history_len=3))
+    with mf.autocast():
+        y = compiled(model)(torch.ones(4, 16))
+    model[1].unpin()
+    with pytest.raises(NotSupportedError, match=r"dropped since its forward.*\(In the layer '1'\.\)"):
+        y.sum().backward()
+    experts = mf.GroupedLinear(2, 16, 8, recipe="mxfp8")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+    mf.convert(model, MXFP8BlockScaling())
+    for path, call in (("1", compiled(model)), ("GroupedLinear", compiled(lambda x: experts(x, [1, 3])))):
+        y = call(torch.ones(4, 16))
+        schedule.forget()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backends, "choose", refused)
+            with pytest.raises(NotSupportedError, match=rf"no such chip \(In the layer ['\"]{path}"):
+                y.sum().backward()
+
+
+def refused(*_: object) -> None:
+    raise NotSupportedError("no such chip")

@@ -9,11 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: E402
+
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.operands import operands_of  # noqa: E402
-from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
+from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch import schedule  # noqa: E402
 from microfloat.torch.seeds import draw_seed  # noqa: E402
@@ -242,6 +245,47 @@ def test_main_grad():
     torch.testing.assert_close((layer.weight.main_grad - 1).bfloat16(), plain.weight.grad, rtol=2**-7, atol=2**-12)
 
 
+def test_main_grad_in_high_precision():
+    """features M4: outside of a recipe too; the first microbatch overwrites."""
+    x, weight, bias, dy = operands()
+    layer, plain = layer_of(weight, bias, fuse_wgrad_accumulation=True), layer_of(weight.float(), bias.float())
+    layer.weight.main_grad = torch.ones(weight.shape)
+    for first in (True, False):
+        layer(x, SIZES, is_first_microbatch=first).backward(dy)
+        plain(x.float(), SIZES).backward(dy.float())
+        torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad)
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["delayed", "fp8_block", "mxfp8", "nvfp4"])
+def test_the_first_microbatch_keeps_the_weights(name, monkeypatch):
+    """features M13: the codes of all experts serve later microbatches of other sizes, until a weight changes."""
+    recipe, states = from_name(name), []
+    x, weight, _, dy = operands()
+    sizes = SIZES, SIZES[::-1], [sum(SIZES)] + [0] * (len(SIZES) - 1)
+    cast, made = schedule.Schedule.quantize_weight, []
+    monkeypatch.setattr(schedule.Schedule, "quantize_weight", lambda *call: made.append(call) or cast(*call))
+    for keeps in (False, True):
+        layer, results = layer_of(weight, recipe=recipe), []
+        for step in range(2):
+            made.clear()
+            with mf.autocast(recipe=recipe):
+                for index, own in enumerate(sizes):
+                    torch.manual_seed(index)
+                    y = layer(x, own, is_first_microbatch=index == 0 if keeps else None)
+                    y.backward(dy)
+                    results += [y.detach(), x.grad]
+                    x.grad = None
+            assert not keeps or len(made) == len(SIZES)
+            with torch.no_grad():
+                layer.weight.mul_(1 + step)
+        mf.update_scaling(layer)
+        states.append([*results, layer.weight.grad, *layer.state_dict().values()])
+    assert all(map(torch.equal, *states))
+    with pytest.raises(InvalidTypeError, match="is_first_microbatch"):
+        layer(x, SIZES, is_first_microbatch=1)
+
+
 def test_precedence_of_recipes():
     x, weight, _, _ = operands()
     layer = layer_of(weight)
@@ -332,10 +376,12 @@ def test_compiled_function_and_errors(compiler):
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_checkpointed(name):
-    """A checkpoint recomputes the same bits."""
+    """A checkpoint recomputes the same bits, also under a policy of operators."""
     x, weight, bias, dy = operands()
     outcomes = []
-    for call in (lambda function, *arguments: function(*arguments), mf.checkpoint):
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    selective = functools.partial(mf.checkpoint, context_fn=policy)
+    for call in (lambda function, *arguments: function(*arguments), mf.checkpoint, selective):
         layer = layer_of(weight, bias)
         x.grad = None
         torch.manual_seed(5)
@@ -343,7 +389,7 @@ def test_checkpointed(name):
             y = call(layer, x, torch.tensor(SIZES))
         y.backward(dy)
         outcomes.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-    assert all(map(torch.equal, *outcomes))
+    assert all(all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:])
 
 
 def test_state_copies_and_text():
@@ -383,3 +429,8 @@ def test_meta_and_reset():
     layer = mf.GroupedLinear(2, 8, 4, True, device="meta").to_empty(device="cpu")
     layer.reset_parameters()
     assert layer(torch.ones(3, 8), [1, 2]).isfinite().all()
+    with FakeTensorMode():
+        layer, x = mf.GroupedLinear(2, 64, 32, recipe="mxfp8"), torch.randn(9, 64, requires_grad=True)
+        y = layer(x, [4, 5])
+        y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((9, 32), (9, 64))

@@ -9,12 +9,13 @@ context of its caller, and raises where a layer would run another recipe.
 Legend: M = rows of x, K = in features, N = out features.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.layout import Layout
 from microfloat.operands import operands_of
 from microfloat.passes import CastInputs
@@ -32,7 +33,7 @@ from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
     "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
-    "delayed_state", "describe", "export", "live_amaxes", "rebuilt", "recorded", "token_of_high_precision",
+    "delayed_state", "describe", "export", "live_amaxes", "named", "rebuilt", "recorded", "token_of_high_precision",
 ]  # fmt: skip
 
 Maybe = torch.Tensor | None
@@ -265,6 +266,30 @@ class _CompiledLinear(torch.autograd.Function):
         return (dx, dw, db, *(None,) * 12)
 
 
+def _name(error: MicrofloatError, layer: Any) -> None:
+    if hasattr(layer, "_with_path"):  # not reverted since
+        layer._with_path(error)
+
+
+def named(function: Callable) -> Callable:
+    """An operator over a weight whose errors name the layer that holds it: compiled code knows none."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except MicrofloatError as error:
+            parts = next(argument for argument in arguments if isinstance(argument, list))
+            for layer in scaling.layers():
+                own = layer._parameters.get("weight")
+                own = own.part_list()[0] if isinstance(own, QuantizedTensor) else own
+                if own is not None and own.device == parts[0].device and own.data_ptr() == parts[0].data_ptr():
+                    _name(error, layer)
+            raise
+
+    return run
+
+
 def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
     """True where backward casts the right operand of a GEMM itself, because the GEMM reads decoded values.
 
@@ -447,7 +472,11 @@ def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: s
     amax = live[_LIVE[slot] : _LIVE[slot] + 1]
     state = context.ambient()
     region, group = (state.region, state.group) if state is not None else (None, None)
-    scaling.record_compiled(layer, history, slot, amax, cast, region, group)
+    try:
+        scaling.record_compiled(layer, history, slot, amax, cast, region, group)
+    except MicrofloatError as error:
+        _name(error, scaling.numbered(layer))
+        raise
 
 
 def _calibrate_(
@@ -494,8 +523,8 @@ def _fake_backward(
     return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if wants_dw else [])
 
 
-_library.impl("linear_forward", _linear_forward, "CompositeExplicitAutograd")
-_library.impl("linear_backward", _linear_backward, "CompositeExplicitAutograd")
+_library.impl("linear_forward", named(_linear_forward), "CompositeExplicitAutograd")
+_library.impl("linear_backward", named(_linear_backward), "CompositeExplicitAutograd")
 _library.impl("draw_seed_for", lambda x: draw_seed(x.device), "CompositeExplicitAutograd")
 _library.impl("record_amax_", _record_amax_, "CompositeExplicitAutograd")
 _library.impl("check_autocast_", _check_autocast_, "CompositeExplicitAutograd")

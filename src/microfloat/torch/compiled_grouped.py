@@ -23,6 +23,7 @@ from microfloat.torch.compiled import (
     delayed_state,
     describe,
     live_amaxes,
+    named,
     rebuilt,
     recorded,
     token_of_high_precision,
@@ -199,8 +200,8 @@ def _fake_backward(
     return made + ([] if bias_dtype is None else [dy.new_empty(weight.shape[:2], dtype=bias_dtype)])
 
 
-_library.impl("grouped_forward", _grouped_forward, "CompositeExplicitAutograd")
-_library.impl("grouped_backward", _grouped_backward, "CompositeExplicitAutograd")
+_library.impl("grouped_forward", named(_grouped_forward), "CompositeExplicitAutograd")
+_library.impl("grouped_backward", named(_grouped_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::grouped_forward", _fake_forward, lib=_library)
 torch.library.register_fake("microfloat::grouped_backward", _fake_backward, lib=_library)
 refuse_batches(_library, "grouped_forward", "grouped_backward")

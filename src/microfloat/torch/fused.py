@@ -28,7 +28,7 @@ from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.context import ambient
 from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
-from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear
+from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
 from microfloat.torch.producers import ACTIVATIONS, Produced, activate, produce
 from microfloat.torch.schedule import autocast_dtype
@@ -189,8 +189,7 @@ def _begin(
     )  # fmt: skip
     if plain:
         return None
-    if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-        raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
+    check_first_microbatch(is_first_microbatch)
     refuse_transforms("forward", x)
     compute = autocast_dtype(x.device.type) or x.dtype
     if compute != x.dtype and not (x.is_floating_point() and compute.itemsize < x.dtype.itemsize):

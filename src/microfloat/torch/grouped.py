@@ -157,7 +157,7 @@ def grouped_plain(
 
 def run_grouped(
     layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups, recipe: Recipe,
-    name: str, state: Ambient | None,
+    name: str, state: Ambient | None, is_first_microbatch: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y under `recipe`; operands and groups are checked. `layer`: the holder of delayed-scaling state, or None."""
     refuse_transforms("forward", x, weight, bias)
@@ -166,12 +166,12 @@ def run_grouped(
     inputs = CastInputs(groups=groups)
     if OBSERVERS:
         schedule = observed(schedule, (layer,))
-    run = begin(layer, schedule, weight, state, None, inputs=(inputs, inputs, inputs))
+    run = begin(layer, schedule, weight, state, is_first_microbatch, inputs=(inputs, inputs, inputs))
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and grad):
         y = apply(run, x, weight, bias)
     else:
         with schedule.scope():
-            y = schedule.forward(x, weight, bias, run.x, run.w)[0]
+            y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
     if run.delayed is not None:
         end(run, layer)
     return y
@@ -284,6 +284,7 @@ class GroupedSchedule(Schedule):
         self.reason = why_one_by_one(recipe, routes, backend.name, device, features, bias is not None, is_bfloat16)
         if not self.reason and self._programs is None:
             self.reason = "kernels are left out"
+        self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs, self.reason)
         self._counts = None if self.reason else torch.zeros(2, dtype=torch.int64, device=x.device)
         self._describe()
 
@@ -316,7 +317,8 @@ class GroupedSchedule(Schedule):
         """y, and the operands of x and w that backward reads: of all groups, or of one after the other."""
         x, groups = self._matrix(x), x_inputs.groups
         if not self.reason:
-            x_made, w_made = self._cast("x", x, x_inputs), self._cast("w", self._experts(weight), w_inputs)
+            x_made = self._cast("x", x, x_inputs)
+            w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
             y = self._multiply("fprop", x_made[:3], w_made[:3], groups, self.dtype)
             return y, (*x_made[3:], *w_made[3:])
         y, saved = torch.empty((self.rows, self.out_features), dtype=self.dtype, device=x.device), []
@@ -324,18 +326,30 @@ class GroupedSchedule(Schedule):
         for g, rows in enumerate(groups.slices):
             own, own_bias = weight[g].detach(), None if bias is None else bias[g]
             if rows.start == rows.stop or not own.numel():
-                if w_inputs.record is not None and own.numel():  # the scale of delayed scaling is one for all experts
-                    record_amax_(w_inputs.record, reference.amax(own))
+                if kept is None and w_inputs.record is not None and own.numel():
+                    record_amax_(w_inputs.record, reference.amax(own))  # delayed scaling has one scale for all experts
                 y[rows] = 0 if own_bias is None else own_bias
                 saved += [None] * 6
                 continue
             schedule = self._of_group(x[rows], own, own_bias, g)
             # A launch that casts x and w together would draw a seed.
-            w_made = schedule.quantize_weight(own, w_inputs) if self.is_stochastic else None
+            w_made = schedule.quantize_weight(own, w_inputs) if self.is_stochastic and kept is None else None
+            if kept is not None:
+                w_made = [part if part is None else part[g] for part in kept]
             y[rows], made = schedule.forward(x[rows], own, own_bias, x_inputs, w_inputs, w_made)
             saved += made
         y[groups.slices[-1].stop :] = 0
         return y, tuple(saved)
+
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+        """Both operands of the weights of all experts, of those without rows too; each part a tuple, or one tensor."""
+        if not self.reason:
+            return self._cast("w", self._experts(weight), inputs)
+        made, inputs = [], inputs._replace(groups=None)
+        row = torch.empty((1, self.in_features), dtype=self.dtype, device=weight.device)
+        for g, own in enumerate(weight.detach()):
+            made.append(self._of_group(row, own, None, g).quantize_weight(own, inputs)[:6])
+        return [None if parts[0] is None else parts for parts in zip(*made, strict=True)]
 
     def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
         """The operands that `forward` would save, cast again."""

@@ -227,7 +227,10 @@ class Run:
     def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
         schedule = self.schedule
-        if _dispatch_modes():
+        if _dispatch_modes() and schedule.number and not is_abstract(x):  # groups make no fixed number of tensors
+            with _disable_current_modes(), schedule.scope():
+                y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+        elif _dispatch_modes() and not schedule.number:
             with schedule.scope():
                 y, saved = _named_forward(self, x, weight, bias)
         elif schedule.shields:

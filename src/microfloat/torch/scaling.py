@@ -367,6 +367,12 @@ def _layer_of(number: int) -> nn.Module | None:
     return None if state is None else state.layer()
 
 
+def layers() -> list[nn.Module]:
+    """Every layer that has a number and is alive."""
+    found = [state.layer() for state in list(_STATES.values())]
+    return [layer for layer in found if layer is not None]
+
+
 def numbered(number: int) -> nn.Module:
     """The layer of this number, for an operator of compiled code."""
     layer = _layer_of(number)

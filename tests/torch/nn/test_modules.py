@@ -495,6 +495,16 @@ def test_a_cache_gives_the_outputs_of_the_whole():
         layer(x, position_embeddings=(cos, sin), cache=cache)
     with pytest.raises(InvalidTypeError, match=r"torch\.bfloat16"):
         layer(x, cache=mf.KVCache(2, 8, 2, 8, dtype=torch.bfloat16))
+    # A call that fails after the cache has taken its tokens leaves the cache as it was.
+    cache = mf.KVCache(2, 8, 2, 8)
+    expected, x = layer(x[:, :3], cache=cache), x[:, :3]
+    with pytest.raises(InvalidValueError, match="attention_mask"):
+        layer(x, cache=cache, attention_mask=torch.ones(2, 3, dtype=torch.bool))
+    assert cache.count == x.shape[1]
+    cache.reset()
+    assert torch.equal(layer(x, cache=cache), expected)
+    with pytest.raises(InvalidValueError, match=r"needed \[2, 3, 2, 8\]"):
+        cache.update(torch.ones(2, 3, 2, 8), torch.ones(2, 2, 2, 8))
 
 
 def test_packed_sequences_are_those_apart():

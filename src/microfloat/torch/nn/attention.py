@@ -127,8 +127,8 @@ class KVCache:
                 )  # fmt: skip
             if new.device != kept.device:
                 raise invalid_value("cache", f"one on {kept.device}", f"one on {new.device}, where x is")
-            if new.shape[0] != kept.shape[0] or new.shape[2:] != kept.shape[2:]:
-                needed = f"[{kept.shape[0]}, S, {kept.shape[2]}, {kept.shape[3]}]"
+            if new.shape != (kept.shape[0], k.shape[1], *kept.shape[2:]):
+                needed = f"[{kept.shape[0]}, {k.shape[1]}, {kept.shape[2]}, {kept.shape[3]}], S being that of k"
                 raise invalid_value("cache", f"a {name} of shape {tuple(new.shape)}", needed)
         end = self.count + k.shape[1]
         if end > self._k.shape[1]:
@@ -254,13 +254,19 @@ class MultiheadAttention(nn.Module):
         """
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
+        count = cache.count if isinstance(cache, KVCache) else 0
         if cache is not None:
             k, v = cache.update(k, v)
-        y = attend(
-            q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
-            cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        return call_layer(self.o_proj, y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
+        try:
+            y = attend(
+                q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
+                cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
+            )  # fmt: skip
+            return call_layer(self.o_proj, y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
+        except Exception:
+            if isinstance(cache, KVCache):  # a call that fails leaves it as it was
+                cache.count = count
+            raise
 
     def projected(
         self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None, first: bool | None = None

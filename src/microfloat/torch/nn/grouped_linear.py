@@ -16,7 +16,7 @@ from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.linear import backend_name
-from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, pinned_to
+from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
 
@@ -64,8 +64,10 @@ class GroupedLinear(RecipeLayer):
             nn.init.uniform_(parameter, -bound, bound)
         scaling.reset_scaling(self)
 
-    def forward(self, input: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Apply the layer: y [T, N] in the compute dtype."""
+    def forward(
+        self, input: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """Apply the layer: y [T, N] in the compute dtype. `is_first_microbatch`: as `Linear` takes it."""
         if torch.compiler.is_compiling():
             arguments = input, self.weight, self.bias, group_sizes, self._pin_token, self.backend
             return compiled_grouped(self, *arguments)
@@ -74,15 +76,19 @@ class GroupedLinear(RecipeLayer):
         try:
             self._check_input(x)
             groups = groups_of(group_sizes, x, self.num_groups)
+            check_first_microbatch(is_first_microbatch)
             if recipe is None:
                 self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
-                return grouped_plain(x, self.weight, self.bias, groups)
-            if self._pinned is UNPINNED:
+                if not self.fuse_wgrad_accumulation:
+                    return grouped_plain(x, self.weight, self.bias, groups)
+                recipe, state = HIGH_PRECISION, None
+            elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
-            return run_grouped(self, x, self.weight, self.bias, groups, canonical(recipe), name, state)
+            arguments = x, self.weight, self.bias, groups, canonical(recipe), name, state, is_first_microbatch
+            return run_grouped(self, *arguments)
         except MicrofloatError as error:
             raise self._with_path(error) from None
 

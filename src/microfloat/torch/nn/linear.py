@@ -23,7 +23,7 @@ from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["UNPINNED", "Linear", "RecipeLayer", "linear", "pinned_to"]
+__all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "linear", "pinned_to"]
 
 
 class _Unpinned:
@@ -264,8 +264,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 for observer in OBSERVERS:
                     observer.see_plain(self, x, y)
                 return y
-            if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-                raise invalid_type("is_first_microbatch", type(is_first_microbatch), "True, False or None")
+            if is_first_microbatch is not None:
+                check_first_microbatch(is_first_microbatch)
             recipe = canonical(recipe)
             if self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
@@ -328,6 +328,12 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         with torch.enable_grad():
             recipe, state = self.effective_recipe(), ambient()
             return find_for(self, x, HIGH_PRECISION if recipe is None else canonical(recipe), state)
+
+
+def check_first_microbatch(value: object) -> None:
+    """Raise InvalidTypeError for anything but True, False or None."""
+    if value is not None and not isinstance(value, bool):
+        raise invalid_type("is_first_microbatch", type(value), "True, False or None")
 
 
 class _Call:
