@@ -34,8 +34,10 @@ def trained(model, more, recipe, w):
                 y = model(x, *more)
             y.float().square().sum().backward()
             made += [y.detach(), x.grad]
-    made += [parameter.grad for parameter in model.parameters()] + [*model.buffers(), torch.get_rng_state()]
-    return made, watched
+    made += [parameter.grad for parameter in model.parameters()] + [torch.get_rng_state()]
+    # state_dict rolls what the last backward has recorded. The buffers as they lie would be rolled by whichever
+    # autocast is opened next in this thread, if their model is still alive: that of the run this one is compared with.
+    return made + [value.clone() for value in model.state_dict().values()], watched
 
 
 class Unwatched:
@@ -199,17 +201,39 @@ def test_arguments_that_are_refused():
 
 @pytest.mark.slow("a transformer layer is compiled twice")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_models_are_watched_as_they_run():
+@pytest.mark.parametrize("name", ["nvfp4", "delayed"])
+def test_compiled_models_are_watched_as_they_run(name):
     torch.manual_seed(1)
     model = MODULES["transformer"][0]()
-    mf.convert(model, "nvfp4")
+    mf.convert(model, name)
     for _ in range(2):
         torch._dynamo.reset()
         seen, w = trained(
-            torch.compile(copy.deepcopy(model), backend="aot_eager"), (), from_name("nvfp4"),
+            torch.compile(copy.deepcopy(model), backend="aot_eager"), (), from_name(name),
             lambda model: mf.watch(model, every=2),
         )  # fmt: skip
     torch._dynamo.reset()
-    plain, _ = trained(torch.compile(copy.deepcopy(model), backend="aot_eager"), (), from_name("nvfp4"), Unwatched)
+    plain, _ = trained(torch.compile(copy.deepcopy(model), backend="aot_eager"), (), from_name(name), Unwatched)
+    assert len(plain) == len(seen)
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
-    assert "self_attn.q_proj+k_proj+v_proj" in {one.module for one in w.records}
+    assert {one.step for one in w.records} == {0, 2}
+    if name == "nvfp4":
+        assert "self_attn.q_proj+k_proj+v_proj" in {one.module for one in w.records}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_delayed_scaling_of_a_compiled_model_is_that_of_the_unwatched_one():
+    model = mf.Linear(32, 32, dtype=BF16, recipe="delayed")
+    runs = []
+    for session in (lambda model: mf.watch(model, every=1, what_if=()), Unwatched):
+        torch._dynamo.reset()
+        made = torch.compile(copy.deepcopy(model), backend="aot_eager")
+        with session(made) as w:
+            for step in range(3):
+                with mf.autocast(recipe="delayed"):
+                    y = made(torch.full((16, 32), step + 1.0, dtype=BF16))
+                (y * (step + 1)).float().sum().backward()
+        runs.append((made, w))  # alive: its dy is pending while the other run opens its autocasts
+    seen, plain = (made._orig_mod.state_dict() for made, _ in runs)
+    assert all(torch.equal(value, plain[name]) for name, value in seen.items())
+    assert seen["scaling_dy_amax_history"].any()
