@@ -1,10 +1,11 @@
 """Draw the pictures of the documentation: python docs/make_pictures.py
 
 Every line, block and label comes from `microfloat.formats` and `microfloat.recipes`, so a changed format changes its
-picture; every figure from a file under benchmarks/results. Files go to docs/pictures; give another folder as the only
-argument.
+picture; every figure from a file under benchmarks/results, or a training of seconds. Files go to docs/pictures; give
+another folder as the only argument.
 """
 
+import copy
 import json
 import sys
 import textwrap
@@ -240,11 +241,35 @@ def draw_loss(axes: Axes) -> None:
     clean(axes)
 
 
+def watching() -> Figure:
+    """What mf.watch records of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
+    import torch
+
+    import microfloat.torch as mf
+    from microfloat.pictures import watch
+
+    torch.manual_seed(0)
+    blocks = [[torch.nn.LayerNorm(64), torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)]] * 2
+    model = torch.nn.Sequential(*(copy.deepcopy(layer) for block in blocks for layer in block))
+    mf.convert(model, "nvfp4")
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    mixing = torch.randn(64, 64) / 8
+    with mf.watch(model, every=8, what_if=("mxfp8",)) as w:
+        for _ in range(41):
+            x = torch.randn(128, 64) * torch.logspace(-1, 1, 64)
+            (model(x) - torch.tanh(x @ mixing)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return watch.sheet(w.records, 11.4, 6.2)
+
+
 def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss):
-        draw().savefig(folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None})
+    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, watching):
+        draw().savefig(
+            folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True}
+        )
 
 
 if __name__ == "__main__":

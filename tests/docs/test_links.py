@@ -64,6 +64,7 @@ def test_cited_sections_are_there():
 
 def test_every_picture_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

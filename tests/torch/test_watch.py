@@ -186,7 +186,7 @@ def test_sinks_and_pictures(tmp_path):
     assert [step for step, _ in run] == [0, 1]
     assert (path := w.plot(tmp_path / "sheet.png")) == [tmp_path / "sheet.png"]
     assert path[0].stat().st_size > 10_000
-    assert len(w.plot(tmp_path / "all")) == 5
+    assert len(w.plot(tmp_path / "all")) == 6
 
 
 def test_arguments_that_are_refused():

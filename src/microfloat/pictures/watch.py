@@ -8,7 +8,12 @@ import numpy as np
 
 from microfloat.pictures.style import CYCLE, SUFFIXES, clean, new_figure, save
 
-__all__ = ["amax_ribbon", "draw", "error_by_magnitude", "flushed", "loss_gap", "scale_histogram", "sqnr_heatmap"]
+__all__ = [
+    "amax_ribbon", "draw", "error_by_magnitude", "flushed", "gemm_error", "loss_gap", "scale_histogram", "sheet",
+    "sqnr_heatmap",
+]  # fmt: skip
+
+SHOWN_BINADES = 12  # below them stand too few elements for a median
 
 
 def _of(records: Sequence[Any], metric: str) -> list[Any]:
@@ -56,20 +61,32 @@ def flushed(axes: Any, records: Sequence[Any]) -> None:
         axes.plot(steps, shares, marker=".", color=color, linestyle="-" if is_underflow else ":", label=label)
     axes.set(title="underflow (solid) and clip (dotted)", xlabel="step", ylabel="% of elements, mean over layers")
     _legend(axes, ncols=3, loc="upper center")
-    axes.margins(y=0.25)  # above the lines, for the legend
+    _, top = axes.get_ylim()
+    axes.set_ylim(0, max(1.0, 1.3 * top))  # above the lines, for the legend
 
 
 def amax_ribbon(axes: Any, records: Sequence[Any]) -> None:
     """amax over steps: the median over layers, and the ribbon from their 5th to their 95th percentile."""
+    _ribbons(axes, _of(records, "amax"), {})
+    axes.set(title="amax", xlabel="step", ylabel="median, p5 to p95 of layers", yscale="log")
+
+
+def gemm_error(axes: Any, records: Sequence[Any]) -> None:
+    """Relative error of y, dx and dw over steps: the median over layers, and the ribbon of their percentiles."""
+    _ribbons(axes, _of(records, "relative_error"), {"y": "y (fprop)", "dx": "dx (dgrad)", "dw": "dw (wgrad)"})
+    axes.set(title="relative error of the GEMMs", xlabel="step", ylabel="median, p5 to p95 of layers")
+    axes.set_ylim(bottom=0)
+
+
+def _ribbons(axes: Any, records: Sequence[Any], labels: dict[str, str]) -> None:
     values: dict[str, dict[int, list[float]]] = {}
-    for one in _of(records, "amax"):
+    for one in records:
         values.setdefault(one.operand, {}).setdefault(one.step, []).append(one.value)
     for color, (operand, by_step) in zip(CYCLE, values.items(), strict=False):
         steps = sorted(by_step)
         low, middle, high = np.array([np.percentile(by_step[step], [5, 50, 95]) for step in steps]).T
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-        axes.plot(steps, middle, color=color, marker=".", label=operand)
-    axes.set(title="amax: median and p5 to p95 over layers", xlabel="step", yscale="log")
+        axes.plot(steps, middle, color=color, marker=".", label=labels.get(operand, operand))
     _legend(axes)
 
 
@@ -100,12 +117,13 @@ def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
         if one.step == last:
             values.setdefault((one.operand, one.format), []).append(one.value)
     for color, (name, rows) in zip(CYCLE, values.items(), strict=False):
-        table = np.array(rows)
+        table = np.array(rows)[:, :SHOWN_BINADES]
         columns = np.flatnonzero(np.isfinite(table).any(0))
         axes.plot(-columns, 100 * np.nanmedian(table[:, columns], 0), color=color, marker=".", label=" ".join(name))
     # Logarithmic: the inverse of a Hadamard transform spreads the error of a group over its small elements.
     axes.set(title=f"error against magnitude at step {last}", xlabel="log2(|x| / amax)", yscale="log")
     axes.set_ylabel("relative error, %")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(axes)
 
 
@@ -128,20 +146,23 @@ def loss_gap(losses: dict[str, Sequence[float]], baseline: str, window: int = 1)
 
 PICTURES: dict[str, Callable[[Any, Sequence[Any]], None]] = {
     "sqnr": sqnr_heatmap, "flushed": flushed, "amax": amax_ribbon, "scales": scale_histogram,
-    "error": error_by_magnitude,
+    "error": error_by_magnitude, "gemms": gemm_error,
 }  # fmt: skip
+
+
+def sheet(records: Sequence[Any], width: float = 16, height: float = 9) -> Any:
+    """A Figure of all pictures."""
+    figure = new_figure(width, height)
+    for axes, picture in zip(figure.subplots(2, 3).flat, PICTURES.values(), strict=True):
+        picture(axes, records)
+        clean(axes)
+    return figure
 
 
 def draw(records: Sequence[Any], path: Path) -> list[Path]:
     """Every picture on one sheet (a path that ends in .png, .svg or .pdf), or each in a file of a folder."""
     if path.suffix.lower() in SUFFIXES:
-        figure = new_figure(16, 9)
-        panels = list(figure.subplots(2, 3).flat)
-        for axes, picture in zip(panels, PICTURES.values(), strict=False):
-            picture(axes, records)
-            clean(axes)
-        panels[-1].set_axis_off()
-        return [save(figure, path)]
+        return [save(sheet(records), path)]
     path.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, picture in PICTURES.items():
