@@ -78,6 +78,10 @@ def run_linear(
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
         refuse_transforms("forward", x, weight, bias)
+        if hasattr(x, "placements") or hasattr(weight, "placements"):
+            from microfloat.torch.distributed.linear import run_sharded
+
+            return run_sharded(layer, x, weight, bias, recipe, state, is_first_microbatch)
         check_linear(x, weight, bias)
         if x.numel() == 0 or weight.numel() == 0:
             return None
@@ -110,6 +114,10 @@ def run_linear(
 def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
     weight, bias = layer.weight, layer.bias
+    if hasattr(x, "placements") or hasattr(weight, "placements"):
+        from microfloat.torch.distributed.linear import find_sharded
+
+        return find_sharded(layer, x, recipe, state)
     check_linear(x, weight, bias)
     if is_abstract(x):
         raise NotSupportedError("x: got a tensor without values, needed one whose memory a schedule can be made for.")
@@ -264,7 +272,9 @@ class Run:
                 raise
         elif self.delayed is not None and self.delayed.late:
             scaling.record_late(self.delayed.kept_layer(), self.delayed.late)
-        return dx, dw, bias_gradient(dy, self.bias_dtype, self.dy.groups) if wants_db else None
+        if not wants_db:
+            return dx, dw, None
+        return dx, dw, bias_gradient(getattr(dy, "shard", dy), self.bias_dtype, self.dy.groups)
 
     def dy_inputs(self, wants_dx: bool, wants_dw: bool) -> CastInputs:
         """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""

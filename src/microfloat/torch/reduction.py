@@ -19,11 +19,14 @@ from microfloat.torch.failures import in_collective
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "Key", "Reduced", "group_name", "reduce_alone", "reduce_together", "reduces"]
+__all__ = [
+    "Group", "Key", "Reduced", "group_name", "maxima", "reduce_alone", "reduce_together", "reduces",
+]  # fmt: skip
 
 Group: TypeAlias = "ProcessGroup | None"
 _ANNOUNCEMENT = 1  # the first element of what slots of a list are reduced in
 _NOT_RECORDED = -1.0
+_ALIGNED = 4  # float32 elements of 16 bytes, at multiples of which launches read an amax
 _AVAILABLE = torch.distributed.is_available()
 
 
@@ -171,6 +174,25 @@ def _reduce_together(
     own = set(keys)
     others = {key: payload[_ANNOUNCEMENT + place] for key, place in slots.positions.items() if key not in own}
     return Reduced(known, payload.index_select(0, places), others)
+
+
+def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The elementwise maxima over the ranks of a group of several float32 tensors, by one all-reduce.
+
+    Every rank passes tensors of the same shapes. The first collective of a sharded layer under current scaling.
+    """
+    sizes = [part.numel() for part in parts]
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    payload = parts[0].new_zeros(begins[-1])
+    made = [
+        payload[begin : begin + size].view(part.shape) for begin, size, part in zip(begins, sizes, parts, strict=False)
+    ]
+    for target, part in zip(made, parts, strict=True):
+        target.copy_(part)
+    torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+    return made
 
 
 def reduce_alone(group: Group, keys: list[Key], live: torch.Tensor, all_keys: list[Key]) -> Reduced:

@@ -152,8 +152,12 @@ class CastStep:
         "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason"
     )  # fmt: skip
 
-    def __init__(self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0) -> None:
-        """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups."""
+    def __init__(
+        self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0,
+        given_amax: bool = False,
+    ) -> None:  # fmt: skip
+        """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups;
+        `given_amax`: amaxes of the whole tensor come with the inputs of every call."""
         self.entries, self._batch = entries, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
@@ -169,8 +173,8 @@ class CastStep:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
         options = {"batch": batch, "in_groups": in_groups}
-        given = row is not None and isinstance(row.cast.scaling, Static)
-        self.program = backend.programs.cast_program(x, row, column, given_amax=given, **options)
+        given_amax |= row is not None and isinstance(row.cast.scaling, Static)
+        self.program = backend.programs.cast_program(x, row, column, given_amax=given_amax, **options)
         if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
             self._recording = backend.programs.cast_program(x, row, column, records=True, **options)
 
@@ -338,6 +342,7 @@ class Schedule:
     late = False
     number = 0  # of the groups of a grouped one
     observer: Any = None  # of a watched call (`microfloat.torch.observing`)
+    cast_step: Any = CastStep  # makes the step that casts x, w or dy
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
@@ -395,13 +400,14 @@ class Schedule:
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
         )
-        self.x_cast = CastStep(backend, self._matrix(x), x_entries, batch)
+        self.x_cast = self.cast_step(backend, self._matrix(x), x_entries, batch)
         if isinstance(weight, QuantizedTensor):
             self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute)
         elif isinstance(weight, Gathered):
             self.w_cast = _GatheredCast(backend, weight.shape, w_entries, compute)
         else:
-            self.w_cast = CastStep(backend, weight if weight.dtype == compute else weight.to(compute), w_entries, batch)
+            w = weight if weight.dtype == compute else weight.to(compute)
+            self.w_cast = self.cast_step(backend, w, w_entries, batch)
         # What a frozen weight's codes do not serve, such as a folded operand, is made once.
         self.keeps_weight = stored is not None and recipe.wgrad.path == "refused" and self.w_cast.makes
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
@@ -572,7 +578,7 @@ class Schedule:
             step = self._dy_steps.get(key)
             if step is None:
                 entries = entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw)
-                step = CastStep(self.backend, dy, entries, self._batch)
+                step = self.cast_step(self.backend, dy, entries, self._batch)
                 self._dy_steps[key] = step
                 if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
                     self._dy = step
@@ -621,7 +627,7 @@ class Schedule:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
             step = (
                 _GatheredCast(self.backend, x.shape, entries, self.dtype) if is_gathered
-                else CastStep(self.backend, x, entries, self._batch)
+                else self.cast_step(self.backend, x, entries, self._batch)
             )  # fmt: skip
             self._later_steps[key] = step
         return step(x, *self.resources(), inputs)[saved]

@@ -26,14 +26,16 @@ _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
 _library = torch.library.Library("microfloat", "FRAGMENT")
 # Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
 # be neither merged nor recomputed.
-_library.define("draw_seed(*, Device device, bool folds=True) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+_library.define(
+    "draw_seed(*, Device device, bool folds=True, int? rank=None) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
+)
 
 
-def _draw_seed(*, device: torch.device, folds: bool = True) -> torch.Tensor:
+def _draw_seed(*, device: torch.device, folds: bool = True, rank: int | None = None) -> torch.Tensor:
     draw = torch.empty(1, dtype=torch.int64, device=device)
     draw.random_(-(2**63), None)  # all 2^64 patterns; randint(-2**63, 2**63 - 1) would miss one
     if folds:
-        fold_rank_(draw)
+        fold_rank_(draw, rank)
     return draw.view(torch.uint32).to(torch.int64)  # both words, low first: little-endian
 
 
@@ -41,16 +43,16 @@ _library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("microfloat::draw_seed", lib=_library)
-def _(*, device: torch.device, folds: bool = True) -> torch.Tensor:
+def _(*, device: torch.device, folds: bool = True, rank: int | None = None) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
-def draw_seed(device: torch.device | str, *, folds: bool = True) -> torch.Tensor:
+def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | None = None) -> torch.Tensor:
     """A new call seed from the default generator of `device`: int64 [2], words below 2^32, low first.
 
-    `folds`: fold the rank in; False for what replicas must round alike.
+    `folds`: fold the rank in (`rank`, if it is given); False for what replicas must round alike.
     """
-    return torch.ops.microfloat.draw_seed(device=torch.device(device), folds=folds)
+    return torch.ops.microfloat.draw_seed(device=torch.device(device), folds=folds, rank=rank)
 
 
 class _Rank:
@@ -72,10 +74,14 @@ def set_seed_rank(rank: int | None) -> None:
     _Rank.chosen = None if rank is None else check_int("rank", rank, 0, _LOW)
 
 
-def fold_rank_(draw: torch.Tensor) -> None:
-    """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 keeps what was drawn."""
-    if _Rank.chosen is not None:
-        mask = _mask(_Rank.chosen)
+def fold_rank_(draw: torch.Tensor, rank: int | None = None) -> None:
+    """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 keeps what was drawn.
+
+    `rank`: one in place of this process's own, for what it rounds as a replica of another rank's.
+    """
+    rank = rank if _Rank.chosen is None else _Rank.chosen
+    if rank is not None:
+        mask = _mask(rank)
     else:
         distributed = torch.distributed
         world = distributed.group.WORLD if distributed.is_available() else None

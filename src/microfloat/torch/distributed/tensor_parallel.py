@@ -1,17 +1,64 @@
-"""Tensor and sequence parallel styles for `torch.distributed.tensor.parallel.parallelize_module`."""
+"""Tensor and sequence parallel styles for `torch.distributed.tensor.parallel.parallelize_module`.
 
-from torch.distributed.tensor import parallel
+torch's own styles serve converted layers too. These gather under sequence parallelism what they can as codes and
+scales: x of a column-parallel layer in forward, dy of a row-parallel one in backward.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, parallel
+
+from microfloat.torch.nn.linear import Linear
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """Shard a Linear's weight by its rows, over the ranks of a mesh."""
+    """Shard a Linear's weight by its rows, as torch's style of the name, whose arguments it has.
+
+    An input that is sharded by its sequence (``input_layouts=Shard(1)``) is cast first and gathered as codes and
+    scales, to the same bytes, where these are fewer bytes and a layer's recipe casts it; ``print(layer.schedule(x))``
+    says why not elsewhere. Layers that read one DTensor share what was gathered. Source: docs/distributed.md.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
+            return x
+        prepare = parallel.ColwiseParallel._prepare_input_fn
+        return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
-    """Shard a Linear's weight by its columns, over the ranks of a mesh."""
+    """Shard a Linear's weight by its columns, as torch's style of the name, whose arguments it has.
+
+    With an output that is sharded by its sequence (``output_layouts=Shard(1)``) the gradient is cast first and gathered
+    as codes and scales, to the same bytes, where these are fewer bytes. Source: docs/distributed.md.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        layout = self.output_layouts[0]
+        if isinstance(made, Linear) and isinstance(layout, Shard):
+            made.__dict__["_scatters"] = layout.dim
+        return made
 
 
 class SequenceParallel(parallel.SequenceParallel):
-    """Shard a norm's inputs by their sequence, over the ranks of a mesh."""
+    """Run a norm or a dropout on inputs that are sharded by their sequence, as torch's style of the name.
+
+    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales.
+    """
+
+
+def _is_sequence(x: DTensor) -> bool:
+    """True for a tensor of rows that are sharded, and nothing else."""
+    placement = x.placements[0]
+    return len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1

@@ -1,0 +1,471 @@
+"""The schedule of a Linear whose tensors are sharded: the casts and products of one rank, and collectives between them.
+
+    case  x [M, K]             w [N, K]      y [M, N]             sharded besides    collectives of the schedule
+    N     whole                by its rows   by columns           dy by columns      amaxes of w; of dy
+    K     by columns           by columns    partial sums         -                  amaxes of x and w together
+    M     by its rows          whole         by its rows          dy by rows         amaxes of x; of dy
+    G     by its rows          by its rows   by columns           dy by columns      amaxes of x and w; parts of x
+    S     by columns           by columns    partial, scattered   dy by rows         amaxes of x, w; of dy; parts of dy
+
+Every rank makes the bytes that one process makes of the whole tensor. An amax is measured of the shard and reduced
+over the ranks that hold the others, all amaxes of one direction in one collective. Block scales need nothing where
+shards are whole blocks, and are refused elsewhere. Under G and S an operand is cast before it is gathered: codes and
+scales travel as bytes. docs/numerics.md 3.5.
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from microfloat.errors import invalid_value
+from microfloat.layout import Part
+from microfloat.operands import OPERANDS, TENSORS
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast
+from microfloat.torch import reduction, reference
+from microfloat.torch.backends.base import Backend
+from microfloat.torch.reference._hadamard import transform
+from microfloat.torch.schedule import CastStep, Entries, Inputs, Parts, Schedule, laid, layouts_of
+from microfloat.torch.seeds import draw_seed
+
+__all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "why_not_gathered"]
+
+# The axis along which each tensor is sharded before its cast, by the case.
+CASES: dict[str, dict[str, str]] = {
+    "": {},
+    "N": {"w": "N", "dy": "N"},
+    "K": {"x": "K", "w": "K"},
+    "M": {"x": "M", "dy": "M"},
+    "G": {"x": "M", "w": "N", "dy": "N"},
+    "S": {"x": "K", "w": "K", "dy": "M"},
+}
+_GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
+# Rows and contraction length of both operands of a tensor.
+_AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
+_group_named: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+_ALIGNED = 16  # elements, by which a matrix is widened
+
+
+class Axis(NamedTuple):
+    """One dimension of a mesh along which tensors of a Linear are sharded."""
+
+    case: str
+    group: str  # name of the process group of this rank's line of the mesh
+    size: int
+    rank: int  # in the group
+
+
+class Rows(NamedTuple):
+    """The sharded dimension of x's or dy's leading ones, as rows of a matrix: `outer` runs of `whole` rows each, of
+    which this rank has `part`, and every rank but the last `chunk`."""
+
+    outer: int
+    whole: int
+    part: int
+    chunk: int
+
+
+class Shards(NamedTuple):
+    """All that the schedule of a sharded call depends on besides the local tensors."""
+
+    axes: tuple[Axis, ...]
+    rows: Rows | None  # where the rows of x or dy are sharded
+    adds_bias: bool  # of ranks whose results are summed one adds it
+    seed_ranks: tuple[int, int, int]  # of x, w, dy: the first rank that holds the same shard
+
+    def axes_of(self, tensor: str, letter: str | None = None) -> tuple[Axis, ...]:
+        """The axes along which a tensor is sharded before its cast; `letter`: those that shard this extent."""
+        found = ((axis, CASES[axis.case].get(tensor)) for axis in self.axes)
+        return tuple(axis for axis, one in found if one is not None and letter in (None, one))
+
+    def gathers(self, tensor: str) -> Axis | None:
+        """The axis over which a tensor is gathered after its cast."""
+        return next((axis for axis in self.axes if _GATHERED.get(axis.case) == tensor), None)
+
+
+def arrived(tensor: Any) -> torch.Tensor:
+    """This rank's shard of a tensor, in memory: casts read addresses, and torch's collectives return promises."""
+    tensor = getattr(tensor, "shard", tensor)
+    return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- amaxes
+
+
+class _Measure(NamedTuple):
+    """An amax that a cast needs of the whole tensor. `kind`: "tensor", "transformed" (of the Hadamard transform) or
+    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is."""
+
+    kind: str
+    column: bool
+    axes: tuple[Axis, ...]
+
+
+def _measure_of(tensor: str, column: bool, cast: Cast | None, shards: Shards) -> _Measure | None:
+    if cast is None or cast.is_delayed or cast.is_static:
+        return None
+    per_row = cast.format.block == (1, None) or cast.tensor_scale == "row"
+    if per_row:
+        axes = shards.axes_of(tensor, _AXES[tensor][column][1])
+        return _Measure("rows", column, axes) if axes else None
+    axes = shards.axes_of(tensor)
+    if not cast.takes_amax or not axes:
+        return None
+    return _Measure("tensor", False, axes) if cast.hadamard is None else _Measure("transformed", column, axes)
+
+
+def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) -> torch.Tensor:
+    if measure.kind == "tensor":
+        return backend.amax(x)
+    if measure.kind == "transformed":
+        assert cast.hadamard is not None
+        return reference.amax(transform(x.t() if measure.column else x, cast.hadamard))
+    magnitudes = x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    return magnitudes.amax(0 if measure.column else 1).float()
+
+
+def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The maxima over all ranks that hold a shard: one collective for each axis of the mesh."""
+    for axis in dict.fromkeys(axis for measure in measures for axis in measure.axes):
+        which = [index for index, measure in enumerate(measures) if axis in measure.axes]
+        made = reduction.maxima(_group_named(axis.group), [parts[index] for index in which])
+        for index, part in zip(which, made, strict=True):
+            parts[index] = part
+    return parts
+
+
+# -------------------------------------------------------------------------------------------------------------- casts
+
+
+class ShardedCast:
+    """Both operands of a tensor of which this rank has a shard, by the steps of `CastStep`.
+
+    ``step(x, stream, words, inputs)`` as there; `inputs.amax` may be the list that `measure` and a reduction made, so
+    that tensors of one direction share a collective.
+    """
+
+    program, is_bound = None, False
+
+    def __init__(
+        self,
+        shards: Shards,
+        shard: torch.Tensor | None,
+        backend: Backend,
+        x: torch.Tensor,
+        entries: Entries,
+        batch: int,
+    ) -> None:
+        """`x`: an example of the tensor; `shard`: of what is cast of it, where it is x that is gathered then."""
+        self.entries, self._backend = entries, backend
+        tensor = next((entry.operand.tensor for entry in entries if entry is not None), "")
+        if tensor == "x" and shards.gathers(tensor) is not None and shard is not None:
+            x = shard
+        self._axis, self._rows = shards.gathers(tensor), shards.rows
+        casts = tuple(None if entry is None else entry.cast for entry in entries)
+        # The codes of the transpose are transposed after they are gathered.
+        self._shares = self._axis is not None and casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
+        made = (entries[0], None) if self._shares else entries
+        both = [
+            None if entry is None else _measure_of(tensor, column, entry.cast, shards)
+            for column, entry in zip((False, True), made, strict=True)
+        ]
+        self.measures = [*dict.fromkeys(measure for measure in both if measure is not None)]
+        self._casts = [casts[1 if measure.column else both.index(measure)] for measure in self.measures]
+        numbers = [None if measure is None else self.measures.index(measure) for measure in both]
+        apart = len(self.measures) > 1 or any(self._is_widened(measure, casts) for measure in self.measures)
+        halves = ((made[0], None), (None, made[1])) if apart else (made,)
+        self._steps: list[tuple[CastStep, int | None, bool]] = []
+        for half in halves:
+            number = next((n for entry, n in zip(half, numbers, strict=True) if entry and n is not None), None)
+            if any(half):
+                widens = number is not None and self._is_widened(self.measures[number], casts)
+                example = x
+                if widens:
+                    shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
+                    example = x.new_empty(shape)
+                step = CastStep(backend, example, half, batch, given_amax=number is not None and not widens)
+                self._steps.append((step, number, widens))
+        self._local = layouts_of(backend, entries, *x.shape)
+        self._whole = self._local
+        if self._axis is not None:
+            self._whole = layouts_of(backend, entries, x.shape[0] * self._axis.size, x.shape[1])
+
+    @staticmethod
+    def _is_widened(measure: _Measure, casts: tuple[Cast | None, ...]) -> bool:
+        """True where rows take their amax from columns that are added to the matrix, and cut off again."""
+        cast = casts[measure.column]
+        return measure.kind == "rows" and cast is not None and cast.tensor_scale != "row"
+
+    @property
+    def reason(self) -> str:
+        """Why torch operations cast, "" where launches do."""
+        return next((step.reason for step, _, _ in self._steps if step.reason), "")
+
+    @property
+    def names(self) -> str:
+        """The steps in words."""
+        words = [f"amax over {'/'.join(str(a.size) for a in one.axes)} ranks" for one in self.measures[:1]]
+        words += [" + ".join(dict.fromkeys(step.names for step, _, _ in self._steps))]
+        return ", ".join(words + (["gather codes and scales"] if self._axis is not None else []))
+
+    @property
+    def delayed(self) -> Cast | None:
+        """The first delayed cast, by whose scaling the amax is recorded."""
+        return next((step.delayed for step, _, _ in self._steps if step.delayed is not None), None)
+
+    def measure(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The amaxes of this rank's shard, one for each of `measures`."""
+        pairs = zip(self.measures, self._casts, strict=True)
+        return [_measured(self._backend, x, measure, cast) for measure, cast in pairs]  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+        """Codes, scale and tensor scale of the row operand, then of the column's."""
+        amaxes = inputs.amax
+        if self.measures and not isinstance(amaxes, list):
+            amaxes = _reduced(self.measures, self.measure(x))
+        made: Parts = [None] * 6
+        for step, number, widens in self._steps:
+            row, column = step.entries
+            if number is None:
+                given = inputs if self.measures == [] else inputs._replace(amax=None)
+                parts = step(x, stream, words, given)
+            elif widens:
+                parts = self._by_rows(step, x, amaxes[number], stream, words, inputs)
+            else:
+                amax = amaxes[number]
+                amax = amax[:, None] if self.measures[number].kind == "rows" else amax
+                parts = step(x, stream, words, inputs._replace(amax=amax))
+            made[0:3] = parts[0:3] if row is not None else made[0:3]
+            made[3:6] = parts[3:6] if column is not None else made[3:6]
+            inputs = inputs._replace(record=None)  # the first step has recorded
+        return made if self._axis is None else self._gathered(made)
+
+    def _by_rows(
+        self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
+        inputs: CastInputs,
+    ) -> Parts:  # fmt: skip
+        """Operands with a scale for each whole row: its amax stands in columns that no product will read."""
+        column = step.entries[0] is None
+        rows, length = x.shape
+        amax = amax.to(x.dtype)  # that of an element, so that it is exact
+        added = amax.expand(_ALIGNED, length) if column else amax[:, None].expand(rows, _ALIGNED)
+        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs._replace(amax=None))
+        at, entry, layout = 3 * column, step.entries[column], self._local[column]
+        assert entry is not None
+        assert layout is not None
+        codes = parts[at].narrow(0 if entry.turned else 1, 0, rows if column else length)
+        parts[at] = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
+        return parts
+
+    # ------------------------------------------------------------------------------------------------- gathering
+
+    def _gathered(self, made: Parts) -> Parts:
+        """The parts of the whole tensor, from those of all ranks."""
+        axis, rows = self._axis, self._rows
+        assert axis is not None
+        assert rows is not None
+        gathered: Parts = list(made)
+        for which in (0, 1):
+            local, whole = self._local[which], self._whole[which]
+            if local is None or whole is None or (which and self._shares):
+                continue
+            for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which):
+                if part is not None and goal is not None and part.shape != goal.shape:
+                    gathered[at] = laid(_all_gather(made[at], _differing(part, goal), rows.outer, axis), goal)
+        if self._shares:
+            row, column = self.entries
+            layout = self._whole[1]
+            assert row is not None
+            assert column is not None
+            assert layout is not None
+            codes = gathered[0] if row.turned == (not column.turned) else gathered[0].t()
+            gathered[3:6] = laid(codes, layout.codes), gathered[1], gathered[2]
+        return gathered
+
+
+def _differing(part: Part, goal: Part) -> int:
+    return next(at for at, (one, other) in enumerate(zip(part.shape, goal.shape, strict=True)) if one != other)
+
+
+# The name in newer versions of torch, and in older ones.
+_all_gather_bytes: Any = (
+    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+)
+
+
+def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.Tensor:
+    """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, as bytes."""
+    moved = part.movedim(dim, 0)
+    shape = moved.shape
+    sent = moved.contiguous().view(torch.uint8)
+    received = sent.new_empty((axis.size * sent.shape[0], *sent.shape[1:]))
+    _all_gather_bytes(received, sent, group=_group_named(axis.group))
+    runs = received.view(part.dtype).view(axis.size, outer, shape[0] // outer, *shape[1:])
+    return runs.movedim(0, 1).reshape(axis.size * shape[0], *shape[1:]).movedim(0, dim)
+
+
+def why_not_gathered(
+    backend: Backend, entries: Entries, shards: Shards, tensor: str, sizes: tuple[int, int], itemsize: int
+) -> str:
+    """Why a tensor is gathered in high precision and cast then; "" where its codes and scales travel.
+
+    `sizes`: rows and columns of a rank's shard of `itemsize` bytes an element.
+    """
+    axis, rows = shards.gathers(tensor), shards.rows
+    assert axis is not None
+    assert rows is not None
+    if rows.chunk * axis.size != rows.whole:
+        return f"{rows.whole} rows are no multiple of {axis.size} ranks"
+    casts = [None if entry is None else entry.cast for entry in entries]
+    if any(entry is not None and entry.cast is None for entry in entries):
+        return "a GEMM reads it in high precision"
+    for column, cast in enumerate(casts):
+        extent = 1 if cast is None else _block_along(cast, _AXES[tensor][column], "M")
+        if rows.chunk % extent:
+            return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
+    local = layouts_of(backend, entries, *sizes)
+    whole = layouts_of(backend, entries, sizes[0] * axis.size, sizes[1])
+    shares = casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
+    count = 0
+    for which, (one, other) in enumerate(zip(local, whole, strict=True)):
+        if one is None or other is None or (which and shares):
+            continue
+        for part, goal in zip(one, other, strict=True):
+            if part is None or goal is None or part.shape == goal.shape:
+                continue
+            dim = _differing(part, goal)
+            if part.shape[dim] * axis.size != goal.shape[dim] or part.shape[dim] % rows.outer:
+                return "its scales are padded"
+            size = getattr(torch, part.dtype).itemsize
+            for extent in part.shape:
+                size *= extent
+            count += size
+    if count >= sizes[0] * sizes[1] * itemsize:
+        return f"codes and scales take {count} bytes, no fewer than the {sizes[0] * sizes[1] * itemsize} of its values"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+def _block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
+    """Elements along an axis that one scale, or one Hadamard transform, is made of; 1 where amaxes are reduced."""
+    block = cast.format.block[axes.index(letter)] or 1
+    if cast.hadamard is not None and axes[1] == letter:
+        block = max(block, cast.hadamard.size)
+    # Packed codes share a byte.
+    return max(block, cast.format.element.codes_per_byte) if axes[1] == letter else block
+
+
+def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
+    """Raise InvalidValueError where a shard ends inside a block; `sizes`: of the whole N, K; M is in the shards."""
+    for tensor, both in entries.items():
+        for axis in shards.axes_of(tensor):
+            letter = CASES[axis.case][tensor]
+            if _GATHERED.get(axis.case) == tensor:
+                continue  # `why_not_gathered` has looked
+            if letter == "M":
+                assert shards.rows is not None
+                runs = [shards.rows.chunk]
+                if shards.rows.outer > 1:
+                    runs.append(shards.rows.whole)
+                size = shards.rows.whole
+            else:
+                size = sizes[letter]
+                runs = [-(-size // axis.size)]
+            for column, entry in enumerate(both):
+                if entry is None or entry.cast is None:
+                    continue
+                block = _block_along(entry.cast, _AXES[tensor][column], letter)
+                if any(run % block for run in runs):
+                    name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
+                    raise invalid_value(
+                        f"{tensor}, sharded along {letter} ({name})",
+                        f"{size} over {axis.size} ranks, in parts of {runs[0]}",
+                        f"parts that are multiples of {block}, so that no block of {entry.cast.format.name} is cut",
+                        f"Make {name} a multiple of {axis.size * block}, take a recipe with a scale for each tensor or "
+                        "row, or leave the layer out of the plan.",
+                    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- schedule
+
+
+class ShardedSchedule(Schedule):
+    """fprop, dgrad and wgrad of one rank's part of a Linear. ``print(schedule)`` shows casts, products, collectives.
+
+    x of a call under G is a tensor of the whole shape without memory, whose `shard` is this rank's; dy under S likewise
+    (`microfloat.torch.distributed.linear`).
+    """
+
+    def __init__(
+        self, shards: Shards, x_shard: torch.Tensor, note: str, recipe: Any, backend: Backend, routes: Any,
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
+        wants_dw: bool,
+    ) -> None:  # fmt: skip
+        """`x_shard`: an example of what is cast, `x` of what is multiplied; `note`: why x is not gathered as codes."""
+        self.shards, self.note, self.dtype = shards, note, compute
+        self.cast_step = functools.partial(ShardedCast, shards, self._matrix(x_shard))
+        super().__init__(
+            recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw
+        )
+        self.cast_step = functools.partial(ShardedCast, shards, None)
+
+    def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
+        """The same with a call seed: one for all ranks that round replicas, another for each shard."""
+        device = torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
+        casts = self.recipe.casts
+        rounded = [one.tensor for one in OPERANDS if (cast := casts[one.key]) is not None and cast.is_stochastic]
+        words = draw_seed(device, rank=min(self.shards.seed_ranks[TENSORS.index(tensor)] for tensor in rounded))
+        x, w, dy = (one._replace(seed=words) for one in inputs)
+        return x, w, dy
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
+        w_inputs: CastInputs, kept: Parts | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+        """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
+        x = self._matrix(arrived(x))
+        weight = weight.to(self.dtype) if self._converts_w else weight
+        steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x), (self.w_cast, weight)][: 1 if kept else 2]
+        measures = [measure for step, _ in steps for measure in step.measures]
+        if measures:
+            parts = _reduced(measures, [part for step, tensor in steps for part in step.measure(tensor)])
+            first = len(steps[0][0].measures)
+            x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
+            w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])
+        x_made = self.x_cast(x, *self.resources(), x_inputs)
+        w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
+        y = self._fprop(*x_made[0:3], *w_made[0:3], bias if self.shards.adds_bias else None)  # type: ignore[misc]
+        y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
+        return y, (*x_made[self.x_saved], *w_made[self.w_saved])
+
+    def cast_operands(
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
+    ) -> list[Any]:
+        """See `Schedule.cast_operands`."""
+        return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
+
+    def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
+        """y [M, N] of this rank, from the row operands of x and w."""
+        return super().fprop(x, w, bias if self.shards.adds_bias else None)
+
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+        """Both operands of a gradient, of this rank's shard or gathered."""
+        return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
+
+    def __str__(self) -> str:
+        """`Schedule.__str__`, and how the tensors are sharded."""
+        lines = [super().__str__()]
+        for axis in self.shards.axes:
+            held = [f"{tensor} along {letter}" for tensor, letter in CASES[axis.case].items()]
+            lines.append(f"rank {axis.rank} of {axis.size}: " + (", ".join(held) or "whole tensors"))
+        if self.note:
+            lines.append(f"gathered in high precision: {self.note}")
+        return "\n".join(lines)
