@@ -191,7 +191,8 @@ def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
     for target, part in zip(made, parts, strict=True):
         target.copy_(part)
-    torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+    with in_collective("the all-reduce of the amaxes of a sharded layer", group):
+        torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
     return made
 
 

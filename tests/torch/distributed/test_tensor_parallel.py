@@ -13,7 +13,7 @@ import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import recipes  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
-from tests.torch.distributed.groups import of, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -121,9 +121,10 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
     return theirs.parallelize_module(layer, mesh, style)
 
 
-def bytes_of_one_process(rank: int, world: int):
+def bytes_of_one_process(rank: int):
     """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
-    mesh, found = init_device_mesh("cpu", (world,)), {}
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh("cpu", (world,))
     x, w, dy = seeded(2, M * world, K, seed=1), seeded(N, K, seed=2), seeded(2, M * world, N, seed=3)
     for name, recipe in NEAREST.items():
         expected = one_process(recipe, x, w, dy)
@@ -165,7 +166,7 @@ CASES = (bytes_of_one_process,)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    return run_ranks(2, CASES, str(tmp_path_factory.mktemp("ranks") / "store"))
+    return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"))
 
 
 def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:

@@ -28,6 +28,7 @@ from microfloat.torch.distributed.schedule import (
     check_blocks,
     why_not_gathered,
 )
+from microfloat.torch.failures import agree
 from microfloat.torch.linear import apply, backend_name, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, entries_of, remember
@@ -133,7 +134,8 @@ def _case_of(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: 
     if found is None:
         if x.numel() == 0 or weight.numel() == 0:
             return None
-        found = remember(key, _decided(x, weight, bias, recipe, name, compute, needs, scatter))  # type: ignore[arg-type]
+        path = getattr(layer, "_path", "")
+        found = remember(key, _decided(x, weight, bias, recipe, name, compute, needs, scatter, path))  # type: ignore
     return found
 
 
@@ -160,9 +162,12 @@ def _unwrap_buffers(buffers: dict[str, Any]) -> None:
 
 def _decided(
     x: Any, weight: Any, bias: Any, recipe: Recipe, name: str, compute: torch.dtype, needs: tuple[bool, bool],
-    scatter: int | None,
+    scatter: int | None, path: str,
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
+    facts = {"layer": path, "recipe": recipe, "x": _placed(x), "weight": _placed(weight)}
+    for axis in range(mesh.ndim):
+        agree(mesh.get_group(axis), "the first sharded layer", facts)
     check_linear(x._local_tensor.new_empty(()).expand(x.shape), weight._local_tensor.new_empty(()).expand(weight.shape),
                  None if bias is None else bias._local_tensor.new_empty(()).expand(bias.shape))  # fmt: skip
     cases = [_letter(x.placements[i], weight.placements[i], last) for i in range(mesh.ndim)]
@@ -180,6 +185,10 @@ def _decided(
         assert not isinstance(made, str)
     made.schedule.note = note
     return made
+
+
+def _placed(tensor: Any) -> str:
+    return f"{tuple(tensor.shape)} as {tensor.placements}"
 
 
 def _letter(of_x: Any, of_w: Any, last: int) -> str:

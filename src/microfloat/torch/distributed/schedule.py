@@ -30,6 +30,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.torch import reduction, reference
 from microfloat.torch.backends.base import Backend
+from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Entries, Inputs, Parts, Schedule, laid, layouts_of
 from microfloat.torch.seeds import draw_seed
@@ -305,7 +306,9 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
     shape = moved.shape
     sent = moved.contiguous().view(torch.uint8)
     received = sent.new_empty((axis.size * sent.shape[0], *sent.shape[1:]))
-    _all_gather_bytes(received, sent, group=_group_named(axis.group))
+    group = _group_named(axis.group)
+    with in_collective("the all-gather of codes and scales of a sharded layer", group):
+        _all_gather_bytes(received, sent, group=group)
     runs = received.view(part.dtype).view(axis.size, outer, shape[0] // outer, *shape[1:])
     return runs.movedim(0, 1).reshape(axis.size * shape[0], *shape[1:]).movedim(0, dim)
 
