@@ -5,6 +5,7 @@ reads. Our container writes `microfloat`: a version, and for each quantized para
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -209,7 +210,8 @@ def _native_entries(tensors: Container, found: list[Finding]) -> Iterator[Entry]
             found.append(_broken(name, "names no tensor of the file, or no shape"))
             continue
         roles = {"codes": name, "scale": f"{name}_scale", "tensor_scale": f"{name}_tensor_scale"}
-        roles["input_scale"] = f"{name}_input_scale" if not name.endswith("weight") else f"{name[:-6]}input_scale"
+        module = re.sub(r"(^|(?<=\.))weight$", "", name)
+        roles["input_scale"] = f"{module}input_scale" if module != name else f"{name}_input_scale"
         stored = {role: tensors.stored[key] for role, key in roles.items() if key in tensors.stored}
         yield Entry(name, NATIVE, stored, scheme=scheme, candidates=(NATIVE.name,), format=fmt, shape=tuple(shape))
 
