@@ -6,7 +6,7 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import torch
 
@@ -24,6 +24,10 @@ __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
 Seed: TypeAlias = int | Sequence[int] | torch.Tensor | None
 Real: TypeAlias = float | torch.Tensor | None
+# An argument, or a pair of it for a pair of axes.
+Casts: TypeAlias = CastLike | tuple[CastLike, CastLike]
+Axes: TypeAlias = int | tuple[int, int]
+Reals: TypeAlias = Real | tuple[Real, Real]
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 _ACCUMULATE = ("fast", "split", "exact")
@@ -38,15 +42,15 @@ def quantize(
 
 @overload
 def quantize(
-    x: torch.Tensor, cast: CastLike | tuple[CastLike, CastLike], *, axis: tuple[int, int], seed: Seed = None,
-    stream: int | tuple[int, int] = 0, amax: Real | tuple[Real, Real] = None,
-    scale_enc: Real | tuple[Real, Real] = None, backend: str = "auto",
+    x: torch.Tensor, cast: Casts, *, axis: tuple[int, int], seed: Seed = None,
+    stream: Axes = 0, amax: Reals = None,
+    scale_enc: Reals = None, backend: str = "auto",
 ) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
 
 
 def quantize(
-    x: torch.Tensor, cast: Any, *, axis: int | tuple[int, int] = -1, seed: Seed = None, stream: Any = 0,
-    amax: Any = None, scale_enc: Any = None, backend: str = "auto",
+    x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0,
+    amax: Reals = None, scale_enc: Reals = None, backend: str = "auto",
 ) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
@@ -73,12 +77,12 @@ def quantize(
 
 
 def quantize_values(
-    x: torch.Tensor, cast: Any, axis: Any, seed: Seed, stream: Any, amax: Any, scale_enc: Any, backend: str
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
 ) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     _operators.refuse_transforms("quantize", x, is_verb=True)
     if not isinstance(axis, tuple | list):
-        cast = as_cast(cast)
+        cast = as_cast(cast)  # type: ignore[arg-type]  # what is no cast raises
     check_tensor("x", x)
     usages = usages_of(cast, axis, x.dim(), stream, amax, scale_enc)
     module = backends.choose(backend, x.device)
@@ -202,7 +206,7 @@ def multiply_values(
 
 
 def _traced_quantize(
-    x: torch.Tensor, cast: Any, axis: Any, seed: Seed, stream: Any, amax: Any, scale_enc: Any, backend: str
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
 ) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
     check_tensor("x", x)
@@ -220,8 +224,8 @@ def _traced_quantize(
     numbers = []
     for name, value in (("amax", amax), ("scale_enc", scale_enc)):
         values = value if count == 2 and isinstance(value, tuple | list) else [value]
-        numbers.append([None if one is None else real_tensor(name, one, x.device) for one in values])
-    axes: list[Any] = list(axis) if count == 2 else [axis]
+        numbers.append([None if one is None else real_tensor(name, one, x.device) for one in values])  # type: ignore[arg-type]
+    axes = list(axis) if isinstance(axis, tuple | list) else [axis]
     streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
     parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
     made = []
@@ -341,13 +345,13 @@ def fake_quantize(
 
 @overload
 def fake_quantize(
-    x: torch.Tensor, cast: CastLike | tuple[CastLike, CastLike], axis: tuple[int, int], seed: Seed = None, *,
+    x: torch.Tensor, cast: Casts, axis: tuple[int, int], seed: Seed = None, *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def fake_quantize(
-    x: torch.Tensor, cast: Any, axis: Any = -1, seed: Seed = None, *, backend: str = "auto"
+    x: torch.Tensor, cast: Casts, axis: Axes = -1, seed: Seed = None, *, backend: str = "auto"
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`x` as the format would hold it, ``dequantize(quantize(x, cast))``, in x's dtype; its gradient is dy unchanged.
 
@@ -362,10 +366,10 @@ def fake_quantize(
     check_tensor("x", x)
     if _operators.has_tangent(x):
         raise _operators.refusal_of_transforms("fake_quantize", is_verb=True)
-    q: Any = quantize(x.detach(), cast, axis=axis, seed=seed, backend=backend)
-    if isinstance(axis, tuple | list):
-        return _straight_through(q[0].dequantize(), x), _straight_through(q[1].dequantize(), x)
-    return _straight_through(q.dequantize(), x)
+    made = quantize(x.detach(), cast, axis=axis, seed=seed, backend=backend)  # type: ignore[call-overload]
+    if isinstance(made, tuple):
+        return _straight_through(made[0].dequantize(), x), _straight_through(made[1].dequantize(), x)
+    return _straight_through(made.dequantize(), x)
 
 
 def _straight_through(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -382,11 +386,11 @@ class _StraightThrough(torch.autograd.Function):
         return exact.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: object, dy: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
         return None, dy
 
 

@@ -8,10 +8,12 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
@@ -41,17 +43,19 @@ class RotaryEmbedding(nn.Module):
 
     frequencies: torch.Tensor
 
-    def __init__(self, size: int, theta: float = 10000.0, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, size: int, theta: float = 10000.0, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
             raise invalid_value("size", repr(size), "an even number of elements of a head")
         self.size, self.theta, self.dtype = size, float(theta), dtype
         self.register_buffer("frequencies", self._made(device), persistent=False)
 
-    def _made(self, device: Any) -> torch.Tensor:
+    def _made(self, device: Device) -> torch.Tensor:
         return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "RotaryEmbedding":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
         if not self.frequencies.is_meta:  # float32 whatever the model is; made anew where to_empty left no values
             self.frequencies = self._made(self.frequencies.device)
@@ -83,7 +87,7 @@ class KVCache:
     """
 
     def __init__(
-        self, batch: int, length: int, num_kv_heads: int, head_dim: int, *, device: Any = None,
+        self, batch: int, length: int, num_kv_heads: int, head_dim: int, *, device: Device = None,
         dtype: torch.dtype | None = None, format: str | None = None, k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -148,7 +152,7 @@ class _Kept:
     """Keys or values [B, length, G, D]: as they are, or the parts of a QuantizedTensor."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], device: Any, dtype: torch.dtype, format: str | None,
+        self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype, format: str | None,
         scale: float | torch.Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.amax = shape, dtype, None
@@ -195,8 +199,8 @@ class MultiheadAttention(nn.Module):
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *, head_dim: int | None = None,
         bias: bool = False, out_bias: bool | None = None, qk_norm: bool = False, window: int | None = None,
         causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
-        interleaved: bool = False, device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None,
-        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
+        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -228,7 +232,7 @@ class MultiheadAttention(nn.Module):
         if self.q_proj.in_features == self.k_proj.in_features:
             join_((self.q_proj, self.k_proj, self.v_proj))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "MultiheadAttention":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MultiheadAttention":
         super()._apply(fn, recurse)
         self._join()
         return self

@@ -7,11 +7,12 @@
 Where nothing can be fused (high precision, compiled code, which fuses by itself) the modules run one by one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from microfloat.errors import invalid_value, unknown_name
 from microfloat.recipes import Recipe
@@ -65,7 +66,7 @@ class LayerNormLinear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, normalization: str = "LayerNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
-        split: Mapping[str, int] | None = None, device: Any = None, dtype: Any = None,
+        split: Mapping[str, int] | None = None, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -94,7 +95,7 @@ class LayerNormLinear(nn.Module):
         if len(self._parts) > 1:
             join_(self.layers)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "LayerNormLinear":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LayerNormLinear":
         super()._apply(fn, recurse)
         self._join()
         return self
@@ -124,8 +125,8 @@ class MLP(nn.Module):
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
-        device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
+        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
@@ -144,8 +145,8 @@ class MLP(nn.Module):
 
 
 def _build_mlp(
-    module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Any, dtype: Any,
-    options: dict[str, Any],
+    module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
+    dtype: torch.dtype | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Give `module` the Linears of an MLP."""
     if activation not in ACTIVATIONS:
@@ -189,7 +190,8 @@ class LayerNormMLP(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         normalization: str = "LayerNorm", eps: float = 1e-5, zero_centered_gamma: bool = False,
-        return_norm_output: bool = False, recompute: bool = False, device: Any = None, dtype: Any = None,
+        return_norm_output: bool = False, recompute: bool = False, device: Device = None,
+        dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()

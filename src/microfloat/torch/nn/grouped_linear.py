@@ -1,10 +1,10 @@
 """`GroupedLinear` and `grouped_matmul`: the Linears of many experts, each over its own rows of one input."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from microfloat.arguments import check_bool, check_int
 from microfloat.errors import MicrofloatError, NotSupportedError
@@ -36,8 +36,8 @@ class GroupedLinear(RecipeLayer):
     """
 
     def __init__(
-        self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Any = None,
-        dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
+        self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Device = None,
+        dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, backend: str = "auto",
         fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.types import Device
 
 from microfloat.errors import unknown_name
 
@@ -35,7 +36,7 @@ class LayerNorm(_ZeroCentred, nn.LayerNorm):
 
     def __init__(
         self, normalized_shape: int | list[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
-        device: Any = None, dtype: Any = None, *, zero_centered_gamma: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, *, zero_centered_gamma: bool = False,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
@@ -61,7 +62,7 @@ class RMSNorm(_ZeroCentred, nn.RMSNorm):
 
     def __init__(
         self, normalized_shape: int | list[int], eps: float | None = None, elementwise_affine: bool = True,
-        device: Any = None, dtype: Any = None, *, zero_centered_gamma: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, *, zero_centered_gamma: bool = False,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)

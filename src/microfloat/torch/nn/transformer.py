@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
@@ -37,8 +38,8 @@ class TransformerLayer(nn.Module):
         normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
         zero_centered_gamma: bool = False, qk_norm: bool = False, window: int | None = None, causal: bool = True,
         cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, interleaved: bool = False,
-        device: Any = None, dtype: Any = None, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
+        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         where = {"device": device, "dtype": dtype}
