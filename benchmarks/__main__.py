@@ -7,6 +7,7 @@
     python -m benchmarks host         host time, launches, recompilations of small layers              (h.* g.*)
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
     python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
+    python -m benchmarks decode       a few rows by weights stored as codes, against bfloat16          (d.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
@@ -27,6 +28,7 @@ COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
     "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
+    "decode": "benchmarks.decode",
 }  # fmt: skip
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 

@@ -66,6 +66,13 @@ TARGETS: dict[str, Target] = {
     "f.swiglu_bwd.fp8.unfused": Target("unfused", 1.3),
     # One Linear, forward and backward; limits with the vendor's GEMMs.
     # A decoder layer and three of them in a model with head and AdamW: milliseconds.
+    # A few rows by weights stored as codes, inside CUDA graphs.
+    **{
+        f"d.{name}.m{m}": _bf16(*((2.6, 3.0) if m <= 16 else (1.3, 2.3)), 3.56, "int4 kernels on other cards 2.2")
+        for name in ("nvfp4", "mxfp4")
+        for m in (1, 4, 16, 32, 64)
+    },
+    **{f"d.{name}.m{m}": _bf16(1.7, 1.8, 1.94) for name in ("mxfp8", "row", "block") for m in (1, 4, 16)},
     "d.layer.delayed": Target("", 23.2, at_most=True, in_ms=True, peer="TransformerEngine 24.4"),
     "d.layer.current": Target("", 23.6, at_most=True, in_ms=True, peer="TransformerEngine 24.7"),
     "d.layer.block": Target("", 26.5, at_most=True, in_ms=True, peer="TransformerEngine 29.6"),

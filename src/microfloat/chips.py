@@ -35,6 +35,11 @@ class Chip:
         """MX and NVFP4 GEMM: Blackwell."""
         return self.is_known and self.capability[0] >= 10
 
+    @property
+    def multiplies_stored_codes(self) -> bool:
+        """bfloat16 products of a few rows with a weight decoded in registers (`kernels.gemm.decode`): Ampere, newer."""
+        return self.is_known and self.capability >= (8, 0)
+
     def lacks(self, what: str) -> str:
         """In words, that this chip does not have it."""
         if not self.is_known:

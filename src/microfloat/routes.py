@@ -12,6 +12,7 @@ answer about a chip is the same on every machine.
 | values | bfloat16 tensor cores, of operands decoded to bfloat16 | turned where it has the form "values" |
 | float32, float64 | operands decoded to float32 or float64 | as it is |
 | plain | one operand in high precision, the other dequantized; or both in high precision | as it is |
+| stored | a few rows in high precision by codes decoded in registers; more of them as plain | as it is |
 | fprop, fprop turned | dy in high precision by the values of an operand that fprop has read | as fprop has read it |
 | refused | nothing: `reason` says why | |
 
@@ -27,7 +28,7 @@ from microfloat.passes import WRITES_VALUES, family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
-    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
+    "MOST_DECODED_ROWS", "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
     "own_gemm_is_faster", "route_between", "route_of",
 ]  # fmt: skip
 
@@ -37,6 +38,9 @@ NO_GRADIENT = (
     "Freeze it (model.requires_grad_(False)) and train adapters or inputs, or microfloat.torch.revert the model and "
     "train it under a recipe."
 )
+# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: by measurement, for more of them
+# decoding the weight once and the vendor's GEMM are faster.
+MOST_DECODED_ROWS = 64
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 
@@ -102,6 +106,7 @@ class Routes(NamedTuple):
 _KERNELS = {
     "torch": {
         "plain": "dequantize one operand, vendor GEMM in the compute dtype",
+        "stored": f"decoding GEMM up to {MOST_DECODED_ROWS} rows; above, dequantize, vendor GEMM in the compute dtype",
         "high precision": "torch matmul",
         "fp8": "vendor FP8 GEMM, {} x {} scales",
         "blocks": "vendor FP8 GEMM, {} x {} scales",
@@ -177,6 +182,9 @@ def route_between(
         return route("plain", reason, accelerated=True, kernel="high precision")
     if lhs is None or rhs is None:
         reason = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"
+        if rhs is not None and library == "torch" and chip is not None and chip.multiplies_stored_codes:
+            reason = "the recipe keeps x in high precision: few rows of it read the weight's codes as they are stored"
+            return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}")
         return route("plain", reason, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
         if chip is None or library == "xla":

@@ -19,9 +19,9 @@ FORMATS = (
 )  # fmt: skip
 # M, N, K, cut: whole chunks with a bias; ragged in every size, warps that share rows and K; K shared by programs.
 CASES = {
-    "whole": (3, 40, 256, DecodeCut(1, 2, 1, 1, 1, True, True)),
-    "ragged": (11, 33, 416, DecodeCut(2, 2, 2, 2, 1, False, False)),
-    "split": (5, 24, 384, DecodeCut(1, 1, 1, 1, 3, True, False)),
+    "whole": (3, 40, 512, DecodeCut(1, 2, 1, 1, 1, 2, True, True)),
+    "ragged": (11, 33, 416, DecodeCut(2, 2, 2, 2, 1, 3, False, False)),
+    "split": (5, 24, 384, DecodeCut(1, 1, 1, 1, 3, 1, True, False)),
 }
 
 
@@ -56,7 +56,7 @@ def _product(case):
     rows, stored = 16 * cut.TILES * cut.ROW_WARPS, operand.codes.view(torch.uint8)
     inputs = scale, level, bias
     decode.decode_gemm[(-(-n // rows) * cut.SPLIT,)](
-        x, stored, *inputs, parts if cut.SPLIT > 1 else y, m, n, k, k // 8, stored.shape[1] // 16, stride_r, stride_k,
+        x, stored, *inputs, parts if cut.SPLIT > 1 else y, m, n, k // 8, stored.shape[1] // 16, stride_r, stride_k,
         stride, codes, cut, 1 if dtype == torch.bfloat16 else 2, False, False,
     )  # fmt: skip
     if cut.SPLIT > 1:
@@ -114,9 +114,9 @@ def _compile(capability):
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
     layouts, spilled = set(), []
     for kind in (DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(3, 7, 8, 1, 1, 32, False)):
-        cut = DecodeCut(2, 4, 2, 1, 1, False, True)
+        cut = DecodeCut(2, 4, 2, 1, 1, 2, False, True)
         compiled = decode.decode_gemm.run(
-            x, codes, codes, one, None, x, 8, 8192, 8192, 1024, 1024 * kind.BITS // 16, 8192 // kind.WIDTH, 1, 0, kind,
+            x, codes, codes, one, None, x, 8, 8192, 1024, 1024 * kind.BITS // 16, 8192 // kind.WIDTH, 1, 0, kind,
             cut, 1, True, capability >= 89, num_warps=8, enable_fp_fusion=False, grid=(1,), warmup=True,
         )  # fmt: skip
         text = compiled.asm["ttgir"]

@@ -121,7 +121,8 @@ class DecodeCut(NamedTuple):
     """Division of a product among programs of `gemm.decode`.
 
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
-    of x; SPLIT programs share the contraction of the same rows. EVEN: it is a whole number of chunks for every warp.
+    of x; SPLIT programs share the contraction of the same rows. STAGES: chunks of codes that a warp has in registers.
+    EVEN: the contraction is a whole number of STAGES chunks for every warp.
     """
 
     ROW_WARPS: int
@@ -129,5 +130,6 @@ class DecodeCut(NamedTuple):
     TILES: int
     TOKENS: int
     SPLIT: int
+    STAGES: int
     BIAS: bool
     EVEN: bool

@@ -9,10 +9,18 @@ from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, At, Device, Pass, Passes, specialization
 from microfloat.recipes import Hadamard
 
-__all__ = ["SCALE", "TENSOR_SCALE", "check_packed", "dequantize_passes", "packed_values_passes", "swizzle_passes"]
+__all__ = [
+    "SCALE",
+    "SCALE_KINDS",
+    "TENSOR_SCALE",
+    "check_packed",
+    "dequantize_passes",
+    "packed_values_passes",
+    "swizzle_passes",
+]
 
 SCALE, TENSOR_SCALE = 3, 4  # positions in the table, besides At.SOURCE = codes
-_SCALES = {
+SCALE_KINDS = {
     "FP32": dequantize.SCALE_FLOAT.value, "E8M0": dequantize.SCALE_E8M0.value, "E4M3": dequantize.SCALE_E4M3.value,
 }  # fmt: skip
 _SWIZZLED_TOGETHER = 32  # tiles of scales that a program of `swizzle` moves
@@ -29,7 +37,7 @@ def dequantize_passes(
     out = passes.put(0, Part((rows, columns), (columns, 1), dtype))
     tile_rows, tile_columns, warps = tables.TILES["dequantize"]
     constants = (
-        fmt.element.mantissa_bits, fmt.element.bias, _SCALES[fmt.scale.name], fmt.block[0] or 1,
+        fmt.element.mantissa_bits, fmt.element.bias, SCALE_KINDS[fmt.scale.name], fmt.block[0] or 1,
         fmt.block[1] or tile_columns, 1 if level_stride is None else 2, dtype == "bfloat16", columns % 2 == 0,
         rows % tile_rows == 0 and columns % tile_columns == 0, max(tile_rows * columns, rows) > INT32_MAX,
         device.conversions, tile_rows, tile_columns,

@@ -131,6 +131,7 @@ def _made(task: _Task) -> Product:
     if not m * k * n:
         return _as_product(functools.partial(_empty, task), "nothing is multiplied")
     ways = {"fp8": _fp8, "blocks": _blocks, "values": _values, "block_scaled": _block_scaled, "plain": _plain}
+    ways["stored"] = _stored
     ways |= {"fprop": _of_fprop, "fprop turned": _of_fprop}
     return ways.get(kind, _decoded)(task)
 
@@ -670,6 +671,47 @@ def _plain(task: _Task) -> Product:
         return high_precision_product(a, b, bias, dtype)
 
     return _as_product(multiplied, "the quantized operand is dequantized")
+
+
+def _stored(task: _Task) -> Product:
+    """Products of a few rows of x with the exact values of stored codes, float32 sums, and one rounding
+    (docs/numerics.md 8.2); of more rows, and what the kernel does not read, as `_plain`.
+    """
+    rhs, shape, device = task.rhs, task.shape, task.device
+    names = _name_of(task.out_dtype), task.bias and _name_of(task.bias.dtype)
+    otherwise = _plain(task)
+    if not is_stock(rhs.format.element) or not backends.support("triton", device):
+        return otherwise
+    from microfloat.passes import products
+    from microfloat.passes.matrix import At
+    from microfloat.torch.program import INTERPRETED, Program, device_of
+
+    codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
+    if (device.type != "cuda" and not INTERPRETED) or codes is None or not products.fits(codes, shape):
+        return otherwise
+    index, programs, rest = _index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
+
+    def multiplied(
+        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
+    ) -> Tensor:
+        if a.dtype not in (torch.bfloat16, torch.float16):
+            return otherwise(a, a_scale, a_level, b, b_scale, b_level, bias)
+        x, is_odd = _aligned(a.contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
+        program = programs.get((x.dtype, b_scale.stride(), is_odd))
+        if program is None:
+            strides = b_scale.stride() if b_scale.dim() == 2 else (0, 0)
+            dtypes, level_stride = (_name_of(x.dtype), *names), int(rhs.level == "row")
+            passes = products.decode_passes(codes, shape, dtypes, strides, level_stride, device_of(index))
+            program = Program(passes, device, frozenset((products.BIAS,) if is_odd else ()))
+            programs[x.dtype, b_scale.stride(), is_odd] = program
+        table = (None, x, None, b, b_scale, b_level, bias, *rest)
+        return program.run(0 if index < 0 else torch._C._cuda_getCurrentRawStream(index), table)[0]
+
+    return _as_product(multiplied)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_fprop(task: _Task) -> Product:

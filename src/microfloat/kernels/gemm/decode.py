@@ -146,9 +146,15 @@ def _parts_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def _x_words(at, mask, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
+def _x_words(
+    at, inside, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr
+):
     """B operands of the tensor cores from 8 neighbours of each lane's token, paired as the codes are: 4 words."""
-    w0, w1, w2, w3 = _unstack(tl.load(at, mask=mask, other=0, eviction_policy="evict_last"))
+    if EVEN:
+        words = tl.load(at, eviction_policy="evict_last")
+    else:
+        words = tl.load(at, mask=inside, other=0, eviction_policy="evict_last")
+    w0, w1, w2, w3 = _unstack(words)
     w0, w1 = _parts_of_x(w0, KIND, PART, HW), _parts_of_x(w1, KIND, PART, HW)
     w2, w3 = _parts_of_x(w2, KIND, PART, HW), _parts_of_x(w3, KIND, PART, HW)
     if BITS == 4:
@@ -180,15 +186,13 @@ def _scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.
 
 
 @triton.jit
-def _load(codes_ptr, scale_ptr, rows, chunk, t, units, stride_r, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Words of a chunk of both rows of every tile of 16, and their scales: 5 tensors for each row."""
+def _load(at, unit, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Words of a chunk of both rows of every tile of 16, and their scales: 5 tensors for each row; 0 beyond the end."""
     made = ()
-    at = chunk * 4 + t  # units of 16 bytes
-    inside = at < units
+    inside = unit < units
     j = tl.arange(0, 4)[None, :]
     for i in tl.static_range(2 * CUT.TILES):
-        row = rows[i]
-        words = codes_ptr + (row * units + at)[:, None] * 4 + j
+        words = at[2 * i][:, None] + j
         if CUT.EVEN:
             words = tl.load(words, eviction_policy="evict_first")
         else:
@@ -197,33 +201,77 @@ def _load(codes_ptr, scale_ptr, rows, chunk, t, units, stride_r, stride_k, CODES
         if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
             stored = 0
         else:
-            scale_at = scale_ptr + (row // CODES.HEIGHT) * stride_r
-            here = inside
-            if CODES.SCALE == SCALE_E4M3:  # two of them in a word
-                scale_at += at
-            elif CODES.SCALE == SCALE_E8M0:
-                scale_at += at * (128 // CODES.BITS) // CODES.WIDTH * stride_k
-            else:  # of a whole chunk
-                scale_at += chunk * (512 // CODES.BITS) // CODES.WIDTH * stride_k
-                here = chunk * 4 < units
-            stored = tl.load(scale_at) if CUT.EVEN else tl.load(scale_at, mask=here, other=0)
-            if CODES.SCALE == SCALE_E4M3:
-                stored = stored.to(tl.int32)
+            scale_at, here = at[2 * i + 1], inside
+            if CODES.SCALE == SCALE_FLOAT:  # of a whole chunk, whose lanes share their sums
+                scale_at += (unit >> 2) * (512 // CODES.BITS) // CODES.WIDTH * stride_k
+                here = (unit & -4) < units
+            if CUT.EVEN:
+                stored = tl.load(scale_at)
+            else:
+                stored = tl.load(scale_at, mask=here, other=0)
+        if CODES.SCALE == SCALE_E4M3:
+            stored = stored.to(tl.int32)
         made = made + (stored,)
     return made
 
 
 @triton.jit
+def _addresses(codes_ptr, scale_ptr, rows, chunk, t, units, stride_r, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Of a chunk's words and of its scale, for both rows of every tile."""
+    made = ()
+    unit = chunk * 4 + t  # of 16 bytes
+    for i in tl.static_range(2 * CUT.TILES):
+        row = rows[i]
+        scale_at = scale_ptr + (row // CODES.HEIGHT) * stride_r
+        if CODES.SCALE == SCALE_E4M3:  # two of them in a word
+            scale_at += unit
+        elif CODES.SCALE == SCALE_E8M0:
+            scale_at += unit * (128 // CODES.BITS) // CODES.WIDTH * stride_k
+        made = made + (codes_ptr + (row * units + unit) * 4, scale_at)
+    return made
+
+
+@triton.jit
+def _moved(at, CHUNKS: tl.constexpr, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
+    """The addresses of as many chunks later."""
+    if CODES.SCALE == SCALE_E4M3:
+        scales = 4 * CHUNKS
+    elif CODES.SCALE == SCALE_E8M0:
+        scales = CHUNKS * (512 // CODES.BITS) // CODES.WIDTH * stride_k
+    else:
+        scales = 0
+    made = ()
+    for i in tl.static_range(2 * CUT.TILES):
+        made = made + (at[2 * i] + 16 * CHUNKS, at[2 * i + 1] + scales)
+    return made
+
+
+@triton.jit
+def _slice(parts, START: tl.constexpr, COUNT: tl.constexpr):
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (parts[START + i],)
+    return made
+
+
+@triton.jit(do_not_specialize=["M"])
 def decode_gemm(
-    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, K, x_units, code_units, scale_stride_r,
+    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, x_units, code_units, scale_stride_r,
     scale_stride_k, level_stride, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
     CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of rows) x SPLIT. `x_units`, `code_units`: 16-byte units of a row of x and of codes."""
+    """Grid: (tiles of rows) x SPLIT. `x_units`, `code_units`: 16-byte units of a row of x and of codes.
+
+    A warp has STAGES chunks in registers: while one is multiplied, the others are on their way. Each is loaded into the
+    registers that it has just left, after its use: copies of registers would wait for the memory that they copy.
+    """
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
+    STAGES: tl.constexpr = CUT.STAGES
     WARPS: tl.constexpr = CUT.ROW_WARPS * CUT.LENGTH_WARPS
     ROWS: tl.constexpr = 16 * TILES * CUT.ROW_WARPS
+    EACH: tl.constexpr = 16 // CODES.BITS  # 16-byte units of x that go with 16 bytes of codes
+    HELD: tl.constexpr = 10 * TILES
     pid = tl.program_id(0)
     part = pid % CUT.SPLIT
     row0 = (pid // CUT.SPLIT) * ROWS
@@ -240,43 +288,76 @@ def decode_gemm(
         rows = rows + (tl.minimum(first + 8 * i, N - 1),)
     chunks = (code_units + 3) // 4
     STRIDE: tl.constexpr = CUT.LENGTH_WARPS * CUT.SPLIT
-    steps = (chunks + STRIDE - 1) // STRIDE
     chunk = part * CUT.LENGTH_WARPS + warp % CUT.LENGTH_WARPS
     zero = (chunk * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TILES * TOKENS):
         sums = sums + (zero,)
-    now = _load(
-        codes_ptr, scale_ptr, rows, chunk, t, code_units, scale_stride_r, scale_stride_k, CODES, CUT,
-    )  # fmt: skip
-    step = 1
-    while step < steps:
-        step += 1
-        later = chunk + STRIDE
-        following = _load(
-            codes_ptr, scale_ptr, rows, later, t, code_units, scale_stride_r, scale_stride_k, CODES, CUT,
-        )  # fmt: skip
-        sums = _step_sums(x_ptr, now, sums, chunk, g, t, M, x_units, CODES, CUT, KIND, HW, CONVERSIONS)
-        now = following
-        chunk = later
-    sums = _step_sums(x_ptr, now, sums, chunk, g, t, M, x_units, CODES, CUT, KIND, HW, CONVERSIONS)
+    at = _addresses(codes_ptr, scale_ptr, rows, chunk, t, code_units, scale_stride_r, scale_stride_k, CODES, CUT)
+    x_at = ()
+    for n in tl.static_range(TOKENS):  # of tokens that are not there the last one's, and what comes of it is not stored
+        token = tl.minimum(8 * n + g, M - 1)
+        x_at = x_at + (x_ptr + (token * x_units + (chunk * 4 + t) * EACH) * 4,)
+    unit = chunk * 4 + t
+    x_unit = unit * EACH
+    held = ()
+    for _i in tl.static_range(STAGES):
+        held = held + _load(at, unit, code_units, scale_stride_k, CODES, CUT)
+        at = _moved(at, STRIDE, scale_stride_k, CODES, CUT)
+        unit += 4 * STRIDE
+    groups = (chunks + STRIDE * STAGES - 1) // (STRIDE * STAGES)
+    group = 1
+    while group < groups:
+        group += 1
+        following = ()
+        for i in tl.static_range(STAGES):
+            sums = _step_sums(
+                x_at, x_unit, _slice(held, i * HELD, HELD), sums, x_units, CODES, CUT, KIND, HW, CONVERSIONS
+            )
+            following = following + _load(at, unit, code_units, scale_stride_k, CODES, CUT)
+            if HW:
+                _loads_end_here(unit)
+            at = _moved(at, STRIDE, scale_stride_k, CODES, CUT)
+            x_at = _x_moved(x_at, 4 * STRIDE * EACH, TOKENS)
+            unit += 4 * STRIDE
+            x_unit += 4 * STRIDE * EACH
+        held = following
+    for i in tl.static_range(STAGES):
+        sums = _step_sums(x_at, x_unit, _slice(held, i * HELD, HELD), sums, x_units, CODES, CUT, KIND, HW, CONVERSIONS)
+        x_at = _x_moved(x_at, 4 * STRIDE * EACH, TOKENS)
+        x_unit += 4 * STRIDE * EACH
     _store(
         sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, part, M, N, scale_stride_r, level_stride, CODES, CUT, HW
     )
 
 
 @triton.jit
+def _loads_end_here(lane):
+    """Keep the assembler from moving loads down to their use, where they would be waited for."""
+    tl.inline_asm_elementwise(
+        "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }", "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _x_moved(at, UNITS: tl.constexpr, TOKENS: tl.constexpr):
+    made = ()
+    for n in tl.static_range(TOKENS):
+        made = made + (at[n] + 4 * UNITS,)
+    return made
+
+
+@triton.jit
 def _step_sums(
-    x_ptr, words, sums, chunk, g, t, M, x_units, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
-    HW: tl.constexpr, CONVERSIONS: tl.constexpr,
+    x_at, x_unit, words, sums, x_units, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     FP4: tl.constexpr = CODES.BITS == 4
-    EACH: tl.constexpr = 4 if FP4 else 2  # 16-byte units of x that go with 16 bytes of codes
+    EACH: tl.constexpr = 16 // CODES.BITS
     BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
-    i4 = tl.arange(0, 4)[None, :]
     scales = ()
     if CODES.SCALE != SCALE_FLOAT:
         for r in tl.static_range(2 * TILES):
@@ -287,14 +368,13 @@ def _step_sums(
         for i in tl.static_range(4 * TILES * TOKENS):
             total = total + (tl.zeros_like(sums[i]),)
     for u in tl.static_range(EACH):
-        unit = (chunk * 4 + t) * EACH + u
         operands = ()
         for n in tl.static_range(TOKENS):
-            token = 8 * n + g
-            at = x_ptr + (token * x_units + unit)[:, None] * 4 + i4
-            mask = (token < M)[:, None] if CUT.EVEN else ((token < M) & (unit < x_units))[:, None]
+            inside = (x_unit + u < x_units)[:, None]
             for part in tl.static_range(PARTS):
-                operands = operands + _x_words(at, mask, CODES.BITS, KIND, part, HW)
+                operands = operands + _x_words(
+                    x_at[n][:, None] + (4 * u + tl.arange(0, 4)[None, :]), inside, CODES.BITS, KIND, part, CUT.EVEN, HW
+                )
         made = ()
         for tile in tl.static_range(TILES):
             if FP4:
@@ -403,7 +483,7 @@ def _finish(
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def decode_finish(
     parts_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, scale_stride_r, level_stride, CODES: tl.constexpr,
     CUT: tl.constexpr, HW: tl.constexpr, COLUMNS: tl.constexpr,
@@ -414,7 +494,8 @@ def decode_finish(
     row = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     at = parts_ptr + token * N + row
     total = tl.load(at, mask=row < N, other=0.0)
-    for part in tl.static_range(1, CUT.SPLIT):
+    SPLIT: tl.constexpr = CUT.SPLIT
+    for part in tl.static_range(1, SPLIT):
         total += tl.load(at + part * M * N, mask=row < N, other=0.0)
     _finish(
         total, scale_ptr, level_ptr, bias_ptr, out_ptr, row, token, row < N, N, scale_stride_r, level_stride, CODES,

@@ -1,0 +1,91 @@
+"""A few rows of bfloat16 times a weight stored as codes, against F.linear in bfloat16, inside CUDA graphs (d.*).
+
+Calls of a graph take turns over as many weights as the L2 cache cannot hold, as the layers of a model do. Each shape is
+first compared with the product of the dequantized weight in float64.
+"""
+
+import argparse
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import microfloat.torch as mf
+from benchmarks._recipes import difference, sqnr_db
+from benchmarks._report import Report, Row
+from microfloat.recipes import WeightOnly
+from microfloat.torch.measure import in_turn
+
+# N, K: two square and the up and down projections of models of 8 and 70 billion parameters.
+SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)
+TOKENS = (1, 4, 16, 32, 64, 256)
+WEIGHTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "row": "fp8_row", "block": "fp8_128x128"}
+PREFILL = 4096
+_CALLS, _CACHE_BYTES = 16, 240e6
+# One rounding of y to bfloat16, and a float32 sum of K terms: 2^-9 of the largest magnitude, far above the mean.
+_LARGEST_DIFFERENCE = 2.0**-8
+
+
+def layers_of(fmt: str | None, shape: tuple[int, int], options: argparse.Namespace) -> list[nn.Linear]:
+    """As many layers with weights of their own as the cache cannot hold; `fmt` None: in bfloat16."""
+    n, k = shape
+    one = nn.Linear(k, n, bias=False, device=options.device, dtype=torch.bfloat16).requires_grad_(False)
+    size = 2.0 * n * k
+    if fmt is not None:
+        model = nn.Sequential(one)
+        mf.quantize_(model, WeightOnly(fmt))
+        one, size = model[0], float(sum(part.numel() * part.element_size() for part in _parts(model[0].weight)))
+    count = 2 if options.quick else max(2, int(_CACHE_BYTES / size) + 1)
+    return [one, *(copy.deepcopy(one) for _ in range(count - 1))]
+
+
+def _parts(q: Any) -> list[torch.Tensor]:
+    return [part for part in (q.codes, q.scale, q.tensor_scale) if part is not None]
+
+
+def graph_of(layers: list[nn.Linear], x: torch.Tensor) -> Callable[[int], object]:
+    """Replays calls of all layers in turn; on a CPU, calls the first."""
+    if not x.is_cuda:
+        return lambda i: layers[i % len(layers)](x)
+    for layer in layers:
+        layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(_CALLS):
+            layers[i % len(layers)](x)
+    return lambda i: graph.replay()
+
+
+def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
+    """A row for each number of tokens, and one for a prompt."""
+    options, (n, k) = report.options, shape
+    plain, stored = layers_of(None, shape, options), layers_of(WEIGHTS[name], shape, options)
+    exact = stored[0].weight.dequantize(torch.float64)
+    calls = 1 if options.device == "cpu" else _CALLS
+    for m in (*TOKENS, PREFILL) if not options.quick else (3,):
+        x = torch.randn(m, k, device=options.device).bfloat16()
+        worst = difference(stored[0](x), x.double() @ exact.T)
+        row_id = f"d.{name}.prefill" if m == PREFILL else f"d.{name}.m{m}"
+        if worst > _LARGEST_DIFFERENCE:
+            report.skip(row_id, f"differs from the dequantized product: {worst:.1e}")
+            continue
+        times = in_turn({"bf16": graph_of(plain, x), "ours": graph_of(stored, x)}, options.device, 40, least=8)
+        row = Row(row_id, (m, k, n), WEIGHTS[name], mode="graph", sqnr_db=sqnr_db(worst), ratio_of="bf16")
+        row.timed(times["ours"].per(calls), times["bf16"].per(calls))
+        row.gbs = sum(part.numel() * part.element_size() for part in _parts(stored[0].weight)) / row.median_ms / 1e6
+        report.add(row)
+
+
+@torch.no_grad()
+def main(options: argparse.Namespace, arguments: list[str]) -> int:
+    report = Report(options, arguments)
+    torch.manual_seed(0)
+    for name in WEIGHTS:
+        if report.wants(f"d.{name}"):
+            for shape in QUICK if options.quick else SHAPES:
+                report.attempt(f"d.{name}", functools.partial(measure, report, name, shape))
+    return report.finish()
