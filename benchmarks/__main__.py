@@ -11,6 +11,7 @@
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
+    python -m benchmarks convert      a checkpoint of 2 GB converted, with the profile that says what bounds it
     python -m benchmarks merge FROM INTO       rows of one result file into another
 
 A row is compared with the reference before it is timed; what differs is not timed. Times are medians of CUDA events on
@@ -30,6 +31,8 @@ COMMANDS = {
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
     "decode": "benchmarks.decode",
 }  # fmt: skip
+# Commands with options of their own, which need no GPU.
+OF_CPU = {"cpu": "benchmarks.cpu_quantize", "convert": "benchmarks.convert"}
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 
 
@@ -50,12 +53,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             command.add_argument("--sweep", action="store_true", help="time tile shapes of the kernels instead")
         if name == "profile":
             command.add_argument("--host", action="store_true", help="Python functions of a small step instead")
-    commands.add_parser("cpu", add_help=False)
+    for name in OF_CPU:
+        commands.add_parser(name, add_help=False)
     merge = commands.add_parser("merge")
     merge.add_argument("source", type=Path)
     merge.add_argument("target", type=Path)
-    if arguments[:1] == ["cpu"]:
-        return argparse.Namespace(command="cpu", rest=arguments[1:])
+    if arguments[:1] and arguments[0] in OF_CPU:
+        return argparse.Namespace(command=arguments[0], rest=arguments[1:])
     return parser.parse_args(arguments)
 
 
@@ -66,10 +70,8 @@ def main(arguments: list[str]) -> int:
 
         merge(options.source, options.target)
         return 0
-    if options.command == "cpu":
-        from benchmarks import cpu_quantize
-
-        return cpu_quantize.main(options.rest)
+    if options.command in OF_CPU:
+        return importlib.import_module(OF_CPU[options.command]).main(options.rest)
     import torch
 
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

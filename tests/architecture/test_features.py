@@ -13,6 +13,7 @@ TENSORS = ("Q3", "Q4", "Q5", "Q7", "Q8", "Q15")
 COMMANDS = ("O3", "O4", "O5", "O6", "O7", "O8", "O9", "O10", "O11")
 INFERENCE = ("I1", "I2", "I3", "I4", "I5", "I6", "I8", "I9", "I10", "K3")
 SHARDED = ("D6", "D7", "D9", "D11", "D12")
+CHECKPOINTS = ("K4", "K5", "K6", "K7", "K8", "K9", "K10", "U14", "I7")
 OTHERS = ("O1", "O2", "U9", "P14", "P17", "J4", "J13", "J14", "J19", "J22", "J23")
 
 
@@ -32,7 +33,7 @@ def named():
 
 
 @pytest.mark.parametrize(
-    "feature", [*MODULES, *TRAINING, *COMPILED, *TENSORS, *COMMANDS, *INFERENCE, *SHARDED, *OTHERS]
+    "feature", [*MODULES, *TRAINING, *COMPILED, *TENSORS, *COMMANDS, *INFERENCE, *SHARDED, *CHECKPOINTS, *OTHERS]
 )
 def test_a_test_names_the_feature(named, feature):
     assert feature in named

@@ -77,6 +77,14 @@ def test_the_cpu_command(repository, tmp_path):
     assert {"c.mm", "c.q.mxfp8", "c.dq.nvfp4"} <= {row["id"] for row in document["rows"]}
 
 
+@pytest.mark.slow("most benchmark commands")
+def test_the_convert_command(repository, tmp_path):
+    document, _ = run(repository, tmp_path, "convert")
+    ways = [row["way"] for row in document["rows"] if row["target"] == "ct:nvfp4"]
+    assert ways == ["no verify", "verify", "verify, cold source", "floor"]
+    assert str(tmp_path) not in json.dumps(document)
+
+
 @pytest.mark.slow("every cast and producer of the benchmarks, interpreted")
 def test_every_cast_and_producer_runs(repository, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
