@@ -19,6 +19,11 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
+    def refuses(self, named: str) -> None:
+        """Check that the question was wrong, and that the answer names what is needed."""
+        assert self.code == 2
+        assert named in " ".join(self.err.split())
+
 
 @pytest.fixture
 def microfloat(monkeypatch):

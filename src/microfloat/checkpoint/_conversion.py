@@ -269,13 +269,13 @@ def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
     """A cast; a static input scale is kept where the target has such scales, in the unit of its format."""
     assert target.written is not None
     cast, scheme, fmt = target.written
-    given, of_input = record.activation.get("scale"), record.activation.get("format")
+    stored, of_input = record.activation.get("scale"), record.activation.get("format")
     activation: Activation = {"scheme": scheme, "scale": None, "format": fmt}
     takes = cast.format.tensor_scale is not None or cast.format.is_per_tensor
-    if given is not None and takes and record.format is not None:
+    if stored is not None and takes and record.format is not None:
         two_level = (of_input or record.format).tensor_scale is not None
         unit = np.float32(_CAPACITY[two_level] / _CAPACITY[cast.format.tensor_scale is not None])
-        activation = {"scheme": "static", "scale": np.asarray(given * unit, np.float32), "format": cast.format}
+        activation = {"scheme": "static", "scale": np.asarray(stored * unit, np.float32), "format": cast.format}
     extras = {name: array for name, array in record.extras.items() if name in _CACHE_SCALES}
     return Step(record, "cast", "", target.family, cast, dtype, activation=activation, extras=extras)
 

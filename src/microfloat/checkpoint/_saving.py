@@ -331,7 +331,7 @@ def save(
         jobs.append(Job(tuple(Entry.of(name, array) for name, array in tensors.items()), _put_all(tensors)))
     made: dict[str, Any] = {}
     if config is not False:
-        given = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
+        existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
         members = [
             Member(module_of(record.name), record.format, record.activation)
             for record, family in zip(every, families, strict=True)
@@ -339,7 +339,7 @@ def save(
         ]
         kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
         named = next((family for family in families if family is not None), None)
-        made = documents(named, members, kept, given, producer_of(producer))
+        made = documents(named, members, kept, existing, producer_of(producer))
     if format == torchao.NATIVE.name:
         metadata[torchao.NATIVE_KEY] = torchao.native_metadata({record.name: record for record in every})
     return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
@@ -410,20 +410,20 @@ def is_linear(record: Record) -> bool:
 
 
 def documents(
-    family: Family | None, members: list[Member], kept: list[str], given: Mapping[str, Any], producer: dict[str, str]
+    family: Family | None, members: list[Member], kept: list[str], existing: Mapping[str, Any], producer: dict[str, str]
 ) -> dict[str, Any]:
-    """The JSON files of a checkpoint: the configuration of the model (`given`, by file name) with what `members` are.
+    """The JSON files of a checkpoint: the model's configuration (`existing`, by file name) with what `members` are.
 
     `kept`: layers in high precision. The output layer is named with them, since it often shares the embedding's matrix
     and then has no tensor of its own.
     """
-    base = given.get("config.json")
+    base = existing.get("config.json")
     base = _without_quantization(base) if isinstance(base, dict) else {}
     if family is None or family.configure is None or not members:
         return {"config.json": base} if base else {}
     quantized = {member.module for member in members}
     ignore = sorted({*kept, "lm_head"} - quantized)
-    made = family.configure(Manifest(members, ignore, _has_cache(given), producer))
+    made = family.configure(Manifest(members, ignore, _has_cache(existing), producer))
     return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
 
 
@@ -432,9 +432,9 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: inner.get(key, value) for key, value in config.items() if key not in KEYS}
 
 
-def _has_cache(given: Mapping[str, Any]) -> bool:
+def _has_cache(existing: Mapping[str, Any]) -> bool:
     """True where the configurations of the source speak of scales for the KV cache."""
-    config, second = given.get("config.json") or {}, given.get("hf_quant_config.json") or {}
+    config, second = existing.get("config.json") or {}, existing.get("hf_quant_config.json") or {}
     quantization = next((config[key] for key in KEYS if isinstance(config.get(key), dict)), {})
     other = second.get("quantization") if isinstance(second, dict) else {}
     return bool(quantization.get("kv_cache_scheme") or (other or {}).get("kv_cache_quant_algo"))

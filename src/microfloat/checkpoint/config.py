@@ -1,4 +1,4 @@
-"""What the configuration beside a checkpoint announces: a family for each module, in the dialect of its producer."""
+"""Announcements of the configuration beside a checkpoint: a family for each module, in its producer's dialect."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 
 from microfloat.checkpoint.families import FAMILIES, Scheme
 from microfloat.checkpoint.records import Finding
-from microfloat.formats import (
-    FP8_ROW,
-    FP8_TENSOR,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP8,
-    NVFP4,
-    FP8_1x128,
-    ScaledFormat,
-)
+from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, MXFP6_E2M3, MXFP8, NVFP4, FP8_1x128, ScaledFormat
 
 __all__ = ["Announcement", "announced"]
 

@@ -42,7 +42,7 @@ class Contents:
 
     @property
     def families(self) -> Counter[str]:
-        """How many parameters each family has."""
+        """Number of parameters of each family."""
         return Counter(entry.family.name for entry in self.entries.values())
 
 
@@ -104,7 +104,7 @@ class _Grouping:
         self.claimed.update(stored.name for stored in entry.tensors.values())
 
     def scheme_of(self, module: str) -> Scheme:
-        """What the first configuration says about a module."""
+        """The scheme of a module by the first configuration, or by `format`."""
         scheme = self.announcements[0].scheme_of(module) if self.announcements else Scheme()
         return scheme if self.format == "auto" else scheme._replace(families=(self.format,))
 
@@ -196,7 +196,7 @@ def _style(family: str, scale: Stored) -> bool:
 
 
 def detection_of(folder: Folder, tensors: Container, contents: Contents) -> Detection:
-    """What `contents` and the announcements say together."""
+    """The Detection that contents and announcements amount to."""
     counts = contents.families
     evidence = [announcement.text for announcement in contents.announcements]
     if any(name.startswith("torchao") for name in counts) or "tensor_names" in tensors.metadata:

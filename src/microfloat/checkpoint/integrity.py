@@ -75,7 +75,7 @@ def _quoted(families: object, ignore: list[str]) -> str:
 
 
 def _contradiction(contents: Contents, entry: Entry) -> str:
-    """What the first configuration says about an entry against what its tensors are, or an empty text."""
+    """The contradiction between the first configuration and the tensors of an entry, or an empty text."""
     first, module = contents.announcements[0], module_of(entry.name)
     stored = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
     ignored = first.ignored(module)
@@ -214,7 +214,7 @@ def _tie_style(record: Record) -> Iterator[Finding]:
 
 
 def _silenced(record: Record, fmt: ScaledFormat) -> int:
-    """How many blocks have an effective scale of zero and a code that is not zero."""
+    """Number of blocks with an effective scale of zero and a code that is not zero."""
     if fmt.scale.name == "E8M0" and record.tensor_scale is None:
         return 0
     assert record.scale is not None

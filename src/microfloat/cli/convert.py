@@ -90,7 +90,7 @@ def convert(
 
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:
-    """What Ctrl-C leaves, and how to go on."""
+    """The message after Ctrl-C: the files that are left, and the command that goes on."""
     where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}" if seen else "before writing"
     again = shlex.join(["microfloat", *(word for word in sys.argv[1:] if word != "--no-resume")])
     if dst.suffix == ".safetensors":

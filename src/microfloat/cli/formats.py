@@ -204,7 +204,7 @@ def _encode(output: Output, texts: list[str], name: str) -> None:
 
 
 def _value_row(text: str, element: ElementFormat) -> dict[str, Any]:
-    """What a value becomes, its error, and the values of the format around it."""
+    """The code of a value, its error, and the values of the format around it."""
     try:
         value = float(text)
     except ValueError:

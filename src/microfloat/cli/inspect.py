@@ -211,7 +211,7 @@ def _draw(
 
 
 def _findings(output: Output, checkpoint: "Checkpoint", strict: bool) -> int:
-    """What is wrong or worth knowing; the exit code."""
+    """Show the findings and return the exit code."""
     with output.progress("checking codes and scales", None):
         findings = checkpoint.findings
     rows = [finding._asdict() for finding in findings]

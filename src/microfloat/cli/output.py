@@ -1,4 +1,4 @@
-"""What all commands share: their common options, tables that fit any terminal, one JSON document, exit codes.
+"""The part that all commands share: common options, tables that fit any terminal, one JSON document, exit codes.
 
 Results go to stdout, progress and errors to stderr. Every table is a list of rows with the keys that `--json` prints.
 """
@@ -112,7 +112,7 @@ class Column:
 
 
 class Output:
-    """Where a command's results go: tables on the terminal, or the keys of one JSON document."""
+    """The output of a command: tables on the terminal, or the keys of one JSON document."""
 
     def __init__(self, name: str, *, as_json: bool = False, no_color: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet

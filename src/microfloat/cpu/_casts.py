@@ -29,7 +29,7 @@ _SOURCES = {np.dtype(dtype): number for number, dtype in enumerate((np.float32, 
 
 
 def support(cast: CastLike) -> Support:
-    """Where a cast is computed: `accelerated` by the compiled kernels, or by the oracle, and why."""
+    """The Support of a cast: `accelerated` by the compiled kernels or computed by the oracle, with the reason."""
     resolved = as_cast(cast)
     reason = _refusal(resolved)
     if resolved.rule.kind not in KINDS:
@@ -81,7 +81,7 @@ def _kernels() -> ModuleType | str:
 
 
 def _refusal(cast: Cast) -> str | None:
-    """Why no kernel computes a cast."""
+    """The reason why no kernel computes a cast, or None."""
     if cast.rule.kind not in KINDS:
         return f"neither kernels nor oracle compute {unknown_kind(cast.rule)}"
     if cast.is_stochastic:
@@ -224,7 +224,7 @@ class _Bands:
             scales = (part, floats) if stored.dtype == np.uint8 else (bytes_, part)
             kernel(
                 *self.source(band), grid, rule, element, _codec(E4M3), levels[band] if len(levels) > 1 else levels,
-                codes[band], packed, *scales,
+                self.kernels.Target(codes[band], packed, *scales),
             )  # fmt: skip
 
         self.run(work)
@@ -342,7 +342,7 @@ def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _workers(threads: int | None) -> int:
-    """How many threads may work at a time."""
+    """Number of threads that may work at a time."""
     if threads is not None:
         return check_int("threads", threads, 1, 1 << 16)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

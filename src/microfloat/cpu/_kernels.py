@@ -35,6 +35,15 @@ _QUIET_NAN, _QUIET_NAN_16 = 0x7FC00000, 0x7FC0
 I32, F32, U8 = np.int32, np.float32, np.uint8
 
 
+class Target(NamedTuple):
+    """The operand that is written: codes [R, bytes], two in a byte where `packed` is 1; scales as bytes or floats."""
+
+    codes: np.ndarray
+    packed: int
+    scale_bytes: np.ndarray
+    scale_floats: np.ndarray
+
+
 class Codec(NamedTuple):
     """An element format as int32 numbers; `max` and `min_normal` are the bits of float32 values.
 
@@ -495,13 +504,13 @@ def _store_scales(scales: np.ndarray, codec: Codec, has_lost: bool, lost: np.nda
 
 def cast_blocks(
     x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, grid: Grid, rule: Constants, element: Codec,
-    scale_codec: Codec, levels: np.ndarray, codes: np.ndarray, packed: int, scale_8: np.ndarray, scale_32: np.ndarray,
+    scale_codec: Codec, levels: np.ndarray, target: Target,
 ) -> None:  # fmt: skip
-    """Codes and stored scales of the blocks of R rows, in `scale_8` or `scale_32` as the rule writes them.
+    """Codes and stored scales of the blocks of R rows.
 
     `levels`: (A, S, tensor scale) of the tensor, or of every row.
     """
-    width = grid.columns
+    width, codes = grid.columns, target.codes
     segment = max((SEGMENT if grid.rows == 1 else TILE_SEGMENT) // width, 1) * width
     most = segment // width
     line, spread, spread_scales = (
@@ -515,7 +524,7 @@ def cast_blocks(
     while tree < grid.rows and grid.rule == FOUR_OVER_SIX:
         tree *= 2
     sums_of = np.empty((2, tree, most), np.float32)
-    for band in range(scale_8.shape[0] + scale_32.shape[0]):
+    for band in range(target.scale_bytes.shape[0] + target.scale_floats.shape[0]):
         rows = range(band * grid.rows, min((band + 1) * grid.rows, codes.shape[0]))
         amax, encode, outer = levels[rows.start if levels.shape[0] > 1 else 0]
         for start in range(0, columns, segment):
@@ -536,9 +545,9 @@ def cast_blocks(
             if has_lost and grid.rule != E8M0:
                 _amaxes_without_nan(x_32, x_16, source, rows, start, stop, width, values, amaxes, lost)
             if grid.rule == E8M0:
-                has_lost = _power_scales(amaxes, grid, factors, lost, scale_8[band, at : at + blocks])
+                has_lost = _power_scales(amaxes, grid, factors, lost, target.scale_bytes[band, at : at + blocks])
             elif grid.rule == RATIO:
-                _ratio_scales(amaxes, grid, rule, factors, scale_32[band, at : at + blocks])
+                _ratio_scales(amaxes, grid, rule, factors, target.scale_floats[band, at : at + blocks])
             else:
                 _two_level_scales(amaxes, grid, rule, scale_codec, encode, outer, F32(1), scales, factors)
                 if grid.rule == FOUR_OVER_SIX:
@@ -558,7 +567,7 @@ def cast_blocks(
                     for block in range(blocks):
                         if sums_of[1, 0, block] < sums_of[0, 0, block]:
                             scales[block], factors[block] = to_four[block], of_four[block]
-                _store_scales(scales, scale_codec, has_lost, lost, scale_8[band, at : at + blocks])
+                _store_scales(scales, scale_codec, has_lost, lost, target.scale_bytes[band, at : at + blocks])
             _spread(factors, width, spread[:padded])
             for row in rows:
                 if grid.rows > 1:
@@ -567,7 +576,7 @@ def cast_blocks(
                     unpacked[j] = U8(_code(values[j] * spread[j], element))
                 if has_lost:
                     _write_lost(values[: stop - start], width, grid.rule == RATIO, element.nan_code, lost, unpacked)
-                _store_line(unpacked, stop - start, packed, codes[row], start)
+                _store_line(unpacked, stop - start, target.packed, codes[row], start)
 
 
 # ---- decoding ----------------------------------------------------------------------------------------------------
@@ -699,10 +708,11 @@ _FLOATS = _array(types.float32, 2)
 _CODEC = types.NamedUniTuple(types.int32, len(Codec._fields), Codec)
 _GRID = types.NamedUniTuple(types.int64, len(Grid._fields), Grid)
 _CONSTANTS = types.NamedUniTuple(types.float32, len(Constants._fields), Constants)
+_TARGET = types.NamedTuple([_BYTES, types.int64, _BYTES, _FLOATS], Target)
 _SIGNATURES = {
     row_amax: [*_SOURCE, _array(types.int32, 1)],
     cast_rows: [*_SOURCE, _CODEC, _array(types.float32, 1), _BYTES, types.int64],
-    cast_blocks: [*_SOURCE, _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _BYTES, types.int64, _BYTES, _FLOATS],
+    cast_blocks: [*_SOURCE, _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _TARGET],
     decode: [
         _array(types.uint8, 2, readonly=True, aligned=False), types.int64, types.int64, _CODEC, _FLOATS,
         types.NamedUniTuple(types.int64, len(Tile._fields), Tile), _array(types.float32, 1), _FLOATS,

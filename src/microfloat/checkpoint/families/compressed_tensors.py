@@ -22,7 +22,7 @@ _SCALE_DTYPES = {"E4M3": "torch.float8_e4m3fn", "E8M0": "torch.uint8"}
 
 
 def _arguments(fmt: ScaledFormat, dynamic: bool | str, of_input: bool) -> dict[str, Any]:
-    """What a group says about its weights or its inputs; the package refuses keys that it does not know."""
+    """The entry of a group about its weights or its inputs; the package refuses keys that it does not know."""
     rows, columns = fmt.block
     strategy = "group" if fmt.tensor_scale is None else "tensor_group"
     if fmt.is_tile:

@@ -12,7 +12,7 @@ _CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 def _algorithm(fmt: ScaledFormat, scheme: str) -> dict[str, Any]:
-    """What tells the layers of a format: its quant_algo, and its group size where blocks have one."""
+    """The words for the layers of a format: its quant_algo, and its group size where blocks have one."""
     if fmt == NVFP4:
         return {"quant_algo": "W4A16_NVFP4" if scheme == "none" else "NVFP4", "group_size": 16}
     return {"quant_algo": "MXFP8", "group_size": 32} if fmt == MXFP8 else {"quant_algo": "FP8"}

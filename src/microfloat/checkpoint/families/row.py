@@ -31,7 +31,7 @@ _INCOMPLETE = "The file is damaged, or an exporter left tensors out; export the 
 
 
 class Scheme(NamedTuple):
-    """What a configuration says about one module: its families, the likeliest first, its tile, its activations."""
+    """One module by its configuration: its families, the likeliest first, its tile, its activations."""
 
     families: tuple[str, ...] = ()
     tile: tuple[int, int] | None = None

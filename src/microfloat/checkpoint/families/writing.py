@@ -102,11 +102,11 @@ def encode_parts(family: Any, record: Record, dtype: np.dtype) -> Arrays:
     if family.tensor_scale is not None and record.tensor_scale is not None:
         made[record.name + family.tensor_scale] = _scalar(family, record, "tensor_scale", record.tensor_scale, leading)
     folder, _, leaf = record.name.rpartition(".")
-    given = record.activation.get("scale")
-    if given is not None:
+    of_input = record.activation.get("scale")
+    if of_input is not None:
         last = family.input_scales[0]
         name = f"{record.name}_{last}" if leaf != "weight" else f"{folder}.{last}" if folder else last
-        made[name] = _scalar(family, record, "input_scale", given, ())
+        made[name] = _scalar(family, record, "input_scale", of_input, ())
     for last, array in record.extras.items():
         made[f"{folder}.{last}" if folder else last] = array
     return made
