@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ScaledFormat
-from microfloat.passes import WRITES_VALUES, family_of, is_stock
+from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of, is_stock
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
-    "MOST_DECODED_ROWS", "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
+    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
     "own_gemm_is_faster", "route_between", "route_of",
 ]  # fmt: skip
 
@@ -38,9 +38,6 @@ NO_GRADIENT = (
     "Freeze it (model.requires_grad_(False)) and train adapters or inputs, or microfloat.torch.revert the model and "
     "train it under a recipe."
 )
-# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: by measurement, for more of them
-# decoding the weight once and the vendor's GEMM are faster.
-MOST_DECODED_ROWS = 64
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 

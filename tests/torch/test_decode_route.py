@@ -52,8 +52,7 @@ def _interpreted(case):
 
 @pytest.fixture(scope="module")
 def linear():
-    with interpreting(_interpreted) as call:
-        yield call
+    return interpreting(_interpreted)
 
 
 @pytest.mark.parametrize("name", FORMATS)

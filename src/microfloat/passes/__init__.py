@@ -16,13 +16,24 @@ from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, Ele
 from microfloat.recipes import Cast
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = ["WRITES_VALUES", "CastInputs", "OperandSpec", "family_of", "is_stock", "why_not_in_groups"]
+__all__ = [
+    "MOST_DECODED_ROWS",
+    "WRITES_VALUES",
+    "CastInputs",
+    "OperandSpec",
+    "family_of",
+    "is_stock",
+    "why_not_in_groups",
+]
 
 # The kinds of scale rules that kernels compute, by the scale format.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
 _BLOCKS = (16, 32, 64, 128)
 # The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
 WRITES_VALUES = ("blocks", "nvfp4")
+# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: by measurement, for more of them
+# decoding the weight once and the vendor's GEMM are faster.
+MOST_DECODED_ROWS = 64
 
 
 class OperandSpec(NamedTuple):

@@ -5,11 +5,11 @@ from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
 from microfloat.kernels.gemm import decode
 from microfloat.layout import Part
+from microfloat.passes import MOST_DECODED_ROWS
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
 from microfloat.passes.tables import Warps
 from microfloat.recipes import Hadamard
-from microfloat.routes import MOST_DECODED_ROWS
 
 __all__ = ["BIAS", "CODES", "LEVEL", "SCALE", "cut_of", "decode_passes", "fits", "stored_codes"]
 
