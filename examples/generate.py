@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bits per byte: {before:.4f} in bfloat16, {after:.4f} in {options.format} ({after - before:+.4f})")
         print(f"bytes: {size:,} in bfloat16, {small:,} in {options.format}")
         if options.save is not None:
-            print("wrote", *mf.save_quantized(model, options.save))
+            print("wrote", *(options.save / name for name in mf.save_quantized(model, options.save)))
     except MicrofloatError as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 2

@@ -168,6 +168,10 @@ def test_layers_follow_a_placement() -> None:
     assert not isinstance(model.lm_head.weight, mf.QuantizedTensor)
     assert {row.name: row.action for row in report}["lm_head"] == "high precision"
     assert "quantized" in str(report)
+    down, q = (next(line for line in str(report).splitlines() if name in line) for name in ("down_proj", "q_proj"))
+    assert "WeightActivation(mxfp8)" in down
+    assert "WeightOnly(nvfp4)" in q
+    assert WeightOnly("mxfp4", scale_search="mse").label == "WeightOnly(mxfp4, scale_search=mse)"
     assert len(report.converted) == 6
 
 

@@ -455,6 +455,11 @@ class Recipe(HashOnce):
         """True where x is cast under an amax that was measured beforehand."""
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
 
+    @property
+    def label(self) -> str:
+        """The name of the recipe in tables of layers."""
+        return type(self).__name__
+
     def for_call(self, rows: int, stored: Cast) -> "Recipe":
         """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes.
 

@@ -8,7 +8,7 @@ layers, `explain` and ``print`` show them. dx is ``dy @ dequantize(w)``, so that
 gradient of the weight is refused (`Gemm.path`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
@@ -55,6 +55,14 @@ def _table(fprop: Gemm) -> tuple[Gemm, Gemm, Gemm]:
 
 class _Inference(NamedRecipe):
     """Base of both: a weight that is stored in the format, by whatever rule, is read as it is."""
+
+    @property
+    def label(self) -> str:
+        """The class with its format, and with the other fields that have no default value."""
+        usual = {entry.name: entry.default for entry in fields(self)}
+        told = {name: value for name, value in self.arguments().items() if name == "format" or value != usual[name]}
+        words = (value if name == "format" else f"{name}={value}" for name, value in told.items())
+        return f"{type(self).__name__}({', '.join(words)})"
 
     def for_call(self, rows: int, stored: Cast) -> Recipe:
         """The recipe with the Cast of the stored weight in place of its own."""

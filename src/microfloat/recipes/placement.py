@@ -117,7 +117,7 @@ class Placement:
         for pattern, recipe in self.rules:
             plain, gemms = _parted(pattern)
             if _matches(plain, name):
-                runs = "high precision" if recipe is None else type(recipe).__name__
+                runs = "high precision" if recipe is None else recipe.label
                 said = {gemm: "" if plain == pattern else f"{gemm}: {runs} by {pattern!r}" for gemm in gemms}
                 found = {**said, **found}
         return "; ".join(filter(None, (found.get(gemm) for gemm in GEMMS)))
@@ -202,7 +202,7 @@ class ConversionReport:
         cells: list[tuple[str, ...]] = [("layer", "in -> out", "action", "recipe", "reason")]
         for row in (*self.rows, *self.unseen, *self.blocks):
             shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
-            recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
+            recipe = row.recipe.label if row.recipe is not None else "-"
             cells.append((row.name or "(root)", shape, row.action, recipe, row.reason))
         total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision"
         return "\n".join([*text_table(cells), f"{total}: {self.share:.1%} of the model's parameters."])

@@ -260,7 +260,7 @@ class ModelExplanation:
         notes = Notes()
         cells: list[tuple[str, ...]] = [("layer", "in -> out", "recipe", "backend", "accelerated", "why")]
         for row in self.rows:
-            recipe = type(row.recipe).__name__ if row.recipe is not None else "-"
+            recipe = row.recipe.label if row.recipe is not None else "-"
             cells.append((
                 row.name or "(root)", f"{row.shape[0]} -> {row.shape[1]}", recipe, row.backend,
                 "-" if row.recipe is None else "yes" if row.accelerated else "no", notes.number(row.reason),
