@@ -1,5 +1,6 @@
 """Report of a run: progress, the table, loss_curves.png and results.json."""
 
+import itertools
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from gpt.options import BASELINE, Options
 from microfloat import metrics, reference
 from microfloat.cli.machine import processor
 from microfloat.pictures.style import CYCLE, clean, new_figure
+from microfloat.pictures.watch import loss_gap, smoothed
 from microfloat.recipes import Recipe
 
 
@@ -120,34 +122,24 @@ def write(options: Options, corpus: Corpus, results: Results, complete: bool, co
 
 def draw_curves(path: Path, results: Results, title: str) -> None:
     """Left: training loss over steps. Right: how far each recipe lies above bf16, step by step, on the same batches."""
-    window = max([1, *(len(result.train_loss) // 20 for result in results.values())])
+    losses = {name: result.train_loss for name, result in results.items()}
+    window = max([1, *(len(values) // 20 for values in losses.values())])
     figure = new_figure(12, 4.6)
     left, right = figure.subplots(1, 2)
-
-    def draw(axes: Any, values: np.ndarray, **style: Any) -> None:
-        """The mean over `window` values around each; the ends, which have no whole window, are left out."""
-        if len(values) >= window:
-            means = np.convolve(values, np.full(window, 1 / window), mode="valid")
-            axes.plot(np.arange(len(means)) + (window + 1) / 2, means, **style)
-
-    baseline = np.array(results[BASELINE].train_loss if BASELINE in results else [])
-    for index, (name, result) in enumerate(results.items()):
-        losses = np.array(result.train_loss)
-        color = "black" if name == BASELINE else CYCLE[(index - 1) % len(CYCLE)]
-        left.plot(np.arange(len(losses)) + 1, losses, color=color, alpha=0.15, linewidth=0.8)
+    colors = dict(zip((name for name in losses if name != BASELINE), itertools.cycle(CYCLE)))
+    for name, values in losses.items():
+        style = {"color": colors.get(name, "black"), "label": name}
+        left.plot(np.arange(len(values)) + 1, values, color=style["color"], alpha=0.15, linewidth=0.8)
         if name == BASELINE:  # dashed and on top, since the curves lie close together
-            draw(left, losses, color=color, label=name, linestyle="--", linewidth=1, zorder=3)
-        else:
-            common = min(len(baseline), len(losses))
-            draw(left, losses, color=color, label=name)
-            draw(right, losses[:common] - baseline[:common], color=color, label=name)
-    right.axhline(0, color="black", linestyle="--", linewidth=1, label=BASELINE)
+            style |= {"linestyle": "--", "linewidth": 1, "zorder": 3}
+        smoothed(left, values, window, **style)
     left.set(xlabel="step", ylabel="training loss (nats per byte)", title="loss")
-    right.set(xlabel="step", ylabel="training loss - bf16's", title="gap to bf16, same batches")
+    left.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
+    loss_gap(right, losses, BASELINE, window)
+    right.set_title("gap to bf16, same batches")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         clean(axes)
-        axes.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
     figure.suptitle(title)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=130))
 

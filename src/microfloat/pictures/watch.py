@@ -1,6 +1,7 @@
 """Pictures of what `mf.watch` recorded: records in, a Figure out. A record has the fields of `mf.Record`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +128,22 @@ def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
     _legend(axes)
 
 
-def loss_gap(losses: dict[str, Sequence[float]], baseline: str, window: int = 1) -> Any:
-    """A Figure of each run's loss minus the baseline's, step by step; the legend names the smoothing."""
-    figure = new_figure(7, 4)
-    axes = figure.subplots()
-    reference = np.asarray(losses[baseline], float)
-    for color, name in zip(CYCLE, (name for name in losses if name != baseline), strict=False):
-        values = np.asarray(losses[name], float)
-        common = min(len(values), len(reference))
-        gap = np.convolve(values[:common] - reference[:common], np.full(window, 1 / window), mode="valid")
-        axes.plot(np.arange(len(gap)) + (window + 1) / 2, gap, color=color, label=name)
+def smoothed(axes: Any, values: Sequence[float] | np.ndarray, window: int, **style: Any) -> None:
+    """The mean over `window` values around each; the ends, which have no whole window, are left out."""
+    if len(values) >= window:
+        means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+        axes.plot(np.arange(len(means)) + (window + 1) / 2, means, **style)
+
+
+def loss_gap(axes: Any, losses: Mapping[str, Sequence[float]], baseline: str, window: int = 1) -> None:
+    """Each run's loss minus the baseline's, step by step; the legend names the smoothing."""
+    reference = np.asarray(losses.get(baseline, ()), float)
+    for color, (name, own) in zip(cycle(CYCLE), (item for item in losses.items() if item[0] != baseline)):
+        common = min(len(own), len(reference))
+        smoothed(axes, np.asarray(own[:common], float) - reference[:common], window, color=color, label=name)
     axes.axhline(0, color="black", linestyle="--", linewidth=1, label=baseline)
-    axes.set(xlabel="step", ylabel=f"loss - that of {baseline}")
-    axes.legend(title=f"mean over {window} steps" if window > 1 else "not smoothed", frameon=False)
-    clean(axes)
-    return figure
+    axes.set(xlabel="step", ylabel=f"loss - {baseline}'s")
+    axes.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
 
 
 PICTURES: dict[str, Callable[[Any, Sequence[Any]], None]] = {

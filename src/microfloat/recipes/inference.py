@@ -61,7 +61,7 @@ class _Inference(NamedRecipe):
         """The class with its format, and with the other fields that have no default value."""
         usual = {entry.name: entry.default for entry in fields(self)}
         told = {name: value for name, value in self.arguments().items() if name == "format" or value != usual[name]}
-        words = (value if name == "format" else f"{name}={value}" for name, value in told.items())
+        words = (str(value) if name == "format" else f"{name}={value}" for name, value in told.items())
         return f"{type(self).__name__}({', '.join(words)})"
 
     def for_call(self, rows: int, stored: Cast) -> Recipe:
