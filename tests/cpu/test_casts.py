@@ -9,7 +9,7 @@ import pytest
 from microfloat import Cast, Current, Delayed, Hadamard, cpu, reference
 from microfloat.cpu import _casts
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.formats import E2M1, FORMATS, SCALE_E8M0, ScaledFormat
+from microfloat.formats import E2M1, ELEMENTS, FORMATS, SCALE_E8M0, ElementFormat, ScaledFormat, decode
 from microfloat.scale_rules import SCALE_RULES
 from tests.contract.cases import DTYPES, EVERY_CAST, cast_id, edge_cases
 
@@ -195,3 +195,40 @@ def test_energies_are_sums_over_the_finite_elements(monkeypatch):
         np.testing.assert_allclose(_casts.energies(array, y), expected, rtol=1e-6)
     monkeypatch.setattr(_casts, "_kernels", lambda: "numba cannot be imported")
     np.testing.assert_allclose(_casts.energies(x, y), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("columns", [1024, 1040, 4201])
+def test_rows_of_several_segments(fmt, columns):
+    """Rows longer than what a kernel takes at a time, with a short last block, a NaN and an infinity on the way."""
+    cast, x = Cast(fmt), np.random.default_rng(columns).standard_normal((19, columns), dtype=np.float32)
+    x[3, 1030 % columns], x[5, columns - 1], x[7, :40] = np.nan, np.inf, 0
+    for array in (x, x.astype(ml_dtypes.bfloat16)):
+        wanted = reference.quantize(array, cast)
+        assert_same(cpu.quantize(array, cast), wanted)
+    assert cpu.dequantize(wanted).tobytes() == reference.dequantize(wanted).tobytes()
+    if wanted.format.element.bits == 6 and columns % 4 == 0:
+        packed = _casts.Matrix(
+            reference.pack_fp6(wanted.codes), columns, wanted.format, wanted.scale, outer=np.float32(3)
+        )
+        out = np.empty(x.shape, np.float32)
+        _casts.decode_into(packed, out)
+        assert out.tobytes() == (reference.dequantize(wanted) * np.float32(3)).tobytes()
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        *ELEMENTS.values(), ElementFormat("ieee", 4, 3, bias=7, max=240.0, has_inf=True, has_nan=True),
+        ElementFormat("two_nan", 3, 2, bias=3, max=24.0, has_inf=False, has_nan=True),
+        ElementFormat("fine", 2, 5, bias=1, max=7.875, has_inf=False, has_nan=False),
+    ],
+    ids=lambda element: element.name,
+)  # fmt: skip
+def test_every_code_is_decoded(element):
+    codes = np.arange(1 << element.bits, dtype=np.uint8).reshape(2, -1)
+    stored = codes if element.bits > 4 else reference.pack_fp4(codes)
+    made = ScaledFormat("mine", element, SCALE_E8M0, (1, 32))
+    out, scale = np.empty(codes.shape, np.float32), np.full((2, -(-codes.shape[1] // 32)), 127, np.uint8)
+    _casts.decode_into(_casts.Matrix(stored, codes.shape[1], made, scale), out)
+    assert out.tobytes() == decode(codes, element).tobytes()

@@ -144,10 +144,13 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str) -> Iterator[Finding]:
     """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
     nans = infinities = 0
+    is_nan = None if fmt is None or fmt.scale.bits == 32 else np.isnan(scale_values(np.arange(256), fmt))
     for piece in _pieces(scale):
-        values = piece if fmt is None else scale_values(piece, fmt)
-        nans += int(np.isnan(values).sum())
-        infinities += int(np.isinf(values).sum())
+        if is_nan is not None:  # bytes, of which none is infinite
+            nans += np.count_nonzero(is_nan[piece])
+            continue
+        nans += np.count_nonzero(np.isnan(piece))
+        infinities += np.count_nonzero(np.isinf(piece))
     for count, id, word, weight in (
         (nans, "nan-scale", "NaN", severity),
         (infinities, "inf-scale", "infinite", "error"),
