@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import pstats
+import shlex
 import shutil
 import statistics
 import sys
@@ -170,7 +171,7 @@ def main(given: list[str] | None = None) -> int:
                 print(*(f"{key} {value}" for key, value in row.items()), sep="\n    ")
     if arguments.json:
         document = {
-            "command": printable_command(["convert", *given]),
+            "command": printable_command(["convert", *map(shlex.quote, given)]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system(),
                         "load_before": load_before, "load_after": os.getloadavg()},

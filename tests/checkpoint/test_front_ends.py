@@ -26,3 +26,15 @@ def test_front_ends_hold_the_bytes_of_the_file(name, framework):
         np.testing.assert_array_equal(back.codes, record.codes)
         np.testing.assert_array_equal(back.scale.reshape(-1), record.scale.reshape(-1))
         assert (back.format, back.logical_shape) == (record.format, record.logical_shape)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_tensor_scale_for_each_row_goes_there_and_back(framework):
+    front = pytest.importorskip(f"microfloat.{framework}")
+    x = np.random.default_rng(0).standard_normal((2, 6, 32), dtype=np.float32)
+    made = front.quantize(pytest.importorskip("torch").from_numpy(x) if framework == "torch" else x, "nvfp4_row")
+    record = made.to_record("e")
+    assert record.tensor_scale.shape == (2, 6, 1)
+    np.testing.assert_allclose(record.narrow(1, 2).dequantize(), np.asarray(made.dequantize())[1:], rtol=2e-7)
+    back = (front.QuantizedTensor if framework == "torch" else front.QuantizedArray).from_record(record)
+    np.testing.assert_array_equal(np.asarray(back.dequantize()), np.asarray(made.dequantize()))

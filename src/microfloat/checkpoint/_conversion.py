@@ -381,7 +381,7 @@ def _measured(steps: Iterable[Step], src: object) -> dict[str, np.ndarray]:
     return amaxes
 
 
-_MEND = "Mend the weights, or keep the layer as it is with ignore=."
+_MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
 
 
 def _fill(step: Step, amaxes: Mapping[str, np.ndarray], meter: "_Peak") -> Callable[[Put], None]:
