@@ -47,7 +47,7 @@ def pytest_configure(config):
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
         return
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30, suppress_health_check=quiet)
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=15, suppress_health_check=quiet)
     settings.register_profile(
         "thorough", deadline=None, max_examples=1000, suppress_health_check=quiet, print_blob=True
     )

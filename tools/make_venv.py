@@ -97,7 +97,7 @@ def pinned(constraints, package):
 def install_cpu_torch(pip, version, constraints_path, *, insist):
     """True if pip found and installed the CPU build; raises where it did not and nothing else will do."""
     say(f"installing the CPU build of torch {version}")
-    if run([*pip, "install", "-c", constraints_path, f"torch=={version}+cpu"]) == 0:
+    if run([*pip, "install", "--no-compile", "-c", constraints_path, f"torch=={version}+cpu"]) == 0:
         return True
     remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)."
     if insist:
@@ -130,9 +130,11 @@ def install(venv, python, extras, torch_build):
     remedy = (
         "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
     )
-    require([*pip, "install", "-c", constraints_path, *BACKEND], remedy)
+    require([*pip, "install", "--no-compile", "-c", constraints_path, *BACKEND], remedy)
     target = "{}[{}]".format(ROOT, ",".join(extras))
-    require([*pip, "install", "-c", constraints_path, "--no-build-isolation", "-e", target], remedy)
+    require([*pip, "install", "--no-compile", "-c", constraints_path, "--no-build-isolation", "-e", target], remedy)
+    # pip compiles on one core, this on all; what some Python cannot read stays as it is, as it does with pip.
+    run([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")])
 
 
 def read_stamp(path):

@@ -120,9 +120,15 @@ def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
 
 
 def edge_cases_in_turn(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
-    """`edge_cases`; how an array is cut into blocks is no matter of the rule: one Cast of a kind meets every shape."""
-    kept = alike(cast)[0] == cast
-    return (case for case in edge_cases(cast, dtype) if kept or case[0] not in SHAPES)
+    """`edge_cases`; how an array is cut into blocks is no matter of the rule.
+
+    So one Cast of a kind meets every shape and both axes, the others take the axes of each input in turn.
+    """
+    turn, cases = alike(cast).index(cast), edge_cases(cast, dtype)
+    if turn == 0:
+        return cases
+    names = list(edge_inputs(cast.format.element))
+    return (case for case in cases if case[0] not in SHAPES and (names.index(case[0]) + turn + case[2]) % 2)
 
 
 def edge_cases_of_few_shapes(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
