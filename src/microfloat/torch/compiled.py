@@ -54,7 +54,8 @@ _library.define(
 # With `records` both give a float32 [8] besides, whose elements `_LIVE` are the amaxes of this call's delayed casts,
 # taken by the casts themselves.
 _LIVE = {"x": 0, "w": 4, "dy": 0}
-_library.define("record_amax_(Tensor(a!) history, Tensor live, str token, str slot, int layer) -> ()")
+_library.define("record_forward_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor live, str token, int layer) -> ()")
+_library.define("record_backward_(Tensor(a!) history, Tensor live, str token, int layer) -> ()")
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
 # draws of two layers, which would give each the other's noise.
 _library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
@@ -151,9 +152,8 @@ def recorded(layer: Any, outputs: Any, token: str, number: int) -> torch.Tensor:
     if not isinstance(outputs, tuple):
         return outputs
     y, live = outputs
-    record = torch.ops.microfloat.record_amax_
-    record(layer.scaling_x_amax_history, live, token, "x", number)
-    record(layer.scaling_w_amax_history, live, token, "w", number)
+    histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
+    torch.ops.microfloat.record_forward_(*histories, live, token, number)
     return y
 
 
@@ -259,7 +259,7 @@ class _CompiledLinear(torch.autograd.Function):
             dy, x, weight, stored, saved, seed, scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records
         )
         if records:
-            torch.ops.microfloat.record_amax_(dy_history, gradients[0], token, "dy", number)
+            torch.ops.microfloat.record_backward_(dy_history, gradients[0], token, number)
         dx = gradients[1 if records else 0] if wants_dx else None
         dw = gradients[-1] if wants_dw else None
         db = bias_gradient(dy, ctx.bias_dtype) if ctx.bias_dtype is not None else None
@@ -463,20 +463,39 @@ def _check_autocast_(marker: torch.Tensor, origin: str) -> None:
     check_caller(context.PLAIN, origin)
 
 
-def _record_amax_(history: torch.Tensor, live: torch.Tensor, token: str, slot: str, layer: int) -> None:
-    recipe = context.recipe_of(token)
-    of_slot = [recipe.casts[operand.key] for operand in operands_of(slot)]
-    cast = next((cast for cast in of_slot if _is_delayed(cast)), None)
-    if cast is None:
+@functools.cache
+def _delayed_casts(token: str) -> dict[str, Cast]:
+    """Slot -> its cast, of x, w and dy as far as their scaling is delayed."""
+    casts = context.recipe_of(token).casts
+    operands = [(slot, casts[one.key]) for slot in ("x", "w", "dy") for one in reversed(operands_of(slot))]
+    return {slot: cast for slot, cast in operands if cast is not None and isinstance(cast.scaling, Delayed)}
+
+
+def _record(slots: dict[str, torch.Tensor], live: torch.Tensor, token: str, layer: int) -> None:
+    """Combine the amaxes of a call, in one launch, with those that the histories of these slots hold."""
+    casts = {slot: cast for slot, cast in _delayed_casts(token).items() if slot in slots}
+    if not casts:
         return
-    amax = live[_LIVE[slot] : _LIVE[slot] + 1]
     state = context.ambient()
     region, group = (state.region, state.group) if state is not None else (None, None)
     try:
-        scaling.record_compiled(layer, history, slot, amax, cast, region, group)
+        scaling.record_compiled(layer, casts, region, group)
     except MicrofloatError as error:
         _name(error, scaling.numbered(layer))
         raise
+    heads = [slots[slot][:1] for slot in casts]
+    live_of = [live[_LIVE[slot] : _LIVE[slot] + 1] for slot in casts]
+    torch._foreach_maximum_(heads, live_of)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _record_forward_(
+    x_history: torch.Tensor, w_history: torch.Tensor, live: torch.Tensor, token: str, layer: int
+) -> None:  # fmt: skip
+    _record({"x": x_history, "w": w_history}, live, token, layer)
+
+
+def _record_backward_(history: torch.Tensor, live: torch.Tensor, token: str, layer: int) -> None:
+    _record({"dy": history}, live, token, layer)
 
 
 def _calibrate_(
@@ -486,10 +505,6 @@ def _calibrate_(
     group = None if state is None else state.group
     histories = {"x": x_history, "w": w_history}
     scaling.calibrate(scaling.numbered(layer), context.recipe_of(token), x, weight, group, histories)
-
-
-def _is_delayed(cast: Cast | None) -> bool:
-    return cast is not None and isinstance(cast.scaling, Delayed)
 
 
 def _fake_forward(
@@ -526,17 +541,26 @@ def _fake_backward(
 _library.impl("linear_forward", named(_linear_forward), "CompositeExplicitAutograd")
 _library.impl("linear_backward", named(_linear_backward), "CompositeExplicitAutograd")
 _library.impl("draw_seed_for", lambda x: draw_seed(x.device), "CompositeExplicitAutograd")
-_library.impl("record_amax_", _record_amax_, "CompositeExplicitAutograd")
+_library.impl("record_forward_", _record_forward_, "CompositeExplicitAutograd")
+_library.impl("record_backward_", _record_backward_, "CompositeExplicitAutograd")
 _library.impl("check_autocast_", _check_autocast_, "CompositeExplicitAutograd")
 _library.impl("calibrate_", _calibrate_, "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::linear_forward", _fake_forward, lib=_library)
 torch.library.register_fake("microfloat::linear_backward", _fake_backward, lib=_library)
 torch.library.register_fake("microfloat::draw_seed_for", lambda x: x.new_empty(2, dtype=torch.int64), lib=_library)
-torch.library.register_fake("microfloat::record_amax_", lambda *_: None, lib=_library)
+torch.library.register_fake("microfloat::record_forward_", lambda *_: None, lib=_library)
+torch.library.register_fake("microfloat::record_backward_", lambda *_: None, lib=_library)
 torch.library.register_fake("microfloat::check_autocast_", lambda *_: None, lib=_library)
 torch.library.register_fake("microfloat::calibrate_", lambda *_: None, lib=_library)
 refuse_batches(
-    _library, "linear_forward", "linear_backward", "draw_seed_for", "record_amax_", "check_autocast_", "calibrate_"
+    _library,
+    "linear_forward",
+    "linear_backward",
+    "draw_seed_for",
+    "record_forward_",
+    "record_backward_",
+    "check_autocast_",
+    "calibrate_",
 )
 
 

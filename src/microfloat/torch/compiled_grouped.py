@@ -122,7 +122,7 @@ class _CompiledGrouped(torch.autograd.Function):
             )
         )  # fmt: skip
         if records:
-            torch.ops.microfloat.record_amax_(dy_history, gradients.pop(0), token, "dy", number)
+            torch.ops.microfloat.record_backward_(dy_history, gradients.pop(0), token, number)
         made = [gradients.pop(0) if wanted else None for wanted in (wants_dx, wants_dw, wants_db)]
         return (*made, *(None,) * 12)
 

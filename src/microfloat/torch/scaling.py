@@ -381,39 +381,31 @@ def numbered(number: int) -> nn.Module:
     return layer
 
 
-def record_compiled(
-    number: int,
-    history: torch.Tensor,
-    slot: str,
-    amax: torch.Tensor,
-    cast: Cast,
-    region: Region | None,
-    group: Group,
-) -> None:
-    """`record` for compiled code: the layer by number, dy under the region of the layer's latest forward.
+def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, group: Group) -> None:
+    """`note_forward`, or `note_recorded` of dy, for compiled code: the layer by number, what is recorded by slot.
 
-    `amax`: float32 [1], finite.
+    dy belongs to the region of the layer's latest forward.
     """
     layer = numbered(number)
-    if slot == "dy":
+    if "dy" in casts:
         check_kept(layer)
         region, group = _state(layer).compiled or (region, group)
-    elif torch._C._current_graph_task_id() != -1:
+        note_recorded(layer, "dy", casts["dy"], group=group, region=region)
+        return
+    if torch._C._current_graph_task_id() != -1:
         raise NotSupportedError(
             "torch.compile: got a compiled function with layers under delayed scaling that activation checkpointing "
             "runs again, needed the checkpointed part in eager mode. Leave it uncompiled, or call "
             "microfloat.torch.checkpoint inside the compiled function, which ends the graph there."
         )
-    elif region is None or region.closed:
+    if region is None or region.closed:
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
             "enclosing one, because its exit is what updates the scales. Call the compiled function inside "
             "`with autocast():`."
         )
-    else:
-        _state(layer).compiled = (region, group)
-    torch.maximum(history[:1], amax, out=history[:1])
-    note_recorded(layer, slot, cast, group=group, region=region)
+    _state(layer).compiled = (region, group)
+    note_forward(layer, casts.get("x"), casts.get("w"), group=group, region=region)
 
 
 def _key(job: Job) -> Key:
