@@ -106,6 +106,7 @@ def lowered(recipe, platform, batch=False, inside=False):
 def main(what):
     if what in ("reason", "another triton"):  # several CPU devices stand for several GPUs
         pretend(local=what != "reason")
+        kernels.SEEN_ON_SEVERAL_DEVICES = what != "reason"
         if what == "another triton":
             compile_ptx = triton.compile
 

@@ -394,6 +394,27 @@ def test_transformations_with_kernels(small):
     assert relative_error(remat.astype(jnp.float32), plain.astype(jnp.float32)) < ROUNDED
 
 
+@pytest.mark.skipif(not HAS_GPU or jax.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4", "nvfp4_2d"])
+def test_shards_that_jit_cuts(small, name):
+    """Features D13 on GPUs: the kernels cast shards where they lie, to the bytes of the whole matrix."""
+    small.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", True)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+    x = spread_values((512, 1024), "bfloat16", 4)
+    quantize = jax.jit(lambda x: mj.quantize(x, name, axis=(-1, -2)))
+    for spec in (("data", None), (None, "data"), (None, None)):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        placed = jax.device_put(x, sharding)
+        compiled = quantize.lower(placed).compile()
+        assert "triton_kernel_call" in compiled.as_text()
+        assert "all-gather" not in compiled.as_text()
+        for axis, q in zip((-1, -2), compiled(placed), strict=True):
+            expected = oracle(x, as_cast(name), axis, 0)
+            assert np.asarray(q.codes).tobytes() == expected.codes.tobytes(), (spec, axis)
+            assert np.asarray(q.scale).tobytes() == expected.scale.tobytes(), (spec, axis)
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_overflow_of_dy_shows_where_kernels_cast(small, name):

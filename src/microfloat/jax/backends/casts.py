@@ -4,6 +4,7 @@ x_RC is a matrix as it lies in memory. Its *row* operand contracts C, its *colum
 transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.md, "What casts on a GPU".
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from microfloat.chips import Chip
-from microfloat.jax.backends import cuda, gemms, kernels, reference
+from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
@@ -89,7 +90,10 @@ def cast_both(
         first = cast_both(x_RC, row, None, inputs, axes=axes, records=records, backend=backend)
         return first._replace(column=cast_both(x_RC, None, column, inputs, axes=axes, backend=backend).column)
     static = _Static(row, column, axes, records, chip)
-    return _on_either(static)(x_RC, inputs._replace(batch=None)) if by_kernel else _by_xla(static, x_RC, inputs)
+    if not by_kernel:
+        return _by_xla(static, x_RC, inputs)
+    on_device = _on_either if kernels.is_local() else _on_shards
+    return on_device(static)(x_RC, inputs._replace(batch=None))
 
 
 def _together(row: Cast, column: Cast, *, by_kernel: bool) -> bool:
@@ -119,6 +123,12 @@ def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
 @lru_cache(maxsize=1024)
 def _on_either(static: _Static) -> Callable[[Array, CastInputs], Operands]:
     return kernels.on_either(partial(_by_triton, static), partial(_by_xla, static))
+
+
+@lru_cache(maxsize=1024)
+def _on_shards(static: _Static) -> Callable[[Array, CastInputs], Operands]:
+    unit = math.lcm(*(shards.unit_of(one.cast) for one in (static.row, static.column) if one is not None))
+    return shards.on_shards(lambda axes: _on_either(static._replace(axes=axes)), partial(_by_xla, static), unit)
 
 
 def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:

@@ -1,8 +1,8 @@
 """The kernels of `microfloat.kernels` in JAX: what may call one, and calling one from inside an XLA program.
 
-Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, or inside shard_map
-(over several devices they wait for `SEEN_ON_SEVERAL_DEVICES`). XLA would gather what it has sharded before it calls a
-kernel it knows nothing about.
+Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, inside shard_map;
+and the shards of matrices that jit has cut into whole blocks (`shards`). Over several devices both wait for
+`SEEN_ON_SEVERAL_DEVICES`.
 
 jaxlib starts a kernel of Triton from inside an XLA program (the foreign function `triton_kernel_call_ffi`, which its
 own Pallas uses). It takes the kernel's PTX, its grid, and one entry per parameter: arrays, inputs before outputs, and
@@ -25,11 +25,12 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from microfloat.jax.backends import cuda
+from microfloat.jax.backends.shards import why_not_whole
 from microfloat.jax.transformations import in_common_variance, like_in_variance
 from microfloat.passes import family_of
 from microfloat.recipes import Cast
 
-__all__ = ["Output", "call", "is_local", "on_either", "why_no_kernel", "why_none_here", "why_unavailable"]
+__all__ = ["Output", "call", "is_local", "is_sharded", "on_either", "why_no_kernel", "why_none_here", "why_unavailable"]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
@@ -45,7 +46,7 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
         return "no CUDA device"
     if missing := why_unavailable(capability):
         return missing
-    if not is_local():
+    if not (is_local() or is_sharded()):
         return "several devices or a mesh: XLA shards its own operations only"
     return _why_too_small(shape)
 
@@ -66,6 +67,8 @@ def why_no_kernel(
         return "backend='reference'"
     if reason := _why_too_small(shape) if elsewhere else why_none_here(shape):
         return reason
+    if not elsewhere and not is_local() and (reason := why_not_whole(cast, shape)):
+        return reason
     family, refusal = family_of(cast)
     if refusal:
         return f"no kernel for {refusal}"
@@ -80,6 +83,12 @@ def is_local() -> bool:
     if mesh.size == 1:
         return True
     return SEEN_ON_SEVERAL_DEVICES and all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def is_sharded() -> bool:
+    """True if jit may cut arrays over several devices by itself where this is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return SEEN_ON_SEVERAL_DEVICES and not is_local() and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
