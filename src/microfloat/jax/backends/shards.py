@@ -125,5 +125,5 @@ def _rule(operands: Sequence[tuple[int, ...]], x: int, unit: int, results: Any) 
     pairs = zip(jax.tree.leaves(results), _letters(results), strict=True)
     made = tuple(mapping(leaf.shape, letters) for leaf, letters in pairs)
     alone = {part for one in (*given, *made) for part in one if isinstance(part, str)}
-    known = {name: size for name, size in {**units, **sizes}.items() if name not in alone}
+    known: Any = {name: size for name, size in {**units, **sizes}.items() if name not in alone}
     return SdyShardingRule(given, made, **known)
