@@ -285,15 +285,13 @@ def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> 
     """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
     rows, columns = out.shape
     fmt, kernels, element = matrix.format, _kernels(), matrix.format.element
-    bits = 8 * matrix.codes.shape[1] // max(columns, 1) if element.bits == 6 else element.bits
+    bits = 8 if element.bits == 6 and matrix.codes.shape[1] == columns else element.bits
     tile = (fmt.block[0] or rows or 1, fmt.block[1] or columns or 1)
     outer = np.ones((1, 1), _F32) if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
 
     def work(band: slice) -> None:
-        scales = (
-            matrix.scale if fmt.block[0] is None else matrix.scale[band.start // tile[0] : -(-band.stop // tile[0])]
-        )
-        scales = scale_values(scales, fmt)
+        tiles = slice(None) if fmt.block[0] is None else slice(band.start // tile[0], -(-band.stop // tile[0]))
+        scales = scale_values(matrix.scale[tiles], fmt)
         if matrix.inner is not None:
             scales = scales * (matrix.inner[band] if matrix.inner.size > 1 else matrix.inner)
         codes, target, level = matrix.codes[band], out[band], outer[band] if len(outer) > 1 else outer
