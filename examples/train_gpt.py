@@ -56,12 +56,16 @@ class Trainer(Training):
         self.model.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
         self.model.to(options.device)
         self.place_recipe()
+        self.distribute()
         if options.compile:
             self.model.compile(fullgraph=True)
         parameters = list(self.model.parameters())
         matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay}
         others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
         self.optimizer = torch.optim.AdamW([matrices, others], options.lr, betas=(0.9, 0.95))
+
+    def distribute(self) -> None:
+        """Divide the model over processes, before its optimizer is made: here there is one."""
 
     def place_recipe(self) -> None:
         """Swap the blocks' nn.Linear for quantized ones, or from `bf16_from_step` on back again.
@@ -122,7 +126,7 @@ class Trainer(Training):
         Also the call seed where something is stochastic, and the scales of delayed scaling. The step is computed once
         more on a copy of the model, so the training does not notice. In the baseline they are those of the same layers.
         """
-        twin = copy.deepcopy(self.model)
+        twin = self.twin()
         layers = {name: layer for name, layer in twin.named_modules() if isinstance(layer, nn.Linear)}
         layers = {name: layer for name, layer in layers.items() if self.options.has_recipe(name)}
         found: dict[str, Arrays] = {name: {} for name in layers}
@@ -151,6 +155,10 @@ class Trainer(Training):
         for name, layer in layers.items():
             found[name]["dw"] = matrix(layer.weight.grad)
         return found
+
+    def twin(self) -> GPT:
+        """A copy of the model, to compute a step more on."""
+        return copy.deepcopy(self.model)
 
     def dump(self) -> bytes:
         """Everything that the rest of the run depends on."""

@@ -40,7 +40,7 @@ NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
 # What the losses do not depend on.
 NO_SETTINGS = (
     "device", "gpu", "folder", "runs", "recipe", "ablate", "jobs", "name", "out", "resume", "checkpoint_every",
-    "initial_weights", "export_weights", "export_model", "record", "watch",
+    "initial_weights", "export_weights", "export_model", "record", "watch", "dp", "tp", "low_precision_gather",
 )  # fmt: skip
 
 
@@ -98,14 +98,17 @@ class Options(argparse.Namespace):
 
 
 def parse_options(
-    arguments: list[str] | None, program: str, find_device: Callable[[str], tuple[Any, str, Any]], divides_cores: bool
-) -> Options:
+    arguments: list[str] | None, program: str, find_device: Callable[[str], tuple[Any, str, Any]], divides_cores: bool,
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Options:  # fmt: skip
     """Parse and check the command line. Raises InvalidValueError whose message names the flag.
 
     ``find_device(name)`` is the framework's: device, "cpu" or "cuda", and the GPU's name. `divides_cores`: several
-    processes of the framework can have a core of a CPU each.
+    processes of the framework can have a core of a CPU each. `add_flags`: adds those of one example alone.
     """
     parser = make_parser(program)
+    if add_flags is not None:
+        add_flags(parser)
     parser.set_defaults(**PRESETS[parser.parse_args(arguments).preset])
     options = parser.parse_args(arguments, Options())
     for names, (holds, needed) in NEEDED.items():

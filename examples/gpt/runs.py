@@ -33,6 +33,15 @@ class Training:
     ``load(bytes)``, all that the rest of the run depends on.
     """
 
+    writes = True  # the files and the console; of several processes that train one model, one does
+    launcher: tuple[str, ...] | None = None  # what starts the script, if not this Python
+    patience = 0.0  # seconds after a Ctrl-C in which another one is taken for the same
+
+    @staticmethod
+    def first(function: Callable[[], None]) -> None:
+        """Call it in the process that writes, before the others go on; all raise what it raises."""
+        function()
+
     def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
         self.name, self.recipe, self.options, self.corpus = name, options.runs[name], options, corpus
         self.step, self.result, self.file = 0, Result(), options.checkpoint(name)
@@ -41,7 +50,7 @@ class Training:
         """The weights to start from, in place of the model's own; writes --export-weights."""
         if self.options.initial_weights is not None:
             weights = load_weights(self.options.initial_weights, weights)
-        if self.options.export_weights is not None and self.name == BASELINE:
+        if self.options.export_weights is not None and self.name == BASELINE and self.writes:
             save_arrays(self.options.export_weights, weights)
         if self.name == BASELINE_AGAIN:  # a bfloat16 has eight bits
             noise = np.random.default_rng(self.options.seed)
@@ -77,7 +86,9 @@ class Training:
             result.final_heldout = float(np.average(losses, weights=[len(tokens_BT) for tokens_BT in batches]))
             if options.export_model is not None and self.name == [*options.runs][-1]:
                 sizes = {name: getattr(options, name) for name in ("dim", "layers", "heads", "hidden", "context")}
-                save_model(options.export_model, self.weights(), {"model_type": "gpt_of_bytes", **sizes})
+                weights = self.weights()
+                if self.writes:
+                    save_model(options.export_model, weights, {"model_type": "gpt_of_bytes", **sizes})
         self.save()
         return result
 
@@ -89,7 +100,9 @@ class Training:
         """Write the checkpoint; the data position is the step (gpt/data.py)."""
         settings = self.options.settings(self.name, self.corpus.digest)
         facts = {"settings": settings, "environment": report.environment(self.options), "step": self.step}
-        save_checkpoint(self.file, {**facts, "result": asdict(self.result)}, self.dump())
+        state = self.dump()
+        if self.writes:
+            save_checkpoint(self.file, {**facts, "result": asdict(self.result)}, state)
 
     def restore(self) -> None:
         """Continue where the checkpoint was written."""
@@ -149,17 +162,21 @@ def train_side_by_side(kind: type, options: Options, corpus: Corpus, caught: lis
         raise MicrofloatError(f"--jobs {options.jobs}: a training process died. Try --jobs 1.") from error
 
 
-def train_all(kind: type, options: Options, corpus: Corpus, console: Console) -> tuple[Results, list[int]]:
+def train_all(kind: Any, options: Options, corpus: Corpus, console: Console) -> tuple[Results, list[int]]:
     """Results of the runs that were begun, and the signal that stopped them, if any.
 
     The first Ctrl-C (or SIGTERM) is granted between two steps; the second one is final.
     """
     caught: list[int] = []
+    since = 0.0
 
     def note(number: int, _: Any) -> None:
-        if caught:
+        nonlocal since
+        if not caught:
+            caught.append(number)
+            since = time.monotonic()
+        elif time.monotonic() - since >= kind.patience:
             raise KeyboardInterrupt
-        caught.append(number)
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -214,11 +231,15 @@ def check_checkpoints(options: Options, corpus: Corpus, console: Console) -> Non
             console.print(f"{name}: the checkpoint was made under {facts['environment']}: last bits may differ.")
 
 
-def compare(kind: type, options: Options, console: Console) -> int:
+def compare(kind: Any, options: Options, console: Console) -> int:
     """Train every run and report. Returns the exit status: 0, or 128 + signal when it was stopped."""
     corpus = load_corpus(options.corpus_bytes)
-    check_outputs(options)
-    check_checkpoints(options, corpus, console)
+
+    def check() -> None:
+        check_outputs(options)
+        check_checkpoints(options, corpus, console)
+
+    kind.first(check)
     console.print(
         f"{options.parameters / 1e6:.2f} million parameters on {options.device}, {options.steps} steps of "
         f"{options.batch} x {options.context} bytes; text: {corpus.files} files of Python's standard library, "
@@ -232,24 +253,25 @@ def compare(kind: type, options: Options, console: Console) -> int:
         console.print(kind.prepare_cuda())
     results, caught = train_all(kind, options, corpus, console)
     complete = len(results) == len(options.runs) and all(result.finished for result in results.values())
-    report.write(options, corpus, results, complete, console)
+    if kind.writes:
+        report.write(options, corpus, results, complete, console)
     if complete or not caught:
         return 0
-    again = command_to_resume(sys.argv, options.resume)
+    again = command_to_resume(sys.argv, options.resume, kind.launcher)
     console.print(f"Stopped. To continue with the same losses: {again}", markup=False, soft_wrap=True)
     return 128 + caught[0]
 
 
-def command_to_resume(arguments: list[str], resumed: bool) -> str:
+def command_to_resume(arguments: list[str], resumed: bool, launcher: tuple[str, ...] | None = None) -> str:
     """The command line that continues this run, with the interpreter that runs it: `make demo` has one of its own."""
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    return shlex.join([str(python), *arguments, *([] if resumed else ["--resume"])])
+    return shlex.join([*(launcher or [str(python)]), *arguments, *([] if resumed else ["--resume"])])
 
 
-def run_command(kind: type, parse: Callable[[], Options]) -> int:
+def run_command(kind: Any, parse: Callable[[], Options]) -> int:
     """Run the command line; errors of the user's own become one message and exit status 2."""
-    console = Console()
+    console = Console(quiet=not kind.writes)
     try:
         return compare(kind, parse(), console)
     except KeyboardInterrupt:

@@ -1,0 +1,228 @@
+"""Train the transformer of train_gpt.py on several GPUs, or in several processes on a CPU: FSDP2, and tensor parallel.
+
+    torchrun --nproc-per-node 2 examples/train_fsdp.py --recipe mxfp8              # every rank has half of each batch
+    torchrun --nproc-per-node 2 examples/train_fsdp.py --recipe fp8_current --low-precision-gather
+    torchrun --nproc-per-node 8 examples/train_fsdp.py --preset 124m --tp 2 --dp 4
+    torchrun --nproc-per-node 4 examples/train_fsdp.py --resume                    # after Ctrl-C on any number of ranks
+
+Model, text, batches, recipes and table are those of train_gpt.py, and so are the losses, but for the order of sums: the
+ranks share every batch. Parameters and optimizer are float32 shards; the matrices of a block are gathered in bfloat16,
+or as the codes and scales of the recipe, and everything else in float32. Rank 0 writes the files. They hold the whole
+model, so that another number of ranks reads them; a model that no rank can hold saves its shards with
+torch.distributed.checkpoint instead.
+"""
+
+import argparse
+import datetime
+import io
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import train_gpt
+from gpt import options as gpt_options
+from gpt.model import GPT
+from gpt.options import Options
+from gpt.report import Result
+from gpt.runs import run_command
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+import microfloat.torch as mf
+from microfloat.errors import MicrofloatError, invalid_value
+from microfloat.torch.distributed import (
+    ColwiseParallel,
+    RowwiseParallel,
+    check_ranks,
+    low_precision_all_gather,
+    named_failures,
+    precompute_scales,
+)
+
+TIMEOUT = datetime.timedelta(minutes=5)  # of a rank that waits for another one
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets these two
+RANK = int(os.environ.get("RANK", "0"))
+# Flags of train_gpt.py that only one process can follow.
+ONE_PROCESS = ("compile", "watch", "record")
+# Results are gathered from the ranks of a column-parallel matrix, since q, k and v of a head lie far apart in its rows.
+TENSOR_PARALLEL = {
+    "qkv": partial(ColwiseParallel, output_layouts=Replicate()),
+    "out": partial(RowwiseParallel, input_layouts=Replicate()),
+    "gate_up": partial(ColwiseParallel, output_layouts=Replicate()),
+    "down": partial(RowwiseParallel, input_layouts=Replicate()),
+}
+
+
+class Trainer(train_gpt.Trainer):
+    """One run over all ranks."""
+
+    program = "train_fsdp.py"
+    writes = RANK == 0
+    launcher = ("torchrun", "--nproc-per-node", str(WORLD)) if WORLD > 1 else None
+    patience = 20.0  # torchrun sends a second signal after that of the terminal
+
+    @staticmethod
+    def first(function: Any) -> None:
+        """Call it on rank 0, before the others go on; all raise what it raises."""
+        failed: list[MicrofloatError | None] = [None]
+        if RANK == 0:
+            try:
+                function()
+            except MicrofloatError as error:
+                failed[0] = error
+        dist.broadcast_object_list(failed)
+        if failed[0] is not None:
+            raise failed[0]
+
+    def distribute(self) -> None:
+        """Divide matrices over the `--tp` ranks of a group, then every parameter over the `--dp` ranks."""
+        options = self.options
+        check_ranks(self.model)
+        self.mesh = init_device_mesh(options.device_type, (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
+        self.part = self.mesh["dp"].get_local_rank()
+        if options.tp > 1:
+            for block in self.model.blocks:
+                parallelize_module(block, self.mesh["tp"], {name: make() for name, make in TENSOR_PARALLEL.items()})
+        if options.low_precision_gather and options.dp > 1:
+            low_precision_all_gather(self.model)
+        for block in self.model.blocks:
+            matrices = [getattr(block, name) for name in TENSOR_PARALLEL]
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(matrices, mesh=self.mesh["dp"], mp_policy=policy)
+        fully_shard(self.model, mesh=self.mesh["dp"])
+
+    def train(self, stopped: Any, show: Any) -> Result:
+        """As every run; all ranks stop after the same step."""
+        self.is_asked, self.stops = stopped, False
+        return super().train(lambda: self.stops, show)
+
+    def batch(self) -> np.ndarray:
+        """This rank's windows of the step's batch."""
+        return super().batch()[self.part :: self.options.dp]
+
+    def train_step(self) -> float:
+        """One step; the mean loss of all ranks."""
+        loss = super().train_step()
+        if self.options.low_precision_gather:
+            precompute_scales(self.model)
+        told = torch.tensor([loss, float(bool(self.is_asked()))], device=self.options.device)
+        dist.all_reduce(told)
+        self.stops = told[1].item() > 0
+        return told[0].item() / WORLD
+
+    def twin(self) -> GPT:
+        """The whole model on every rank, with the same weights and scales."""
+        with torch.random.fork_rng([self.options.device] if self.options.device_type == "cuda" else []):
+            model = GPT(self.options).to(self.options.device)
+        if self.recipe is not None:
+            mf.convert(model, self.options.placement(self.recipe))
+        model.load_state_dict(whole(self.model.state_dict()))
+        return model
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The whole parameters as they are now."""
+        return {name: tensor.cpu().numpy() for name, tensor in whole(mf.plain_state_dict(self.model)).items()}
+
+    def dump(self) -> bytes:
+        """Everything that the rest of the run depends on, whole; the generators of all ranks are in one state."""
+        mf.update_scaling(self.model)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
+        state = {"model": model, "optimizer": optimizer, "cpu_generator": torch.get_rng_state()}
+        if self.options.device_type == "cuda":
+            state["cuda_generator"] = torch.cuda.get_rng_state(self.options.device)
+        torch.save(state, buffer := io.BytesIO())
+        return buffer.getvalue()
+
+    def load(self, dumped: bytes) -> None:
+        """Continue where `dump` was called, maybe on another number of ranks; no code in the bytes is run."""
+        state = torch.load(io.BytesIO(dumped), map_location=self.options.device, weights_only=True)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
+        )  # fmt: skip
+        torch.set_rng_state(state["cpu_generator"].cpu())
+        if self.options.device_type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_generator"].cpu(), self.options.device)
+
+
+def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with every sharded tensor gathered; all ranks call it."""
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def find_device(name: str) -> tuple[torch.device, str, str | None]:
+    """This rank's device, its type and the GPU's name; "auto" is CUDA where every rank of the host has a GPU."""
+    local, per_host = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.device_count() >= per_host else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    return train_gpt.find_device(name)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this example alone."""
+    parser.add_argument("--dp", type=int, metavar="N", help="ranks that share a batch, and the parameters (default: "
+        "all, divided by --tp)")  # fmt: skip
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix (default: 1)")
+    parser.add_argument("--low-precision-gather", action="store_true", help="gather weights as codes and scales of the "
+        "recipe, where their shards allow it")  # fmt: skip
+
+
+def parse_options(arguments: list[str] | None) -> Options:
+    """Parse and check the command line. Raises InvalidValueError whose message names the flag."""
+    options = gpt_options.parse_options(arguments, Trainer.program, find_device, False, add_flags)
+    for name in ONE_PROCESS:
+        if getattr(options, name):
+            raise invalid_value(f"--{name}", getattr(options, name), "nothing", "train_gpt.py has it, on one device.")
+    if options.bf16_from_step < options.steps:
+        needed = "--last-in blocks: sharded layers keep their recipe"
+        raise invalid_value("--last-in", options.last_in, needed)
+    if options.tp < 1 or WORLD % options.tp:
+        raise invalid_value("--tp", options.tp, f"a divisor of the number of ranks, {WORLD}")
+    options.dp = WORLD // options.tp if options.dp is None else options.dp
+    if options.dp * options.tp != WORLD:
+        needed = f"{WORLD // options.tp}: --dp times --tp is the number of ranks, {WORLD}"
+        raise invalid_value("--dp", options.dp, needed, "torchrun --nproc-per-node sets that number.")
+    if options.batch % options.dp:
+        raise invalid_value("--batch", options.batch, f"a multiple of --dp, {options.dp}")
+    if options.tp > 1 and (options.dim % options.tp or options.hidden % options.tp):
+        raise invalid_value("--tp", options.tp, f"a divisor of --dim, {options.dim}, and of --hidden, {options.hidden}")
+    return options
+
+
+def begin_group(device_type: str) -> None:
+    """Join the ranks that torchrun has started; without it, a world of one."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+
+    def parse() -> Options:
+        options = parse_options(arguments)
+        begin_group(options.device_type)
+        return options
+
+    try:
+        with named_failures():
+            return run_command(Trainer, parse)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

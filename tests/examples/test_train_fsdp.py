@@ -1,0 +1,127 @@
+"""The training over several ranks: the losses of one process, flags, interruption, another number of ranks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+import train_fsdp  # noqa: E402
+
+from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+WHY_SLOW = "examples: training over processes that torchrun starts"
+
+
+def command(out: Path, more: str, ranks: int) -> list[str]:
+    """The command line of a small run over so many ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(ROOT / "examples" / "train_fsdp.py"), *arguments(out, more)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def launch(out: Path, more: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    """Run it to its end."""
+    return subprocess.run(
+        command(out, more, ranks), env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_a_world_of_one_trains_without_torchrun(tmp_path):
+    """features D9 and D12: bf16 is train_gpt.py's to the bit; a recipe's first loss too, then dw is in bfloat16."""
+    flags = "--recipe mxfp8 --steps 3"
+    assert train(tmp_path / "ranks", f"{flags} --low-precision-gather", "train_fsdp") == 0
+    assert train(tmp_path / "one", flags) == 0
+    for name in ("bf16", "mxfp8"):
+        ours, theirs = losses(tmp_path / "ranks", name), losses(tmp_path / "one", name)
+        assert ours["train_loss"][0] == theirs["train_loss"][0]
+        assert ours["final_heldout"] == pytest.approx(theirs["final_heldout"], abs=1e-3)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "message"),
+    [
+        ("--tp 3", 4, "--tp: got 3, needed a divisor of the number of ranks, 4"),
+        ("--dp 3 --tp 2", 4, "--dp: got 3, needed 2: --dp times --tp is the number of ranks, 4"),
+        ("--batch 3", 2, "--batch: got 3, needed a multiple of --dp, 2"),
+        ("--watch 2", 1, "--watch: got 2, needed nothing. train_gpt.py has it, on one device."),
+        ("--last-fraction-bf16 0.5", 1, "--last-in: got steps, needed --last-in blocks"),
+        ("--jobs 2", 1, "--jobs: got 2, needed 1"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(tmp_path, capsys, monkeypatch, flags, world, message):
+    monkeypatch.setattr(train_fsdp, "WORLD", world)
+    assert train(tmp_path, flags, "train_fsdp") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow(WHY_SLOW)
+def test_two_ranks_train_as_one_in_either_gather(tmp_path):
+    """The first loss is the mean of both halves of the batch; what is gathered in codes changes no bit."""
+    flags = "--recipe mxfp8,delayed,nvfp4 --batch 4 --steps 4"
+    assert train(tmp_path / "one", flags, "train_fsdp") == 0
+    for name, more in (("two", ""), ("low", "--low-precision-gather")):
+        assert launch(tmp_path / name, f"{flags} {more}").returncode == 0
+    for recipe in ("bf16", "mxfp8", "delayed", "nvfp4"):
+        one, two = losses(tmp_path / "one", recipe), losses(tmp_path / "two", recipe)
+        assert losses(tmp_path / "low", recipe) == two
+        assert two["train_loss"][0] == pytest.approx(one["train_loss"][0], abs=1e-2 if recipe == "nvfp4" else 1e-5)
+        assert two["final_heldout"] == pytest.approx(one["final_heldout"], abs=2e-2)
+
+
+@pytest.mark.slow(WHY_SLOW)
+def test_ctrl_c_leaves_a_checkpoint_that_another_number_of_ranks_continues(tmp_path):
+    flags = "--recipe delayed --batch 4 --steps 4000 --checkpoint-every 1000"
+    process = subprocess.Popen(
+        command(tmp_path, flags, 2), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "small" / "checkpoints" / "bf16.zip").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert "To continue with the same losses: torchrun --nproc-per-node 2" in output, output
+    done = len(results(tmp_path)["recipes"]["bf16"]["train_loss"])
+    assert 1000 <= done < 4000
+    resumed = launch(tmp_path, f"{flags} --resume", ranks=1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert results(tmp_path)["complete"]
+    assert re.search(r"delayed +\d", resumed.stdout)
+
+
+@pytest.mark.slow(WHY_SLOW)
+def test_a_rank_that_dies_is_named(tmp_path):
+    """Killed from outside in the middle of a run; the other rank's message names it."""
+    process = subprocess.Popen(
+        command(tmp_path, "--recipe bf16 --batch 4 --steps 100000 --checkpoint-every 20", 2), env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "small" / "checkpoints" / "bf16.zip").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if not children.exists():
+            pytest.skip("this system does not list the children of a process")
+        os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+        output = process.communicate(timeout=90)[0]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "exitcode  : -9" in output or "Signal 9" in output, output
