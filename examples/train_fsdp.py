@@ -17,6 +17,7 @@ import datetime
 import io
 import os
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -84,10 +85,13 @@ class Trainer(train_gpt.Trainer):
     def distribute(self) -> None:
         """Divide matrices over the `--tp` ranks of a group, then every parameter over the `--dp` ranks."""
         options = self.options
+        self.foreach = False if options.tp > 1 else None  # in one call torch takes parameters of one mesh
         check_ranks(self.model)
         self.mesh = init_device_mesh(options.device_type, (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
         self.part = self.mesh["dp"].get_local_rank()
         if options.tp > 1:
+            # Of results that are changed in place, which no block does.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             for block in self.model.blocks:
                 parallelize_module(block, self.mesh["tp"], {name: make() for name, make in TENSOR_PARALLEL.items()})
         if options.low_precision_gather and options.dp > 1:
@@ -97,6 +101,14 @@ class Trainer(train_gpt.Trainer):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             fully_shard(matrices, mesh=self.mesh["dp"], mp_policy=policy)
         fully_shard(self.model, mesh=self.mesh["dp"])
+
+    def clip_gradients(self) -> None:
+        """As in one process; torch's own function takes gradients of one mesh, and those of matrices have two axes."""
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        norms = torch.stack([torch.linalg.vector_norm(grad).full_tensor() for grad in grads])
+        factor = (1.0 / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.to_local().mul_(factor)
 
     def train(self, stopped: Any, show: Any) -> Result:
         """As every run; all ranks stop after the same step."""

@@ -47,6 +47,7 @@ class Trainer(Training):
     """One run in torch."""
 
     program = "train_gpt.py"
+    foreach: bool | None = None  # of the optimizer
 
     def __init__(self, name: str, options: Options, corpus: Corpus) -> None:
         super().__init__(name, options, corpus)
@@ -62,7 +63,7 @@ class Trainer(Training):
         parameters = list(self.model.parameters())
         matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay}
         others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
-        self.optimizer = torch.optim.AdamW([matrices, others], options.lr, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW([matrices, others], options.lr, betas=(0.9, 0.95), foreach=self.foreach)
 
     def distribute(self) -> None:
         """Divide the model over processes, before its optimizer is made: here there is one."""
@@ -106,10 +107,14 @@ class Trainer(Training):
             group["lr"] = self.options.learning_rate(self.step)
         loss = self.loss(self.batch())
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+    def clip_gradients(self) -> None:
+        """Scale all gradients down where their norm is above 1."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def held_out_loss(self, tokens_BT: np.ndarray) -> float:
         """The loss alone."""
