@@ -58,7 +58,13 @@ def test_nan_where_the_reference_is_finite_is_a_problem(microfloat, pair, tmp_pa
     write(tmp_path / "b.safetensors", {"other.weight": broken})
     done = microfloat("diff", a, tmp_path / "b.safetensors", "--layers", "other", "--json")
     assert done.code == 1
-    assert "NaN" in done.json["tensors"][0]["problem"]
+    (row,) = done.json["tensors"]
+    assert "NaN" in row["problem"]
+    assert row["max_abs"] == "nan"
+    done = microfloat("diff", tmp_path / "b.safetensors", a, "--layers", "other", "--json")  # the other way round
+    assert done.code == 1
+    assert done.json["tensors"][0]["problem"].startswith("B differs where A has NaN or infinity")
+    assert microfloat("diff", tmp_path / "b.safetensors", tmp_path / "b.safetensors").code == 0
 
 
 def test_the_first_differing_byte_of_packed_codes(microfloat, tmp_path):
@@ -135,6 +141,7 @@ def test_a_quantized_copy_against_its_original_with_a_picture(microfloat, tmp_pa
         (["A", "OTHER"], "tensors of the same names"),
         (["A", "A", "--layers", "nothere"], "--layers"),
         (["A", "A", "--bytes", "--threshold-db", "3"], "--threshold-db"),
+        (["A", "A", "--threshold-db", "nan"], "finite"),
         (["A", "A", "--plot", "x"], "--plot"),
     ],
 )

@@ -134,7 +134,7 @@ def _gemms(text: str) -> dict[str, Gemm]:
         elif name in FORMATS:
             found[name] = Gemm(Cast(FORMATS[name]), Cast(FORMATS[name]))
         else:
-            raise unknown_name("--formats", name, [*RECIPES, *FORMATS])
+            raise unknown_name("--formats", name, list(dict.fromkeys([*RECIPES, *FORMATS])))
     if not found:
         raise invalid_value("--formats", repr(text), f"names such as {DEFAULT_FORMATS}")
     return found

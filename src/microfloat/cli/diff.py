@@ -72,6 +72,8 @@ def diff(
     if compare_bytes and (plot is not None or threshold_db is not None):
         option = "--plot" if plot is not None else "--threshold-db"
         raise invalid_value(option, "it together with --bytes", "one of them", "Compare values without --bytes.")
+    if threshold_db is not None and not math.isfinite(threshold_db):
+        raise invalid_value("--threshold-db", threshold_db, "a finite number")
     pattern = layers_pattern(layers)
     first = load(local(a, hub, "A"), pattern=pattern, strict=False)
     second = load(local(b, hub, "B"), pattern=pattern, strict=False)
@@ -114,8 +116,8 @@ def _values(
             advance(0, name)
             rows.append(_compared(name, first[name], second[name], counts if plot is not None else None, threshold))
             advance(1)
-    equal = [row for row in rows if row["sqnr_db"] == math.inf]
-    others = sorted((row for row in rows if row["sqnr_db"] != math.inf), key=_badness)
+    equal = [row for row in rows if row["sqnr_db"] == math.inf and not row["problem"]]
+    others = sorted((row for row in rows if row["sqnr_db"] != math.inf or row["problem"]), key=_badness)
     output.put(tensors=rows, threshold_db=threshold)
     if others:
         output.table(None, others[:_MOST_LINES], _COLUMNS, "Tensors of B against A, the worst first")
@@ -138,7 +140,7 @@ def _values(
 
 def _badness(row: dict[str, Any]) -> tuple[int, float]:
     value = row["sqnr_db"]
-    return (0, 0.0) if value is None or math.isnan(value) else (1, value)
+    return (0, 0.0) if value is None or not math.isfinite(value) else (1, value)
 
 
 def _compared(
@@ -153,13 +155,15 @@ def _compared(
     if problem is not None:
         return row | {"problem": str(problem)}
     signal = noise = largest = 0.0
+    others = 0
     for x, y in _windows(a, b):
         finite = np.isfinite(x)
         row["non_finite"] += int(x.size - finite.sum())
-        error = np.where(finite, y.astype(np.float64) - x, 0.0)
+        others += int(np.count_nonzero(~finite & (x != y) & ~(np.isnan(x) & np.isnan(y))))
+        error = np.subtract(y, x, dtype=np.float64, where=finite, out=np.zeros(x.shape))
         signal += float(np.square(x, dtype=np.float64, where=finite, out=np.zeros(x.shape)).sum())
         noise += float(np.square(error).sum())
-        largest = max(largest, float(np.abs(error).max(initial=0.0)))
+        largest = float(np.maximum(largest, np.abs(error).max(initial=0.0)))  # NaN where there is one
         if counts is not None:
             counts.add(x[finite], error[finite])
     row |= {"max_abs": largest, "relative": math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)}
@@ -171,6 +175,8 @@ def _compared(
         row["sqnr_db"] = math.nan
     if not math.isfinite(noise):
         row["problem"] = "B has NaN or infinity where A is finite"
+    elif others:
+        row["problem"] = f"B differs where A has NaN or infinity, in {others} of its elements"
     elif threshold is not None and not row["sqnr_db"] >= threshold:
         row["problem"] = f"below {threshold:g} dB"
     return row

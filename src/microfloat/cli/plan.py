@@ -1,6 +1,7 @@
 """`microfloat plan`: a format for each layer, by SQNR, under a budget of bits; written as a Placement."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,8 @@ def plan(
     from microfloat.checkpoint._modules import fused_group, is_kept, module_of
     from microfloat.cli.survey import chosen_formats, survey
 
+    if not 0 < bits < math.inf:
+        raise invalid_value("--bits", bits, "a finite number > 0")
     names = [name.strip().lower() for name in format.split(",")]
     formats = chosen_formats(",".join(name for name in names if name != _PLAIN))
     for fmt in formats:
