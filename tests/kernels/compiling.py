@@ -20,7 +20,7 @@ class _NamedTarget:
         self.capability = capability
 
     def get_current_device(self):
-        return 0
+        return self.capability  # a device of its own, since compiled kernels are kept by device
 
     def get_current_stream(self, device=None):
         return 0
