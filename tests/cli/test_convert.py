@@ -104,6 +104,15 @@ def test_ctrl_c_tells_how_to_go_on(microfloat, model, convert, monkeypatch):
     assert "nothing was left behind" in microfloat("convert", model, "out.safetensors", "--to", "bf16").err
 
 
+def test_ctrl_c_while_the_weights_are_measured(microfloat, model, convert):
+    def stop(progress):
+        progress(position(4, shard=0, shards=0))
+        raise KeyboardInterrupt
+
+    convert(stop)
+    assert "stopped: before writing" in microfloat("convert", model, "out", "--to", "ct:nvfp4").err
+
+
 def test_no_space_is_the_environments_fault_and_a_bad_result_a_finding(microfloat, model, convert):
     from microfloat.errors import CheckpointError
 

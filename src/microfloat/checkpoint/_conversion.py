@@ -356,7 +356,9 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
 # ---- the data ----------------------------------------------------------------------------------------------------
 
 
-def _measured(steps: Iterable[Step], src: object) -> dict[str, np.ndarray]:
+def _measured(
+    steps: Sequence[Step], src: object, progress: Callable[[Progress], object] | None
+) -> dict[str, np.ndarray]:
     """float32 [E], the amax of each matrix of every parameter to be cast, that of its fused group where it has one.
 
     Raises CheckpointError, before anything is written, for weights that are NaN or infinite: each would take the other
@@ -364,19 +366,24 @@ def _measured(steps: Iterable[Step], src: object) -> dict[str, np.ndarray]:
     """
     amaxes, findings = {}, []
     groups: dict[str, np.float32] = {}
-    for step in steps:
-        if step.action == "cast":
-            amaxes[step.record.name], lost = measure(step.record)
-            if lost:
-                message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
-                findings.append(Finding("nan-weight", "error", step.record.name, message, _MEND))
-            if step.group is not None:
-                largest = amaxes[step.record.name].max(initial=np.float32(0))
-                groups[step.group] = max(groups.get(step.group, np.float32(0)), largest)
+    casts = [step for step in steps if step.action == "cast"]
+    done, total = 0, sum(step.record.nbytes for step in casts)
+    for step in casts:
+        name = step.record.name
+        amaxes[name], lost = measure(step.record)
+        if lost:
+            message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
+            findings.append(Finding("nan-weight", "error", name, message, _MEND))
+        if step.group is not None:
+            largest = amaxes[name].max(initial=np.float32(0))
+            groups[step.group] = max(groups.get(step.group, np.float32(0)), largest)
+        done += step.record.nbytes
+        if progress is not None:
+            progress(Progress(done, total, name, 0, 0))
     if findings:
         raise checkpoint_error(src, findings)
-    for step in steps:
-        if step.action == "cast" and step.group is not None:
+    for step in casts:
+        if step.group is not None:
             amaxes[step.record.name] = np.full(experts_of(step.record), groups[step.group], np.float32)
     return amaxes
 
@@ -556,7 +563,7 @@ def convert(
         metadata[torchao.NATIVE_KEY] = torchao.native_metadata(about)
 
     def prepare() -> None:
-        amaxes.update(_measured(steps, src))
+        amaxes.update(_measured(steps, src, progress))
 
     plan = Plan(jobs, made, _copies(Path(src)), metadata, identity, prepare)
     written = write(

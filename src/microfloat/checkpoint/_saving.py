@@ -42,7 +42,10 @@ Put = Callable[[str, np.ndarray, int], None]
 
 
 class Progress(NamedTuple):
-    """Position of a running save or conversion, in bytes of output; `name` is the tensor, `shard` counts from one."""
+    """Position of a running save or conversion, in bytes of output; `name` is the tensor, `shard` counts from one.
+
+    While `convert` measures the weights, before it writes, `shard` is 0 and the bytes are those of the weights.
+    """
 
     done: int
     total: int

@@ -71,7 +71,8 @@ def convert(
         def follow(progress: "Progress") -> None:
             nonlocal seen
             seen = progress
-            advance(0, f"file {progress.shard}/{progress.shards}", done=progress.done, total=progress.total)
+            label = f"file {progress.shard}/{progress.shards}" if progress.shard else "measuring"
+            advance(0, label, done=progress.done, total=progress.total)
 
         try:
             report = checkpoint.convert(
@@ -82,7 +83,7 @@ def convert(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_stopped(dst, seen)) from None
         except CheckpointError as error:
-            if error.findings or (seen is not None and seen.done == seen.total):
+            if error.findings or (seen is not None and seen.shard and seen.done == seen.total):
                 raise  # the source is damaged, or the result is not what was written
             raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
     _show(output, report)
@@ -91,7 +92,9 @@ def convert(
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:
     """The message after Ctrl-C: the files that are left, and the command that goes on."""
-    where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}" if seen else "before writing"
+    where = "before writing"
+    if seen is not None and seen.shard:
+        where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}"
     again = shlex.join(["microfloat", *(word for word in sys.argv[1:] if word != "--no-resume")])
     if dst.suffix == ".safetensors":
         return f"{where}; nothing was left behind. To start again:\n    {again}"
