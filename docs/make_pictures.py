@@ -254,8 +254,8 @@ def watching() -> Figure:
     mf.convert(model, "nvfp4")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     mixing = torch.randn(64, 64) / 8
-    with mf.watch(model, every=6, what_if=("mxfp8",)) as w:
-        for _ in range(25):
+    with mf.watch(model, every=3, what_if=("mxfp8",)) as w:
+        for _ in range(16):
             x = torch.randn(128, 64) * torch.logspace(-1, 1, 64)
             (model(x) - torch.tanh(x @ mixing)).square().mean().backward()
             optimizer.step()

@@ -119,7 +119,7 @@ def test_jit_casts_shards_where_they_lie(kernel_calls, name):
             assert operand.codes.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current-True", "mxfp8-False"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current-True",))
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
 def test_shard_map_casts_shards(kernel_calls, name, check_vma):
@@ -155,7 +155,7 @@ def test_shard_map_casts_shards(kernel_calls, name, check_vma):
         assert_bytes_of_one_device(made, array, casts_of(recipe, tensor))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("auto-data x tensor",))
+@pytest.mark.slow("further JAX programs of checked casts")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_training_steps_are_those_of_one_device(kernel_calls, layout, kind):

@@ -221,6 +221,7 @@ def test_compiled_models_are_watched_as_they_run(name):
         assert "self_attn.q_proj+k_proj+v_proj" in {one.module for one in w.records}
 
 
+@pytest.mark.slow("a layer is compiled twice")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_delayed_scaling_of_a_compiled_model_is_that_of_the_unwatched_one():
     model = mf.Linear(32, 32, dtype=BF16, recipe="delayed")
