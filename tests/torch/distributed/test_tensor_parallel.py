@@ -1,17 +1,20 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Shard  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import recipes  # noqa: E402
+from microfloat.errors import MicrofloatError  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
@@ -159,10 +162,212 @@ def bytes_of_one_process(rank: int):
 
 
 def relative(a, b) -> float:
-    return float((a.detach().float() - b.detach().float()).norm() / b.float().norm())
+    return float((a - b).detach().float().norm() / b.detach().float().norm())
 
 
-CASES = (bytes_of_one_process,)
+def plan_of(sequence: bool) -> dict:
+    """A plan for every Linear and norm of our modules, with or without sequence parallelism."""
+    shard = Shard(1) if sequence else None
+    column = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    column += ["up_proj", "gate_proj", "q_proj", "k_proj", "v_proj"]
+    plan: dict = {name: ours.ColwiseParallel(input_layouts=shard) for name in column}
+    row = ["self_attn.o_proj", "mlp.down_proj", "down_proj", "o_proj"]
+    plan |= {
+        name: ours.RowwiseParallel(output_layouts=shard, use_local_output=not sequence) for name in row
+    }  # fmt: skip
+    if sequence:
+        norms = ["input_layernorm", "post_attention_layernorm", "norm"]
+        plan |= {name: ours.SequenceParallel() for name in norms}
+    return plan
+
+
+MODULES = {
+    "TransformerLayer": lambda: mf.TransformerLayer(64, 128, 4, activation="swiglu"),
+    "LayerNormMLP": lambda: mf.LayerNormMLP(64, 128, activation="gelu"),
+    "LayerNormLinear": lambda: mf.LayerNormLinear(64, 128, split={"q_proj": 64, "k_proj": 64}),
+    "MultiheadAttention": lambda: mf.MultiheadAttention(64, 4),
+}
+
+
+def modules_take_part(rank: int):
+    """Relative differences of y and of all gradients from those of one process; float32, whose sums differ by 2^-20.
+
+    The Linears of the one process have hooks too, as those of a plan: they run one by one, each with its own scales.
+    """
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh("cpu", (world,))
+    for name, make in MODULES.items():
+        for sequence, recipe in ((False, "mxfp8"), (True, "fp8_current")):
+            torch.manual_seed(1)
+            whole = make()
+            torch.manual_seed(1)
+            module = make()
+            plan = {key: style for key, style in plan_of(sequence).items() if has(module, key)}
+            theirs.parallelize_module(module, mesh, plan)
+            for key in plan:
+                whole.get_submodule(key).register_forward_pre_hook(lambda *_: None)
+            x = torch.randn(2, 32 * world, 64, generator=torch.Generator().manual_seed(2))
+            mine, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+            with mf.autocast(recipe=recipe):
+                y = module(on_sequence(mine, mesh) if sequence else mine)
+                goal = whole(reference)
+            if name == "LayerNormLinear":  # of whose parts every rank has its columns
+                goal = torch.cat([part.chunk(world, -1)[rank] for part in goal.split(64, -1)], -1)
+            dy = torch.randn(goal.shape, generator=torch.Generator().manual_seed(3))
+            goal.backward(dy)
+            y.backward(on_sequence(dy, mesh) if isinstance(y, DTensor) else dy)
+            errors = {"y": relative(whole_of(y), goal)}
+            if name != "LayerNormLinear":  # whose other columns have had no gradient
+                if sequence:
+                    dist.all_reduce(mine.grad)
+                errors["x"] = relative(mine.grad, reference.grad)
+                for (key, one), other in zip(module.named_parameters(), whole.parameters(), strict=True):
+                    errors[key] = relative(whole_of(one.grad), other.grad)
+            found[name, sequence, recipe] = max(errors.values())
+    return found
+
+
+def on_sequence(tensor, mesh):
+    return DTensor.from_local(tensor.chunk(mesh.size(), 1)[mesh.get_local_rank()], mesh, [Shard(1)])
+
+
+def whole_of(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def has(module, key: str) -> bool:
+    try:
+        module.get_submodule(key)
+    except AttributeError:
+        return False
+    return True
+
+
+def delayed_state(rank: int):
+    """Scaling state of a column and a row parallel layer after three regions, and that of one process."""
+    world, found = dist.get_world_size(), {}
+    mesh, recipe = init_device_mesh("cpu", (world,)), NEAREST["delayed"]
+    for kind in ("colwise", "rowwise"):
+        for sequence in (None, 1):
+            w = seeded(N, K, seed=2)
+            layer, whole = layer_on(mesh, kind, sequence, recipe, w, ours), mf.Linear(K, N, False, dtype=w.dtype)
+            with torch.no_grad():
+                whole.pin(recipe).weight.copy_(w)
+            for step in range(3):
+                x, dy = (seeded(1, M * world, size, seed=4 + step) * 2**step for size in (K, N))
+                mine = [t.chunk(world, 1)[rank] if sequence else t for t in (x, dy)]
+                mine[kind == "colwise"] = (x, dy)[kind == "colwise"].chunk(world, -1)[rank]
+                with mf.autocast(recipe=recipe):
+                    y = layer(mine[0])
+                y.backward(mine[1])
+                with mf.autocast(recipe=recipe, amax_reduction_group=ALONE[0]):
+                    whole(x).backward(dy)
+            for one in (layer, whole):
+                mf.update_scaling(one)
+            found[kind, sequence] = [dict((k, v.tolist()) for k, v in one.named_buffers()) for one in (layer, whole)]
+    return found
+
+
+ALONE: list = [None]
+
+
+def groups_of_one(rank: int):
+    """The group in which a rank is one process."""
+    ALONE[0] = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+
+
+def counted(sent: list[int], gather, received, part, **options):
+    sent.append(part.numel())
+    return gather(received, part, **options)
+
+
+def wire(rank: int):
+    """Bytes that a rank sends for x of three layers that read one DTensor, and for dy; and what the schedules say."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh("cpu", (world,))
+    for name in ("fp8_current", "mxfp4", "mxfp8"):
+        layers = [layer_on(mesh, "colwise", 1, NEAREST[name], seeded(N, K, seed=i), ours) for i in range(3)]
+        row = layer_on(mesh, "rowwise", 1, NEAREST[name], seeded(K, N, seed=9), ours)
+        x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
+        sent: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded, "_all_gather_bytes", functools.partial(counted, sent, sharded._all_gather_bytes))
+            made = [layer(x) for layer in layers]
+            forward = sum(sent)
+            row(made[0] + made[1] + made[2]).sum().backward()
+        found[name] = forward / (M * K), (sum(sent) - forward) / (M * K), str(layers[0].schedule(x))
+    return found
+
+
+def noise(rank: int):
+    """Codes of dy under stochastic rounding: of a replica, and of a shard whose values all ranks have."""
+    world, found = dist.get_world_size(), []
+    mesh, recipe = init_device_mesh("cpu", (world,)), recipes.NVFP4BlockScaling()
+    for kind in ("rowwise", "colwise"):
+        torch.manual_seed(11)
+        layer = layer_on(mesh, kind, None, recipe, seeded(N, K, seed=2), ours)
+        x, dy = seeded(2, M, K, seed=1), seeded(2, M, N, seed=3)
+        x, dy = (x.chunk(world, -1)[0], dy) if kind == "rowwise" else (x, dy.chunk(world, -1)[0])
+        with pytest.MonkeyPatch.context() as patch:
+            casts = Casts(patch)
+            layer(x.clone().requires_grad_()).backward(dy)
+        found.append(casts.made["dy"][0].tolist())
+    return found
+
+
+def refusals(rank: int):
+    """The messages that bad input meets, on every rank."""
+    world = dist.get_world_size()
+    mesh, said = init_device_mesh("cpu", (world,)), {}
+
+    def attempt(name, call):
+        try:
+            call()
+        except MicrofloatError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    odd = layer_on(mesh, "colwise", None, NEAREST["mxfp8"], seeded(48 * world, K, seed=1), ours)
+    attempt("block", lambda: odd(seeded(4, K, seed=2).requires_grad_()))
+    odd = layer_on(mesh, "rowwise", None, NEAREST["nvfp4"], seeded(N, 24 * world, seed=1), ours)
+    attempt("contraction", lambda: odd(seeded(4, 24, seed=2)))
+    tiny = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(1, K, seed=1), ours)
+    attempt("empty", lambda: tiny(seeded(4, K, seed=2)))
+    layer = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(N, K, seed=1), ours)
+    attempt("plain x", lambda: layer.forward(seeded(4, K, seed=2)))
+    outside = mf.Linear(K, N, recipe="mxfp8", dtype=torch.bfloat16)
+    attempt("outside", lambda: outside(DTensor.from_local(seeded(4, K, seed=2), mesh, [Shard(0)])))
+    other = layer_on(
+        DeviceMesh("cpu", list(reversed(range(world)))),
+        "colwise",
+        None,
+        NEAREST["fp8_current"],
+        seeded(N, K, seed=1),
+        ours,
+    )
+    attempt("mesh", lambda: other.forward(DTensor.from_local(seeded(4, K, seed=2), mesh, [Shard(0)])))
+    sums = layer_on(mesh, "colwise", None, NEAREST["mxfp8"], seeded(N, K, seed=1), ours)
+    sums.fuse_wgrad_accumulation = True
+    attempt("main_grad", lambda: sums(seeded(4, K, seed=2)))
+    with mf.autocast(enabled=False):  # torch's own operators
+        said["high precision"] = list(odd(seeded(4, 24, seed=2)).shape)
+    return said
+
+
+def recipes_differ(rank: int):
+    """A recipe of its own on every rank, in the first sharded call of a group."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer = layer_on(mesh, "colwise", None, NEAREST["mxfp8" if rank else "fp8_current"], seeded(N, K, seed=1), ours)
+    try:
+        layer(seeded(4, K, seed=2))
+    except MicrofloatError as error:
+        return str(error)
+    return ""
+
+
+CASES = (
+    groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, wire, noise, refusals, recipes_differ,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +381,66 @@ def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
         # y and dx are sums of `world` results, each rounded to bfloat16: 2^-9 each, and the sum's.
         assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
+
+
+def test_modules_take_part(ranks) -> None:
+    """features D2, D4"""
+    for found in of(ranks, modules_take_part):
+        # Sums of 128 terms in another order differ by less than 128 * 2^-24; codes that this moves are rare.
+        assert max(found.values()) < 2.0**-16, found
+
+
+def test_delayed_scaling_has_the_state_of_one_process(ranks) -> None:
+    """features D1"""
+    for found in of(ranks, delayed_state):
+        for key, (mine, whole) in found.items():
+            assert mine == whole, key
+            assert max(mine["scaling_dy_amax_history"]) > 0
+
+
+def test_codes_travel_once_for_all_readers(ranks) -> None:
+    """features D5"""
+    for found in of(ranks, wire):
+        forward, backward, text = found["fp8_current"]
+        assert (forward, backward) == (1.0, 1.0)  # bytes an element, of all three layers, and of dy
+        assert "gather codes and scales" in text
+        assert "x along M" in text
+        forward, backward, _ = found["mxfp4"]
+        assert forward == 2 * (0.5 + 1 / 32)  # both operands
+        assert backward == 2 * (0.5 + 1 / 32)
+        forward, backward, text = found["mxfp8"]
+        assert (forward, backward) == (0, 0)
+        assert "gathered in high precision: codes and scales take 16896 bytes, no fewer than the 16384" in text
+
+
+def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
+    """features D2: numerics.md 5.3"""
+    (replica, shard), (other_replica, other_shard) = of(ranks, noise)
+    assert replica == other_replica
+    assert shard != other_shard
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("block", "InvalidValueError: w, sharded along N (out_features): got 96 over 2 ranks, in parts of 48"),
+        ("contraction", "sharded along K (in_features): got 48 over 2 ranks, in parts of 24, needed parts that are "
+                        "multiples of 16"),
+        ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
+        ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
+        ("outside", "while the weight is a plain tensor"),
+        ("mesh", "needed a DTensor on the mesh of the weight"),
+        ("main_grad", "fuse_wgrad_accumulation"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_on_every_rank(ranks, name, words) -> None:
+    """features D3"""
+    for said in of(ranks, refusals):
+        assert words in said[name]
+        assert said["high precision"] == [4, N]
+
+
+def test_recipes_that_differ_are_named(ranks) -> None:
+    for message in of(ranks, recipes_differ):
+        assert "the first sharded layer: recipe is Float8CurrentScaling" in message
+        assert "on rank 0 and MXFP8BlockScaling" in message

@@ -126,8 +126,10 @@ def _case_of(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: 
     name, scatter = backend_name(layer, state), getattr(layer, "_scatters", None)
     needs = grad and x.requires_grad, grad and weight.requires_grad
     local, w_local = x._local_tensor, weight._local_tensor
+    mesh = weight.device_mesh  # equal ones may have groups of their own
+    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
     key = (
-        "sharded", recipe, name, compute, *needs, x._spec, weight._spec, None if bias is None else bias._spec, scatter,
+        groups, recipe, name, compute, *needs, x._spec, weight._spec, None if bias is None else bias._spec, scatter,
         local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, x.device,
     )  # fmt: skip
     found: Any = SCHEDULES.get(key)
@@ -325,7 +327,7 @@ def _gathering(x: Any, case: _Case) -> torch.Tensor:
     assert axis is not None
     local = x.to_local(grad_placements=case.dx)
     made = _Gathered.apply(local, case.x_shape, _dim_of(case.x), axis.group)
-    made.shard = x._local_tensor.detach()
+    made.shard, made.gathered = x._local_tensor.detach(), {}
     x._gathering = (x._version, is_enabled), made
     return made
 

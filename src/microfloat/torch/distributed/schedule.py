@@ -419,6 +419,10 @@ class ShardedSchedule(Schedule):
             recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw
         )
         self.cast_step = functools.partial(ShardedCast, shards, None)
+        # Layers that read one gathered x and cast it alike share its codes.
+        casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
+        self._shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
+        self._x_key = self.x_cast.entries, backend.name, compute
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed: one for all ranks that round replicas, another for each shard."""
@@ -434,16 +438,22 @@ class ShardedSchedule(Schedule):
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
+        shared: dict | None = getattr(x, "gathered", None) if self._shares_x else None
+        x_made: Parts | None = None if shared is None else shared.get(self._x_key)
         x = self._matrix(arrived(x))
         weight = weight.to(self.dtype) if self._converts_w else weight
-        steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x), (self.w_cast, weight)][: 1 if kept else 2]
+        steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
+        steps += [(self.w_cast, weight)] if kept is None else []
         measures = [measure for step, _ in steps for measure in step.measures]
         if measures:
             parts = _reduced(measures, [part for step, tensor in steps for part in step.measure(tensor)])
-            first = len(steps[0][0].measures)
+            first = 0 if x_made is not None else len(self.x_cast.measures)
             x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
             w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])
-        x_made = self.x_cast(x, *self.resources(), x_inputs)
+        if x_made is None:
+            x_made = self.x_cast(x, *self.resources(), x_inputs)
+            if shared is not None:
+                shared[self._x_key] = x_made
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
         y = self._fprop(*x_made[0:3], *w_made[0:3], bias if self.shards.adds_bias else None)  # type: ignore[misc]
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)

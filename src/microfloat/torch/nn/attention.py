@@ -266,7 +266,9 @@ class MultiheadAttention(nn.Module):
                 q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
                 cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
             )  # fmt: skip
-            return call_layer(self.o_proj, y.reshape(*hidden_states.shape[:-1], -1), is_first_microbatch)
+            # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
+            y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
+            return call_layer(self.o_proj, y, is_first_microbatch)
         except Exception:
             if isinstance(cache, KVCache):  # a call that fails leaves it as it was
                 cache.count = count
