@@ -167,7 +167,7 @@ def _decided(
     scatter: int | None, path: str,
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
-    facts = {"layer": path, "recipe": recipe, "x": _placed(x), "weight": _placed(weight)}
+    facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
     for axis in range(mesh.ndim):
         agree(mesh.get_group(axis), "the first sharded layer", facts)
     check_linear(x._local_tensor.new_empty(()).expand(x.shape), weight._local_tensor.new_empty(()).expand(weight.shape),
