@@ -439,7 +439,7 @@ class ShardedSchedule(Schedule):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
         shared: dict | None = getattr(x, "gathered", None) if self._shares_x else None
-        x_made: Parts | None = None if shared is None else shared.get(self._x_key)
+        x_made: Any = None if shared is None else shared.get(self._x_key)
         x = self._matrix(arrived(x))
         weight = weight.to(self.dtype) if self._converts_w else weight
         steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
