@@ -22,7 +22,7 @@ VENV := .venv
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 # JOBS=0 runs in one process and does without pytest-xdist, which tries a test that took its process down once more.
-PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --max-worker-restart 1)
+PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
 .PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all clean

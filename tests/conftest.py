@@ -66,6 +66,9 @@ def _why_no_gpu():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
+    for item in items:  # one process runs a file: others would make its fixtures and compile its programs once more
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).as_posix()))
     # A path with "::" collects a part of a file, of which nothing can be said.
     config.stash[left_out.PROBLEMS] = left_out.problems(items, not any("::" in argument for argument in config.args))
     marked = [item for item in items if item.get_closest_marker("gpu")]

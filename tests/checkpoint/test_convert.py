@@ -22,6 +22,8 @@ from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
 from tests.checkpoint import files
 
+pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {
     "model.embed_tokens": (48, 64),

@@ -5,7 +5,6 @@ Tests marked `as_users_compile` have all of XLA's passes, the others its cheaper
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
@@ -30,13 +29,6 @@ def pytest_ignore_collect(collection_path):
     if not HAVE_JAX or (not HAVE_FLAX and name.startswith(_NEED_FLAX)):
         return True
     return None
-
-
-def pytest_collection_modifyitems(items):
-    """Tests of one file run in one process: they share what JAX compiles."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
