@@ -2,9 +2,10 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
+
+from tests import processes
 
 LARGEST = 1_000_000  # bytes, outside tests/golden
 # Written so that this file does not match itself.
@@ -35,7 +36,7 @@ def tracked(repository):
     if shutil.which("git") is None or not (repository / ".git").exists():
         pytest.skip("not a git checkout, or git is not installed")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=repository)
     if done.returncode != 0:
         pytest.skip(f"git ls-files does not answer: {done.stderr.strip()}")
     files = [repository / name for name in done.stdout.split("\0") if name]

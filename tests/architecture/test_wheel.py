@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.docs.code_blocks import code_blocks
 
 pytestmark = pytest.mark.xdist_group("wheel")
@@ -33,9 +33,7 @@ print(microfloat.__version__)
 def _run(command, folder):
     """Run without the caller's PYTHONPATH and virtual environment, in a folder that is not the source tree."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return subprocess.run(
-        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return processes.run([str(word) for word in command], cwd=folder, env=environment)
 
 
 def _output(done):

@@ -2,10 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests import processes
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -29,7 +30,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
     environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     start = ["-c", INTERPRETED] if command == "quantize" else ["-m", "benchmarks"]
     line = [sys.executable, *python, *start, command, "--quick", "--json", str(path), *arguments]
-    done = subprocess.run(line, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(line, cwd=repository, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(path.read_text()), done.stdout
 
@@ -95,6 +96,6 @@ def test_every_cast_and_producer_runs(repository, tmp_path):
 def test_without_a_gpu_only_a_quick_run_is_offered(repository):
     line = [sys.executable, "-m", "benchmarks", "matmul"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(line, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(line, cwd=repository, env=environment)
     assert done.returncode == 2
     assert "--quick" in done.stdout

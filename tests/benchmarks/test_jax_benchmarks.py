@@ -1,10 +1,11 @@
 """The JAX benchmarks: what is read out of a compiled program, and a small run of the script itself."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests import processes
 
 pytest.importorskip("jax")
 from benchmarks import _jax_measure as measure
@@ -65,7 +66,7 @@ def test_the_command_names_no_place_of_this_machine(monkeypatch):
 def test_a_small_run(tmp_path, repository):
     command = [sys.executable, str(repository / "benchmarks" / "jax_linear.py"), "--tiny", "--only", "j.l.current",
                "j.mxfp8", "--json", str(tmp_path / "result.json"), "--dump", str(tmp_path / "hlo")]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = processes.run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert str(tmp_path) not in json.dumps(result)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from dataclasses import replace
@@ -20,6 +19,7 @@ from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError
 from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
+from tests import processes
 from tests.checkpoint import files
 
 pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
@@ -294,12 +294,7 @@ _CHILD = """
 
 def run(*arguments):
     """The child, in a fresh process: what it printed, or None if it was killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_CHILD), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = processes.run([sys.executable, "-c", textwrap.dedent(_CHILD), *map(str, arguments)])
     if done.returncode == -signal.SIGKILL:
         return None
     assert done.returncode == 0, done.stderr
@@ -369,7 +364,7 @@ def test_a_tensor_is_never_held_whole(tmp_path):  # features K9
     """
     if not os.path.exists("/proc/self/status"):
         pytest.skip("needs /proc to know what the process holds")
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
+    done = processes.run([sys.executable, "-c", textwrap.dedent(script)])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * 2 * size[0] * size[1]
 

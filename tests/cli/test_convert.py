@@ -9,6 +9,7 @@ import pytest
 from tests.cli.checkpoints import llama, write
 
 pytest.importorskip("typer", reason="typer is not installed")
+pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
 
 
 @pytest.fixture(scope="module")

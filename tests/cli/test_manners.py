@@ -10,6 +10,7 @@ import time
 import pytest
 
 from microfloat.cli.output import Column, Output, decibel, jsonable, size, words
+from tests import processes
 
 COMMANDS = ("bench", "convert", "diff", "doctor", "formats", "inspect", "plan")
 
@@ -110,7 +111,7 @@ def fresh(repository, words, hidden=(), **variables):
     """A command in a fresh process that cannot import `hidden`."""
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), **variables}
     command = [sys.executable, "-W", "error", "-c", FRESH.format(words=words, hidden=list(hidden))]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return processes.run(command, env=environment)
 
 
 def test_formats_needs_no_framework_and_no_matplotlib(repository):
@@ -145,7 +146,7 @@ except SystemExit as end:
 def test_the_module_runs_and_imports_no_framework(repository):
     pytest.importorskip("typer", reason="typer is not installed")
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", HELP], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set() 0"
 

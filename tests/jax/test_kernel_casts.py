@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
 import zlib
 
@@ -18,6 +17,7 @@ from microfloat import recipes, reference
 from microfloat.jax import scaling
 from microfloat.jax.backends import casts, cuda, gemms, kernels
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
+from tests import processes
 from tests.contract.cases import cast_id
 from tests.jax.compare import relative_error, to_numpy
 from tests.jax.test_every_cast import random_inputs
@@ -100,7 +100,7 @@ def program(repository, what, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     environment |= {"PYTHONPATH": str(repository / "src"), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(repository / "tests/jax/lowering.py"), what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
