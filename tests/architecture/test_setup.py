@@ -158,7 +158,7 @@ def test_a_foreign_environment_does_not_reach_the_commands(repository, tmp_path)
     inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     environment = {**inherited, **dict.fromkeys(names, "elsewhere")}
     done = subprocess.run(
-        ["make", "-f", str(probe), "probe"], env=environment, capture_output=True, text=True, check=True
+        ["make", "-f", str(probe), "probe"], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == [f"{name}=" for name in names]
 

@@ -11,6 +11,7 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import DelayedScaling, Float8CurrentScaling, MXFP4BlockScaling, get_default_recipe
+from tests import processes
 
 PLAIN = (((1,), (1,)), ((), ()))
 RNG = np.random.default_rng(5)
@@ -112,7 +113,7 @@ def test_every_op_joins():
 
 def test_threads_do_not_see_each_others():
     """Two threads call one jitted function under recipes of their own, at the same time."""
-    step, barrier, found = jax.jit(lambda x, w: dot(x, w, PLAIN)), threading.Barrier(2), {}
+    step, barrier, found = jax.jit(lambda x, w: dot(x, w, PLAIN)), threading.Barrier(2, timeout=processes.SECONDS), {}
     shared = mj.autocast(FP8)
 
     def run(recipe):
@@ -123,12 +124,12 @@ def test_threads_do_not_see_each_others():
                 results.append(np.asarray(step(X, W)))
         found[recipe] = results, mj.get_autocast_recipe()
 
-    threads = [threading.Thread(target=run, args=(recipe,)) for recipe in (MXFP4, FP8)]
+    threads = [threading.Thread(target=run, args=(recipe,), daemon=True) for recipe in (MXFP4, FP8)]
     with mj.autocast(enabled=False):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            processes.join(thread)
     for recipe in (MXFP4, FP8):
         results, after = found[recipe]
         assert after is None, "a new thread begins without the autocast of the one that started it"

@@ -23,6 +23,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
     Placement,
 )
+from tests import processes  # noqa: E402
 
 MX8, MX4 = MXFP8BlockScaling(), MXFP4BlockScaling()
 
@@ -110,12 +111,12 @@ def test_threads_do_not_see_each_other(layer) -> None:  # features P4
             seen["own"] = layer.effective_recipe()
 
     with mf.autocast(recipe=MX8):
-        thread = threading.Thread(target=worker)
+        thread = threading.Thread(target=worker, daemon=True)
         thread.start()
         assert inside.wait(5)
         assert layer.effective_recipe() == MX8
         done.set()
-        thread.join()
+        processes.join(thread)
     assert seen == {"start": None, "own": MX4}
 
 
@@ -214,9 +215,9 @@ def test_an_exit_in_another_context_is_an_error_and_changes_nothing(layer) -> No
             errors.append(str(error))
 
     with context:
-        thread = threading.Thread(target=leave)
+        thread = threading.Thread(target=leave, daemon=True)
         thread.start()
-        thread.join()
+        processes.join(thread)
         contextvars.copy_context().run(leave)
         assert layer.effective_recipe() == MX8
     assert layer.effective_recipe() is None

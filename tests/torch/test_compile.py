@@ -26,6 +26,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
 )
 from microfloat.torch import backends, schedule  # noqa: E402
+from tests import processes  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
 pytestmark = [
@@ -177,15 +178,15 @@ def test_threads_and_tasks_run_what_their_own_autocast_asks_for() -> None:
                 turn.wait(60)
 
     for options in autocasts:
-        turn = threading.Barrier(2)
-        thread = threading.Thread(target=worker, args=(options,))
+        turn = threading.Barrier(2, timeout=processes.SECONDS)
+        thread = threading.Thread(target=worker, args=(options,), daemon=True)
         thread.start()
         for _ in range(3):
             turn.wait(60)
             check()  # in no autocast, while the other thread is in one
             turn.wait(60)
             turn.wait(60)
-        thread.join()
+        processes.join(thread)
     assert results == [True] * 36
 
     async def task(options: dict) -> None:

@@ -72,7 +72,11 @@ def test_a_program_runs_where_the_library_is_not() -> None:
         "print(float(program.module()(x).float().sum()))\n"
     )
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], input=file.getvalue(), capture_output=True, check=True
+        [sys.executable, "-W", "ignore", "-c", script],
+        input=file.getvalue(),
+        capture_output=True,
+        check=True,
+        timeout=240,
     )
     assert float(run.stdout) == float(model(X).detach().float().sum())
 

@@ -15,6 +15,7 @@ import microfloat.torch as mf
 from microfloat import reference
 from microfloat.recipes import RECIPES, Cast, MXFP8BlockScaling, NVFP4BlockScaling
 from microfloat.torch import scaling
+from tests import processes
 
 pytestmark = pytest.mark.gpu
 CASTS = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_2d")
@@ -216,11 +217,11 @@ def test_streams_do_not_meet():
 
     for threads in (False, True):
         if threads:
-            workers = [threading.Thread(target=work, args=(index,)) for index in range(len(matrices))]
+            workers = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(matrices))]
             for worker in workers:
                 worker.start()
             for worker in workers:
-                worker.join()
+                processes.join(worker)
         else:  # all streams full before any is waited for
             made = []
             for turn in range(40):
@@ -252,9 +253,9 @@ def eager_steps(module, recipe, inputs, dy):
             y.backward(dy)
             results.append([y.detach(), leaf.grad, module.weight.grad, module.bias.grad])
 
-    worker = threading.Thread(target=work)
+    worker = threading.Thread(target=work, daemon=True)
     worker.start()
-    worker.join()
+    processes.join(worker)
     return results[3:]
 
 

@@ -1,6 +1,7 @@
 """Several processes: amaxes of delayed scaling where ranks do different things, beside DDP, and noise of their own."""
 
 import copy
+import queue
 import traceback
 
 import pytest
@@ -275,9 +276,14 @@ def run_ranks(backend: str, cases: tuple, path: str) -> list[dict]:
     ]
     for worker in workers:
         worker.start()
-    made = dict(results.get(timeout=60) for _ in workers)
-    for worker in workers:
-        worker.join(30)
+    try:
+        made = dict(results.get(timeout=120) for _ in workers)
+    except queue.Empty:
+        pytest.fail("a rank of run_ranks was not done after 120 s")
+    finally:
+        for worker in workers:
+            worker.join(10)
+            worker.kill()
     return [made[rank] for rank in range(WORLD)]
 
 

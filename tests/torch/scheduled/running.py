@@ -5,6 +5,7 @@ import threading
 import torch
 
 from microfloat.recipes import Float8CurrentScaling
+from tests import processes
 from tests.torch.scheduled.setting import assert_same, inputs, make, recipe_of
 
 
@@ -71,13 +72,13 @@ def threads(device):
                     faults.append(layer)
 
     for streams in ([torch.cuda.current_stream()] * 2, [torch.cuda.Stream() for _ in range(2)]):
-        runs = [threading.Thread(target=work, args=(*pairs[i], expected[i], streams[i])) for i in range(2)]
+        runs = [threading.Thread(target=work, args=(*pairs[i], expected[i], streams[i]), daemon=True) for i in range(2)]
         # Each thread's step may run on another stream than the latest before it: torch would remark on that.
         warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda enabled: None)
         warns(False)
         for thread in runs:
             thread.start()
         for thread in runs:
-            thread.join()
+            processes.join(thread)
         warns(True)
     assert not faults
