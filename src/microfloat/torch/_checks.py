@@ -170,9 +170,9 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
         )
     if hasattr(tensor, "placements"):
         raise NotSupportedError(
-            f"{argument}: got a DTensor, needed a plain tensor: neither tensor parallelism with DTensors nor a weight "
-            "that FSDP2 has not gathered runs under a recipe yet. Leave the layer out of parallelize_module, call the "
-            "module that fully_shard wrapped, or run it under autocast(enabled=False)."
+            f"{argument}: got a DTensor, needed a plain tensor in this call. A weight that FSDP2 has not gathered runs "
+            "when the module that fully_shard wrapped is called; a Linear on DTensors runs by itself, outside of "
+            "norm_linear, activation_linear, norm_mlp and grouped products."
         )
 
 

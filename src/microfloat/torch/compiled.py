@@ -74,14 +74,21 @@ MAIN_GRAD = (
 MARKER = torch.zeros(1)
 
 
-_EAGER_FORWARD: Any = None  # `Linear.forward` outside of the graph
+_SHARDED = (
+    "torch.compile: got a layer on DTensors, whose collectives run in eager mode. Leave fullgraph=True out, so that "
+    "such layers run between the graphs."
+)
+# `Linear.forward` outside of the graph, with the two reasons for it.
+_EAGER_FORWARD: Any = None
+_EAGER_SHARDED: Any = None
 
 
 def _make_eager_forward() -> bool:
-    """Set it, at the time when Dynamo traces: importing Dynamo takes seconds."""
-    global _EAGER_FORWARD
+    """Set them, at the time when Dynamo traces: importing Dynamo takes seconds."""
+    global _EAGER_FORWARD, _EAGER_SHARDED
     if _EAGER_FORWARD is None:
         _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=MAIN_GRAD)
+        _EAGER_SHARDED = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_SHARDED)
     return True
 
 
@@ -110,6 +117,9 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if not stored:
             return layer._plain(x)
         token = token_of_high_precision()
+    if hasattr(weight, "placements"):
+        _make_eager_forward()
+        return _EAGER_SHARDED(layer, x)
     refuse_transforms("forward", x)
     layer._check_input(x)
     if weight.numel() == 0:

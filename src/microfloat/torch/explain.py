@@ -369,6 +369,10 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             routes, place = there.routes(recipe, layer.weight.device, None), layer.weight.device
             why = why_one_by_one(recipe, routes, there.name, place, shape, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
+        placements: Any = getattr(layer.weight, "placements", None)
+        if placements is not None:
+            over = f"{placements} of {tuple(layer.weight.device_mesh.shape)} ranks"
+            reasons |= {f"weight sharded as {over}; overlap of collectives with GEMMs: not provided": None}
         shards = layer.__dict__.get("_shards")
         if shards is not None and shards.reason:
             reasons |= {f"gather in high precision: {shards.reason}": None}

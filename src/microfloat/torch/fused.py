@@ -162,7 +162,7 @@ def _units(
     x: torch.Tensor, layers: Sequence[Linear], join: bool, norm: "NormOf | None" = None
 ) -> list[Unit] | None:  # fmt: skip
     """The units that are multiplied; None where the modules must run by themselves."""
-    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x):
+    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x) or hasattr(x, "placements"):
         return None
     # Somebody may have put another module in a layer's place, as PEFT does, or listens to calls, as tensor parallelism.
     if any(not isinstance(layer, Linear) or not is_bare(layer) for layer in layers) or not (

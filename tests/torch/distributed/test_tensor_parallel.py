@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -315,6 +316,26 @@ def noise(rank: int):
     return found
 
 
+def other_ways(rank: int):
+    """A compiled model, an observed one and explain; a mesh of two dimensions, of one rank along the first."""
+    world = dist.get_world_size()
+    mesh, dy = init_device_mesh("cpu", (1, world)), seeded(4, N, seed=3)
+    x, w = seeded(4, K, seed=1), seeded(N, K, seed=2)
+    expected = one_process(NEAREST["mxfp8"], x, w, dy)["results"]
+    layer = layer_on(init_device_mesh("cpu", (world,)), "colwise", None, NEAREST["mxfp8"], w, ours)
+    compiled = torch.compile(nn.Sequential(layer, nn.Identity()), backend="eager")
+    y = compiled(x)
+    y.backward(dy.chunk(world, -1)[rank])
+    rows = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+    wide = mf.linear(rows, DTensor.from_local(w.chunk(world)[rank], mesh, [Replicate(), Shard(0)]), recipe="mxfp8")
+    return (
+        torch.equal(y, expected[0].chunk(world, -1)[rank]),
+        torch.equal(layer.weight.grad.full_tensor(), expected[2]),
+        torch.equal(wide.full_tensor(), expected[0]),
+        str(mf.explain(layer)),
+    )
+
+
 def refusals(rank: int):
     """The messages that bad input meets, on every rank."""
     world = dist.get_world_size()
@@ -365,7 +386,8 @@ def recipes_differ(rank: int):
 
 
 CASES = (
-    recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, wire, noise, refusals,
+    recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, wire, noise, other_ways,
+    refusals,
 )  # fmt: skip
 
 
@@ -417,6 +439,23 @@ def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
     (replica, shard), (other_replica, other_shard) = of(ranks, noise)
     assert replica == other_replica
     assert shard != other_shard
+
+
+def test_compiled_functional_and_explained(ranks) -> None:
+    """features D4, D10: compiled code runs sharded layers between its graphs."""
+    for compiled, gradient, functional, text in of(ranks, other_ways):
+        assert compiled
+        assert gradient
+        assert functional
+        assert "overlap of collectives with GEMMs: not provided" in " ".join(text.split())
+
+
+@pytest.mark.slow("four processes of torch")
+def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
+    """features D2, D12"""
+    made = run_ranks((groups_of_one, bytes_of_one_process, delayed_state), str(tmp_path / "store"), world=4)
+    test_every_rank_makes_the_bytes_of_one_process(made)
+    test_delayed_scaling_has_the_state_of_one_process(made)
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
 
     Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
-    and devices that do not fit, NotSupportedError for DTensors, inside torch.func's transforms and forward-mode AD,
-    and for torch.jit. Source: docs/numerics.md, section 6.
+    and devices that do not fit, NotSupportedError inside torch.func's transforms and forward-mode AD, and for
+    torch.jit. With DTensors: docs/distributed.md. Source: docs/numerics.md, section 6.
     """
 
     def __init__(
