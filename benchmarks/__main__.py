@@ -9,6 +9,7 @@
     python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
     python -m benchmarks decode       a few rows by weights stored as codes, against bfloat16          (d.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
+    python -m benchmarks fsdp         training under FSDP2, a rank for each GPU: time, memory, bytes (fsdp.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
     python -m benchmarks convert      a checkpoint of 2 GB converted, with the profile that says what bounds it
@@ -29,6 +30,7 @@ COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
     "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
+    "fsdp": "benchmarks.fsdp",
     "decode": "benchmarks.decode",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.

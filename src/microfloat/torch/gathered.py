@@ -8,24 +8,25 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError
-from microfloat.formats import E5M2
 from microfloat.layout import Layout, folded_format
 from microfloat.recipes import Cast
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._elements import codes_dtype
-from microfloat.torch.reference._values import decode_scaled
+from microfloat.torch.reference._values import power_of_two
 
 if TYPE_CHECKING:
     from microfloat.torch.backends.base import Backend
 
-__all__ = ["Gather", "Gathered", "folded_operand", "in_form"]
+__all__ = ["Gather", "Gathered", "in_form"]
 
 aten = torch.ops.aten
 
@@ -136,44 +137,36 @@ def in_form(operand: Operand, form: str, layout: Layout | None, backend: "Backen
         return operand
     if form in ("folded", "tiles"):
         assert layout is not None
-        return folded_operand(operand, form, layout)
+        return _folded(operand, form, layout, backend)
     values = backend.dequantize(dataclasses.replace(operand, tensor_scale=None), torch.bfloat16)
     return dataclasses.replace(operand, codes=values, scale=None)  # type: ignore[arg-type]
 
 
-def folded_operand(operand: Operand, form: str, layout: Layout) -> Operand:
+def _folded(operand: Operand, form: str, layout: Layout, backend: "Backend") -> Operand:
     """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
 
-    The scales have the grid that `layout` gives them; what fills it up is 1.
+    The scales have the grid that `layout` gives them; what fills it up is 0. A NaN may have another sign than a cast's.
     """
-    fmt = folded_format(operand.format, form)
-    element, (tile_rows, tile_columns) = operand.format.element, fmt.block
+    fmt, element = folded_format(operand.format, form), operand.format.element
+    tile_rows, tile_columns = fmt.block
     assert tile_rows is not None
     assert tile_columns is not None
     assert layout.scale is not None
-    bytes_RB = operand.scale.to(torch.int32)
-    rows, blocks = bytes_RB.shape
+    rows, blocks = operand.scale.shape
     per_group = tile_columns // (operand.format.block[1] or 1)
-    shape = -(-rows // tile_rows), -(-blocks // per_group)
-    padded = bytes_RB.new_zeros(shape[0] * tile_rows, shape[1] * per_group)
-    padded[:rows, :blocks] = bytes_RB
-    groups = padded.view(shape[0], tile_rows, shape[1], per_group)
+    grid = -(-rows // tile_rows), -(-blocks // per_group)
+    stored = operand.scale.to(torch.int32)
+    if (rows, blocks) != (grid[0] * tile_rows, grid[1] * per_group):
+        stored = F.pad(stored, (0, grid[1] * per_group - blocks, 0, grid[0] * tile_rows - rows))
+    groups = stored.view(grid[0], tile_rows, grid[1], per_group)
     largest = groups.amax((1, 3))
-    largest_code = 57344.0 if element == E5M2 else 448.0
-    headroom = int(torch.tensor(largest_code / element.max).log2().floor())
-    exponent = (largest - headroom).clamp_min(1)
-    shift = (groups - exponent[:, None, :, None]).view(padded.shape)[:rows, :blocks]
-    factors = torch.ldexp(torch.ones((), device=shift.device), shift.clamp_min(-126))
-    wanted = getattr(torch, str(codes_dtype(fmt.element)).removeprefix("torch."))
-    codes = decode_scaled(operand, factors, torch.float32).to(wanted)
-    scale = torch.ldexp(torch.ones((), device=shift.device), exponent - 127)
     is_nan = largest == 255
-    spread = is_nan.repeat_interleave(tile_rows, 0)[: operand.rows].repeat_interleave(tile_columns, 1)
-    codes.view(torch.uint8).masked_fill_(spread[:, : codes.shape[1]], fmt.element.nan_code)
-    scale.masked_fill_(is_nan, float("nan"))
-    grid = layout.scale.shape if layout.scale.shape[0] == scale.shape[0] else layout.scale.shape[::-1]
-    if tuple(grid) != tuple(scale.shape):
-        filled = scale.new_ones(grid)
-        filled[: scale.shape[0], : scale.shape[1]] = scale
-        scale = filled
-    return dataclasses.replace(operand, codes=codes, scale=scale, format=fmt)
+    exponent = (largest - math.floor(math.log2(fmt.element.max / element.max))).clamp_min(1)
+    # Shifted codes have few enough bits for bfloat16: they are the values under the scale bytes of their shift.
+    shift = (groups - exponent[:, None, :, None] + 127).clamp_min(0).masked_fill(is_nan[:, None, :, None], 255)
+    shift = shift.view(stored.shape)[:rows, :blocks].to(torch.uint8)
+    values = backend.dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
+    scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
+    filled = layout.scale.shape[::-1] if layout.codes.shape[0] != operand.rows else layout.scale.shape
+    scale = F.pad(scale, (0, filled[1] - grid[1])) if form == "tiles" else scale
+    return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)

@@ -246,7 +246,7 @@ def parts_of(operand: "StoredOperand | None", entry: Entry | None, layout: Layou
     codes, scale, fmt = operand.codes, operand.scale, operand.format
     if entry.turned:
         codes = codes.t()
-        if fmt.block != (1, 128):  # those lie column-major either way, and are not turned
+        if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
             scale = scale.t() if scale.dim() else scale
     return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
 

@@ -1,6 +1,7 @@
 """Processes of one group, started once, that run many cases; every wait ends."""
 
 import datetime
+import io
 import multiprocessing
 import time
 import traceback
@@ -30,7 +31,9 @@ def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: st
             break  # the others may wait for this rank
         finally:
             made["seconds of " + case.__name__] = time.process_time() - start
-    results.put((rank, made))
+    copied = io.BytesIO()  # tensors that go through a queue vanish with the process that has made them
+    torch.save(made, copied)
+    results.put((rank, copied.getvalue()))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -40,6 +43,8 @@ def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "
 
     `path`: of a file that does not exist; `seconds`: the longest wait for another rank.
     """
+    import torch
+
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [
@@ -54,7 +59,7 @@ def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "
         for worker in workers:
             worker.join(10)
             worker.kill()
-    return [made[rank] for rank in range(world)]
+    return [torch.load(io.BytesIO(made[rank]), weights_only=False) for rank in range(world)]
 
 
 def of(ranks: list[dict], case: Case) -> list[Any]:

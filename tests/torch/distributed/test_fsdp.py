@@ -6,6 +6,8 @@
 import contextlib
 import copy
 import functools
+import os
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed import init_device_mesh  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
@@ -50,9 +53,9 @@ class MLP(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def stack(recipe: object = None, **options: object) -> nn.Sequential:
+def stack(recipe: object = None, seed: int = 1, **options: object) -> nn.Sequential:
     """Two blocks with the same values on every rank."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = nn.Sequential(MLP(**options), MLP(**options))
     if recipe is not None:
         mf.convert(model, recipe)
@@ -323,40 +326,75 @@ def refusals(rank: int) -> list[str]:
     return made
 
 
-def checkpoints(rank: int, path: str) -> dict[str, list]:
-    """Two steps, a checkpoint, two more steps; what one process needs to repeat the latter."""
+def saved(rank: int) -> dict[str, list]:
+    """Two steps, a checkpoint, and two more; what the state dict holds."""
     made = {}
     for name in ("delayed", "mxfp8"):
         recipe = RECIPES[name]
         model = shard(low_precision_all_gather(stack(recipe)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         train(model, recipe, optimizer=optimizer)
-        state = get_state_dict(model, optimizer)
-        kinds = {type(getattr(value, "_local_tensor", value)).__name__ for value in state[0].values()}
-        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=f"{path}/{name}")
-        made[name] = [sorted(kinds), train(model, recipe, optimizer=optimizer)]
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        locals_ = [getattr(value, "_local_tensor", value) for value in state["model"].values()]
+        dcp.save(state, checkpoint_id=checkpoint_of(name))
+        made[name] = [
+            {type(value).__name__ for value in locals_}, train(model, recipe, optimizer=optimizer),
+            resume(shard(low_precision_all_gather(stack(recipe, seed=5))), name),
+        ]  # fmt: skip
     return made
 
 
-def resumed(path: str, name: str, model: nn.Module) -> list:
-    """Two steps of a model after loading a checkpoint."""
+def checkpoint_of(name: str) -> str:
+    return os.path.join(os.environ["FSDP_TEST_FOLDER"], name)
+
+
+def resume(model: nn.Module, name: str) -> list:
+    """Two steps of another model after it has loaded the checkpoint."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = get_state_dict(model, optimizer)
-    loaded = {"model": state[0], "optimizer": state[1]}
-    dcp.load(loaded, checkpoint_id=f"{path}/{name}")
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=checkpoint_of(name), no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return train(model, RECIPES[name], optimizer=optimizer)
 
 
+def resumed_elsewhere(rank: int) -> dict[str, list]:
+    """By other numbers of ranks than have written it."""
+    return {name: resume(shard(low_precision_all_gather(stack(RECIPES[name], seed=5))), name) for name in CHECKPOINTS}
+
+
+def assigned(rank: int) -> bool:
+    """A state dict that takes the place of the parameters' tensors."""
+    recipe = RECIPES["mxfp8"]
+    model, other = (shard(low_precision_all_gather(stack(recipe, seed=seed))) for seed in (1, 5))
+    other.load_state_dict(model.state_dict(), assign=True)
+    with counted() as found:
+        results = [one(example()).detach() for one in (model, other)]
+    return same(results[:1], results[1:]) and found["gathered"] < 300_000
+
+
+def replicated_shards(rank: int) -> dict[str, bool]:
+    """HSDP: two groups of two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = {}
+    for name, recipe in RECIPES.items():
+        model = stack(recipe)
+        sharded = shard(low_precision_all_gather(copy.deepcopy(model)), mesh=mesh)
+        made[name] = same(train(sharded, recipe, after=precompute_scales), train(model, recipe))
+    return made
+
+
+CHECKPOINTS = ("delayed", "mxfp8")
 CASES = (
     every_recipe, memory_between, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
-    high_precision_islands, nan_on_one_rank, uneven_shards, refusals,
+    high_precision_islands, nan_on_one_rank, uneven_shards, refusals, saved, assigned,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("fsdp"))
+def folder(tmp_path_factory) -> Iterator[str]:
+    path = str(tmp_path_factory.mktemp("fsdp"))
+    with mock.patch.dict(os.environ, FSDP_TEST_FOLDER=path):  # which the processes have too
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -431,3 +469,34 @@ def test_refusals(ranks) -> None:
     for changed, not_sharded in of(ranks, refusals):
         assert "low_precision_all_gather: got another recipe for 0.up (NVFP4BlockScaling)" in changed
         assert "weight: got one that low_precision_all_gather has prepared" in not_sharded
+
+
+def test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit(ranks) -> None:
+    for made in of(ranks, saved):
+        for kinds, went_on, resumed in made.values():
+            assert kinds == {"Tensor"}
+            assert same(resumed, went_on)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_two_ranks_resumes_on_one(ranks, folder) -> None:
+    """One process, whose gradients are the same, without any process group."""
+    written = of(ranks, saved)[0]
+    for name in CHECKPOINTS:
+        assert same(resume(stack(RECIPES[name], seed=5), name), written[name][1])
+
+
+def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
+    assert of(ranks, assigned) == [True, True]
+
+
+@pytest.mark.slow("starts seven more processes")
+def test_four_ranks(ranks, folder) -> None:
+    """Two replicas of two shards; and checkpoints of four ranks on two and on one."""
+    four = run_ranks((replicated_shards, saved), f"{folder}/four", world=4)
+    for made in of(four, replicated_shards):
+        assert made == dict.fromkeys(RECIPES, True)
+    written = of(four, saved)[0]
+    for world in (2, 1):
+        for made in of(run_ranks((resumed_elsewhere,), f"{folder}/{world}", world=world), resumed_elsewhere):
+            assert all(same(made[name], written[name][1]) for name in CHECKPOINTS)

@@ -307,6 +307,8 @@ def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
     if dim:
         return f"it is sharded along dimension {dim}"
     (all_rows, length), sizes = weight.shape, []
+    if rows == all_rows:  # FSDP2 has no gather then, and copies the first input alone
+        return "one rank has all of it"
     if all_rows % rows:
         return f"shards of its {all_rows} rows are uneven"
     for cast, transposed in zip(weight.state.casts, (False, True), strict=True):

@@ -198,11 +198,12 @@ def _scale_accumulator(accumulator: torch.Tensor, a_scale: torch.Tensor | None, 
     right = one if b_scale is None else b_scale.double().t()
     significand, exponent = torch.frexp(left * right)
     half = exponent // 2
-    accumulator.mul_(significand.to(torch.float32) * _power_of_two(half))
-    accumulator.mul_(_power_of_two(exponent - half))
+    accumulator.mul_(significand.to(torch.float32) * power_of_two(half))
+    accumulator.mul_(power_of_two(exponent - half))
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent as float32, for int exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
