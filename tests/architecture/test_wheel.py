@@ -61,7 +61,7 @@ def wheel_python(wheel, repository, tmp_path_factory):
     if done.returncode != 0:
         pytest.skip(f"cannot make a virtual environment here: {done.stderr.strip() or done.stdout.strip()}")
     python = folder / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-compile"]
     constraints = ["-c", repository / "constraints.txt"]
     # Without the wheel first: what fails here is the network, what fails below is the wheel.
     done = _run([*pip, *constraints, "--retries=1", "--timeout=20", "numpy", "ml_dtypes"], folder)

@@ -35,7 +35,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
     return json.loads(path.read_text()), done.stdout
 
 
-@pytest.mark.slow_cases("most benchmark commands", all_but=("quantize-*", "matmul-*"))
+@pytest.mark.slow_cases("most benchmark commands", all_but=("quantize-*",))
 @pytest.mark.parametrize(
     ("command", "ids", "measured"),
     [

@@ -63,6 +63,7 @@ def test_the_command_names_no_place_of_this_machine(monkeypatch):
     assert measure.provenance()["command"] == "python benchmarks/jax_linear.py --tiny"
 
 
+@pytest.mark.slow("most benchmark commands")
 def test_a_small_run(tmp_path, repository):
     command = [sys.executable, str(repository / "benchmarks" / "jax_linear.py"), "--tiny", "--only", "j.l.current",
                "j.mxfp8", "--json", str(tmp_path / "result.json"), "--dump", str(tmp_path / "hlo")]  # fmt: skip

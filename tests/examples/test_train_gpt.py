@@ -282,6 +282,7 @@ def test_runs_side_by_side_end_with_the_losses_of_runs_in_turn(tmp_path, monkeyp
     assert results(tmp_path / "beside")["machine"]["runs_at_a_time"] == 2
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_what_goes_wrong_in_a_run_side_by_side_is_one_message(tmp_path, capsys):
     """Weights of another size, which only the process that makes the model can see."""
     file = tmp_path / "weights.safetensors"

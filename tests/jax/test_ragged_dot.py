@@ -80,7 +80,7 @@ def loop(recipe, state=None):
     return y, dx, np.stack(dw)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "delayed"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_is_a_matrix_of_its_own(name):
     """Features J4, jax.md 7 row 24: what a dot per group gives, in every recipe, and zeros for rows of no group."""

@@ -30,7 +30,7 @@ def operators(program) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("mxfp8", "fp8_current", "fp8_block"))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("mxfp8", "fp8_block"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_plain_operations_give_the_bits_of_the_layers(name) -> None:
     model = make(name)

@@ -620,6 +620,10 @@ def test_pairs_that_are_refused(arguments, error, message):
             reference.quantize(**{"x": X.numpy(), "cast": "mxfp8"} | numpy)
 
 
+@pytest.mark.slow_cases(
+    "further programs of a checked kind",
+    all_but=("*fp8_tensor", "*fp8_1x128_e5m2", "*mxfp6_e3m2", "*-nvfp4", "*-nvfp4_2d"),
+)
 @every_format
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_pairs(fmt, backend):
