@@ -1,6 +1,7 @@
 """XLA's effort: integer arithmetic and the order of float operations do not depend on it, the time does."""
 
 import contextlib
+import functools
 import os
 
 _programs = {"cheaper": True}  # how those were compiled that JAX keeps in this process
@@ -31,6 +32,19 @@ def cheaper_passes():
         jax.config.update("jax_disable_most_optimizations", before)
 
 
+@functools.cache
+def _known_options():
+    """The cheaper options that this jaxlib has: it refuses those that a later one has dropped."""
+    import jax
+
+    known, plain = [], jax.jit(lambda x: x).lower(0.0)
+    for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            plain.compile(compiler_options={name: value})
+            known.append((name, value))
+    return known
+
+
 @contextlib.contextmanager
 def _without_fusion_emitters():
     """As options of every compilation, in one piece; where JAX keeps them elsewhere, or on a GPU, nothing changes."""
@@ -42,9 +56,10 @@ def _without_fusion_emitters():
         yield
         return
 
+    cheaper = _known_options()
+
     def without(*arguments, **given):
         options = usual(*arguments, **given)
-        cheaper = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
         options.env_option_overrides = [*options.env_option_overrides, *cheaper]
         return options
 
