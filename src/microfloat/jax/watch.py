@@ -367,13 +367,17 @@ def _remat(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: boo
 
 def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
     options, closed = eqn.params, eqn.params["jaxpr"]
-    if not is_mapped:
+    if "num_consts" in options:
+        fixed, carried = options["num_consts"], options["num_carry"]
+    else:  # JAX 0.11 describes operands and results by trees
+        fixed, carried = (len(tree) for tree in options["ft_in"].unpack()[:2])
+    if not is_mapped and "num_consts" in options:
         extended, tags = _extended(closed)
         results, numbers = _split(eqn.primitive.bind(*inputs, **{**options, "jaxpr": extended}), len(eqn.outvars))
         found += _with_numbers(tags, numbers, "loop")
         return results
-    constants, rest = _split(inputs, options["num_consts"])
-    first, xs = _split(rest, options["num_carry"])
+    constants, rest = _split(inputs, fixed)
+    first, xs = _split(rest, carried)
     inner: list[_Found] = []
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Array]]]:
