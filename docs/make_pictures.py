@@ -157,7 +157,7 @@ CUTS = {
 
 
 def across_ranks() -> Figure:
-    """Which halves of x, w and y two ranks hold under each kind of parallelism, and what they reduce."""
+    """The halves of x, w and y that two ranks hold under each kind of parallelism, and their reductions."""
     figure = Figure(figsize=(12, 2.9))  # its parts have fixed positions
     figure.subplots_adjust(left=0.005, right=0.995, top=0.88, bottom=0.02, wspace=0.02)
     for axes, (title, (cuts, text)) in zip(figure.subplots(1, len(CUTS)), CUTS.items(), strict=True):
@@ -242,7 +242,7 @@ def draw_loss(axes: Axes) -> None:
 
 
 def watching() -> Figure:
-    """What mf.watch records of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
+    """Records of mf.watch of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
     import torch
 
     import microfloat.torch as mf

@@ -137,7 +137,7 @@ def test_shard_map_casts_shards(kernel_calls, name, check_vma):
         return whole(found)
 
     def whole(made):
-        """What is the same on all devices, known to be so."""
+        """A value that is the same on all devices, known to be so."""
         return jax.tree.map(lambda leaf: max_over(leaf, varying_axes(leaf)) if leaf.size == 1 else leaf, made)
 
     def placed(spec, cast):

@@ -47,7 +47,7 @@ class Watching(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What a vector of numbers tells of. `kind` names the sums, `more` is what their metrics need besides."""
+    """The subject of a vector of numbers. `kind` names the sums, `more` is all that their metrics need besides."""
 
     gemm: str
     operand: str

@@ -87,7 +87,7 @@ _without_derivative = no_derivative(
 
 
 class _Tag(NamedTuple):
-    """What stands at one `shown_p`. `scope`: of named scopes. `leads`: what the leading axes of its numbers are."""
+    """One `shown_p`. `scope`: of named scopes. `leads`: the meaning of the leading axes of its numbers."""
 
     scope: tuple[str, ...]
     stage: str

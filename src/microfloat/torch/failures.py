@@ -1,4 +1,4 @@
-"""What ranks say of each other: who failed, and whether all of them do the same. None of it costs a step anything.
+"""Messages between ranks: which of them failed, and if all of them do the same. None of it costs a step anything.
 
 A collective that a rank never comes to fails on all others, with an error that names an address or nothing. Therefore
 each rank writes what it met into the store of the process group when it fails, and waits a moment for the others: ranks

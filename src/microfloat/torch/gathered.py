@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class Gather:
-    """What has been gathered of one weight, replaced in place by the next gather.
+    """The gathered operands of one weight, replaced in place by the next gather.
 
     `casts`: of fprop and of dgrad; `dtype`: of the values that were cast; `source`: gathers anew what is not here;
     `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records.

@@ -340,7 +340,7 @@ def _assembler() -> str | None:
 
 
 class GroupedWork(NamedTuple):
-    """What a launch of many products does (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
+    """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
     which part of their plan; the shape of C.
     """
 

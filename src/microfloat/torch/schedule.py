@@ -633,7 +633,7 @@ class Schedule:
         return step(x, *self.resources(), inputs)[saved]
 
     def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
-        """What backward reads, given what forward has saved: where that ends in weights, their operand, cast now."""
+        """The tensors that backward reads: those that forward saved, and in place of a weight its operand, cast now."""
         if not self.late:
             return saved
         weights: Any = saved[3:]

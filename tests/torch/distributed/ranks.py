@@ -39,7 +39,7 @@ def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: st
 
 
 def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "gloo", seconds: int = 60) -> list[dict]:
-    """What every case has returned on each of `world` ranks, or the text of its exception.
+    """Result of every case on each of `world` ranks, or the text of its exception.
 
     `path`: of a file that does not exist; `seconds`: the longest wait for another rank.
     """
@@ -63,7 +63,7 @@ def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "
 
 
 def of(ranks: list[dict], case: Case) -> list[Any]:
-    """What `case` has returned, rank by rank; fails with the traceback of a rank that raised."""
+    """Result of `case`, rank by rank; fails with the traceback of a rank that raised."""
     made = [returned.get(case.__name__, "Traceback: an earlier case failed") for returned in ranks]
     errors = [value for value in made if isinstance(value, str) and "Traceback" in value]
     if errors:

@@ -47,7 +47,7 @@ def rows_of(rank: int, name: str) -> torch.Tensor:
 
 
 def at_experts(rank: int, name: str, rows=rows_of) -> list[torch.Tensor]:
-    """What the experts of a rank get: for each the rows of rank 0, then of rank 1."""
+    """Rows of the experts of a rank: for each those of rank 0, then of rank 1."""
     split = [rows(source, name).split(SIZES[name][source]) for source in range(WORLD)]
     return [torch.cat([split[source][g] for source in range(WORLD)]) for g in range(2 * rank, 2 * rank + 2)]
 
@@ -171,7 +171,7 @@ class Named(nn.Module):
 
 
 def disagreements(rank: int) -> dict[str, str]:
-    """What is said where ranks differ; every case has a group of its own, whose first collective it is."""
+    """Message where ranks differ; every case has a group of its own, whose first collective it is."""
     said = {}
 
     def note(name, function, *arguments, **options):

@@ -150,7 +150,7 @@ def reasons(model: nn.Module) -> set[str]:
 
 
 def the_codes(rank: int) -> dict[str, list[bool]]:
-    """What is gathered for forward and for backward, against the casts of the gathered weight."""
+    """Operands gathered for forward and for backward, against the casts of the gathered weight."""
     made = {}
     for name, recipe in RECIPES.items():
         model = stack(recipe)

@@ -28,7 +28,7 @@ def unit_of(cast: Cast) -> int:
 
 
 def why_not_whole(cast: Cast, shape: Sequence[int] | None) -> str:
-    """Why shards of a matrix of this shape cannot be cast apart, or "" where they can, however they are cut."""
+    """Reason against casting shards of a matrix of this shape apart, "" if there is none, however they are cut."""
     if cast.is_stochastic:
         return "a shard does not know where it stands, and stochastic rounding counts elements of the whole matrix"
     if (cast.format.block[1] is None and not cast.format.is_per_tensor) or cast.tensor_scale == "row":

@@ -36,7 +36,7 @@ _CALL = "the all-to-all of tokens"
 
 
 class _Route:
-    """Which rows go where: how many to and from each rank, and the order that sorts what arrives by expert."""
+    """Numbers of rows to and from each rank, and the order that sorts arriving rows by expert."""
 
     def __init__(self, sizes: list[int], device: torch.device, group: Group) -> None:
         self.group, self.sizes, world = group, sizes, dist.get_world_size(group)

@@ -117,7 +117,7 @@ def find_sharded(layer: Any, x: Any, recipe: Recipe, state: Ambient | None) -> S
 
 
 def _case_of(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: Ambient | None) -> _Case | None:
-    """What a call runs, decided alike on all ranks: by the shapes and placements of the whole tensors."""
+    """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
     _check(x, weight, bias)
     _unwrap_buffers(getattr(layer, "_buffers", {}))
     x._local_tensor = arrived(x._local_tensor)

@@ -205,7 +205,7 @@ class ShardedCast:
 
     @property
     def reason(self) -> str:
-        """Why torch operations cast, "" where launches do."""
+        """Reason for casts by torch operations, "" if launches cast."""
         return next((step.reason for step, _, _ in self._steps if step.reason), "")
 
     @property
@@ -316,7 +316,7 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
 def why_not_gathered(
     backend: Backend, entries: Entries, shards: Shards, tensor: str, sizes: tuple[int, int], itemsize: int
 ) -> str:
-    """Why a tensor is gathered in high precision and cast then; "" where its codes and scales travel.
+    """Reason for gathering a tensor in high precision and casting it then, "" if its codes and scales travel.
 
     `sizes`: rows and columns of a rank's shard of `itemsize` bytes an element.
     """

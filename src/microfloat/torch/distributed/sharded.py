@@ -98,7 +98,7 @@ def precompute_scales(model: nn.Module) -> None:
 
 
 class Shards:
-    """What the shards of one weight know of the whole between gathers.
+    """State of the whole weight that its shards keep between gathers.
 
     `casts`: of fprop and dgrad; `reason`: why it is gathered in high precision; `mesh`: of the ranks that have shards;
     `dtype`: of the values that are cast; `amax`: of all shards, while the weight is the one that `stamp` tells of;
@@ -134,7 +134,7 @@ class Shards:
 
 
 class Metadata(NamedTuple):
-    """What the hook before a gather tells the one after it. `scale`: one of the whole tensor, else None."""
+    """Message of the hook before a gather to the one after it. `scale`: one of the whole tensor, else None."""
 
     gather: Gather
     transposed: bool
@@ -284,7 +284,7 @@ def _casts_of(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def _refusal(layer: Linear) -> str:
-    """Why a layer's weight is gathered in high precision whatever its shards are, or ""."""
+    """Reason for gathering a layer's weight in high precision whatever its shards are, or ""."""
     weight, recipe = layer._parameters.get("weight"), layer._pinned
     if not isinstance(recipe, Recipe):
         return "no recipe is pinned to it (convert pins one)"
@@ -303,7 +303,7 @@ def _refusal(layer: Linear) -> str:
 
 
 def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
-    """Why a weight that is cut into shards of so many rows is gathered in high precision, or ""."""
+    """Reason for gathering a weight in shards of so many rows in high precision, or ""."""
     if dim:
         return f"it is sharded along dimension {dim}"
     (all_rows, length), sizes = weight.shape, []
@@ -346,7 +346,7 @@ def _joint_layers(model: nn.Module) -> Iterator[Linear]:
 
 
 class Source(NamedTuple):
-    """Where a `Gather` takes from what FSDP2 has not gathered."""
+    """The source from which a `Gather` takes a weight that FSDP2 has not gathered."""
 
     shard: ShardedWeight
     mesh: Any
