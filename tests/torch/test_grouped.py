@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch import nn  # noqa: E402
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -285,6 +286,18 @@ def test_the_first_microbatch_keeps_the_weights(name, monkeypatch):
         layer(x, SIZES, is_first_microbatch=1)
 
 
+def test_convert_pins_experts_and_revert_lets_them_go():
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "experts": mf.GroupedLinear(2, 64, 64)})
+    report = mf.convert(model, "mxfp8")
+    assert [(row.name, row.action) for row in report.rows] == [("up", "converted"), ("experts", "repinned")]
+    assert model["experts"].pinned == from_name("mxfp8")
+    mf.quantize_(model, mf.WeightOnly("mxfp8"))
+    assert type(mf.revert(model)["experts"].weight) is nn.Parameter
+    assert model["experts"].effective_recipe() is None
+    with pytest.warns(UserWarning, match="the name first"):
+        mf.convert(model, "mxfp8", filter=lambda module, name: isinstance(module, nn.Linear))
+
+
 def test_precedence_of_recipes():
     x, weight, _, _ = operands()
     layer = layer_of(weight)
@@ -411,7 +424,7 @@ def test_state_copies_and_text():
         assert torch.equal(other(x, SIZES), layer(x, SIZES))
     assert "num_groups=4, in_features=48, out_features=40, bias=True" in repr(layer)
     model = torch.nn.Sequential(mf.GroupedLinear(2, 8, 8), torch.nn.Linear(8, 8))
-    assert [row.name for row in mf.convert(model, "mxfp8", exclude=()).rows] == ["1"]
+    assert [row.name for row in mf.convert(model, "mxfp8", exclude=()).rows] == ["0", "1"]
     assert mf.convert(model, "mxfp8", exclude=()).unseen == ()
 
 

@@ -14,6 +14,7 @@ from microfloat.support import text_table
 
 __all__ = [
     "DEFAULT_EXCLUDE",
+    "FILTERED",
     "ConversionReport",
     "ConversionRow",
     "Placement",
@@ -32,6 +33,7 @@ def _anywhere(*names: str) -> tuple[str, ...]:
 # routers of mixtures of experts (`gate`, but neither `gate_proj` nor the `gate` beside an `up` of its shape,
 # `report.gates_of_mlps`), and adapters, whose rank is too small to gain. `output` and `proj_out` are heads at the top
 # of a model only, or under the name that a wrapper gives it.
+FILTERED = "filter returned False"
 DEFAULT_EXCLUDE = (
     *_anywhere("lm_head", "lm_head.*", "embed_out", "classifier", "score", "head", "qa_outputs", "output_projection"),
     *_anywhere("predictions.decoder"),
@@ -257,7 +259,7 @@ def why_left_out(
     if keep is None:
         return None
     try:
-        return None if keep(name, module) else "filter returned False"
+        return None if keep(name, module) else FILTERED
     except (AttributeError, TypeError) as error:
         raise invalid_type(
             "filter", f"{type(error).__name__} ({error}) for the layer {name!r}", "a callable (name, module) -> bool",

@@ -21,6 +21,7 @@ from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
+    FILTERED,
     ConversionReport,
     ConversionRow,
     check_exclude,
@@ -31,6 +32,7 @@ from microfloat.recipes.placement import (
 from microfloat.torch import scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch.fusing import fuse_blocks, unfuse
+from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
@@ -50,16 +52,16 @@ def convert(
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
-    Exactly nn.Linear is converted, not subclasses; layers that are microfloat Linears already are pinned anew, also
-    under a parametrization or FSDP2. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
-    patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`: rows (tokens) that a layer
-    gets in one call; layers that low precision would slow down at that size, in eager mode on a GPU, then stay in high
-    precision, except those with ``backend="native"``. The rule reads sizes and the recipe alone (docs/performance.md),
-    so it answers the same on every machine; None (default): sizes do not matter. `fuse`: blocks that are known
-    (`microfloat.torch.fusing`: decoder layers and MLPs of transformers, norms before Linears) run as fused modules, of
-    the same parameters and keys; weights of q, k and v are moved next to each other. Returns a report that prints as a
-    table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for patterns that match no
-    layer; then nothing changes.
+    Exactly nn.Linear is converted, not subclasses; layers that are microfloat Linears already, also under a
+    parametrization or FSDP2, and `GroupedLinear` are pinned anew. `filter(name, module) -> bool` keeps layers out,
+    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`:
+    rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode
+    on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
+    alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
+    blocks that are known (`microfloat.torch.fusing`: decoder layers and MLPs of transformers, norms before Linears) run
+    as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. Returns a
+    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for
+    patterns that match no layer; then nothing changes.
     """
     check_model(model)
     if not isinstance(recipe, Placement):
@@ -68,7 +70,12 @@ def convert(
         raise invalid_type("fuse", type(fuse), "True or False")
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
-    rows = pin_layers(model, recipe, (nn.Linear,), filter, exclude, skip_small)
+    rows = pin_layers(model, recipe, (nn.Linear, GroupedLinear), filter, exclude, skip_small)
+    if rows and all(row.reason == FILTERED for row in rows):
+        warnings.warn(
+            "convert: filter returned False for every layer, so that nothing is converted. It is called as "
+            "filter(name, module), the name first.", UserWarning, stacklevel=2,
+        )  # fmt: skip
     blocks = tuple(
         ConversionRow(name, None, "not fused" if what.startswith("left") else "fused", None, what)
         for name, what in (fuse_blocks(model) if fuse else ())
@@ -245,6 +252,7 @@ def _change_class(module: nn.Module, old: type, new: type) -> bool:
 def revert(model: nn.Module) -> nn.Module:
     """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`.
 
+    A `GroupedLinear`, which torch has not, stays what it is and follows the autocast again.
     Weights that exist as codes only are dequantized, and stay the parameters that an optimizer holds (a warning names
     those that could not). A layer whose class cannot be changed back (a subclass of Linear, or its forward was replaced
     on the instance) stays what it is, pinned to high precision, and a warning names it.
@@ -265,6 +273,10 @@ def revert(model: nn.Module) -> nn.Module:
             else:
                 module.pin(None)
                 left.append(f"{name or '(root)'} ({type(module).__name__})")
+        elif isinstance(module, GroupedLinear):
+            if isinstance(module._parameters.get("weight"), QuantizedTensor) and not _dequantize_weight(module):
+                replaced.append(name or "(root)")
+            module.unpin()
         if isinstance(module, nn.TransformerEncoderLayer):
             handle = module.__dict__.pop("_microfloat_slow_path", None)
             if handle is not None:
@@ -282,7 +294,7 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _dequantize_weight(layer: Linear) -> bool:
+def _dequantize_weight(layer: RecipeLayer) -> bool:
     """Turn a weight that exists as codes into its values; False if that took a new Parameter.
 
     Else the object stays the one that optimizers and layers tied to this one hold.

@@ -617,3 +617,9 @@ def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     bound = 0.25 if name == "nvfp4" else 0.05  # q, k and v are three products there, with other scales and seeds
     assert _relative(y, want) < bound
     assert _relative(dx, dwant) < bound
+
+
+@pytest.mark.parametrize("module", [mf.LayerNormLinear, mf.LayerNormMLP])
+def test_an_eps_by_position_is_no_bias(module):
+    with pytest.raises(InvalidTypeError, match="eps by keyword"):
+        module(32, 64, 1e-5)

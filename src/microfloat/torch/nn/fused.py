@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.errors import invalid_value, unknown_name
+from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
@@ -70,6 +70,7 @@ class LayerNormLinear(nn.Module):
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        _check_bias(bias)
         parts = {"linear": out_features} if split is None else dict(split)
         if sum(parts.values()) != out_features or not parts or min(parts.values()) < 1:
             raise invalid_value("split", f"{parts}", f"sizes >= 1 that add up to out_features = {out_features}")
@@ -144,11 +145,17 @@ class MLP(nn.Module):
             layer.reset_parameters()  # type: ignore[operator]
 
 
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, bool):  # the place of `eps` in a signature of TransformerEngine
+        raise invalid_type("bias", type(bias), "True or False", "Give eps by keyword: eps=1e-5.")
+
+
 def _build_mlp(
     module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
     dtype: torch.dtype | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Give `module` the Linears of an MLP."""
+    _check_bias(bias)
     if activation not in ACTIVATIONS:
         raise unknown_name("activation", activation, ACTIVATIONS)
     module.activation = activation

@@ -43,6 +43,7 @@ class GroupedLinear(RecipeLayer):
         super().__init__()
         check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        check_bool("bias", bias)
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
         self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
         self.out_features = check_int("out_features", out_features, 0, 2**31 - 1)
