@@ -77,17 +77,19 @@ class Pending(NamedTuple):
     group: Group
     region: "Region | None"
     late: bool = False  # recorded by a forward inside a backward
+    captured: bool = False  # into a CUDA graph, which rolls it itself when it is replayed
 
 
 class Slot:
     """State of a slot of a layer besides its buffers."""
 
-    __slots__ = ("history", "name", "pending", "prepared", "previous", "rolled", "scale")
+    __slots__ = ("history", "latest", "name", "pending", "prepared", "previous", "rolled", "scale")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.scale, self.history = NAMES[name]
         self.pending: Pending | None = None
+        self.latest: Pending | None = None  # of dy: what a backward outside any capture has recorded
         # The scales that one update replaced, and which of them is this slot's.
         self.previous: tuple[torch.Tensor, int] | None = None
         # The latest roll where amaxes are reduced: how to roll what only another rank has recorded.

@@ -78,6 +78,7 @@ LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
 _DDP = nn.parallel.DistributedDataParallel
+_MAY_CAPTURE = torch.backends.cuda.is_built()
 
 
 class Region:
@@ -272,12 +273,16 @@ def note_recorded(
     layer: nn.Module, slot: str, cast: Cast, *, group: Group = None, region: Region | None = None
 ) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
-    state = _state(layer)
-    state.slots[slot].pending = _pending(cast, group, region)
+    state, entry = _state(layer), _pending(cast, group, region)
+    state.slots[slot].pending = entry
     if slot != "dy":
         if region is not None:
             region._states[state] = None
         _await_backward(state)
+    elif capturing():
+        state.slots[slot].pending = entry._replace(captured=True)
+    else:
+        state.slots[slot].latest = entry
 
 
 def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Group, region: Region) -> None:
@@ -339,8 +344,9 @@ def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, re
             jobs.append((layer, x, _pending(x_cast, None, CLOSED_REGION)))
         if w_cast is not None:
             jobs.append((layer, w, _pending(w_cast, None, CLOSED_REGION)))
+    _await_replays(dy)
     entry = dy.pending
-    if entry is not None and _closed(entry) and (records or not reduces(entry.delayed, entry.group)):
+    if entry is not None and _is_due(entry) and (records or not reduces(entry.delayed, entry.group)):
         jobs.append((layer, dy, entry))
     _update(jobs, None)
     for _, slot, _ in jobs:
@@ -521,19 +527,38 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
     return found
 
 
+def capturing() -> bool:
+    """True while the current stream records a CUDA graph: what is launched runs at every replay, and not now."""
+    return _MAY_CAPTURE and torch.cuda.is_current_stream_capturing()
+
+
 def _closed(entry: Pending) -> bool:
     return entry.region is not None and entry.region.closed and not entry.region.failed
 
 
+def _is_due(entry: Pending) -> bool:
+    """True if it is to be rolled now: what a CUDA graph has recorded is rolled by its own replays."""
+    return _closed(entry) and (not entry.captured or capturing())
+
+
 def flush_backward() -> None:
-    """Roll what backward passes have recorded in layers of this thread whose region has closed."""
+    """Roll what backward passes have recorded in layers of this thread whose region has closed.
+
+    Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others.
+    """
     waiting = _LOCAL.__dict__.get("waiting")
-    if waiting:
-        states = list(waiting)
+    if not waiting:
+        return
+    states, inside = list(waiting), capturing()
+    if not inside:
         waiting.clear()
         for state in states:
             state.waits_in = None
-        _roll(states, SLOTS, _closed, "backward")
+    _roll(
+        states, SLOTS,
+        lambda entry: _is_due(entry) and (not inside or reduces(entry.delayed, entry.group)),
+        "backward",
+    )  # fmt: skip
 
 
 def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None:
@@ -541,19 +566,26 @@ def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None
     state = _state(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
     slots = state.slots
+    _await_replays(slots["dy"])
     if slots["dy"].pending is not None or LATE:
         # What ranks share waits for a point that all of them pass: of layers without a region, a forward that records,
         # or the first pass of a reentrant checkpoint.
         shared = region is None and any(slot.pending is not None and slot.pending.late for slot in slots.values())
         _roll(
-            [state], SLOTS, lambda entry: _closed(entry) and (shared or not reduces(entry.delayed, entry.group)), None
+            [state], SLOTS, lambda entry: _is_due(entry) and (shared or not reduces(entry.delayed, entry.group)), None
         )
+
+
+def _await_replays(dy: Slot) -> None:
+    """In a CUDA graph dy is rolled once more where that was done already: replays follow a backward of their own."""
+    if capturing():
+        dy.pending, dy.latest = dy.pending or dy.latest, None
 
 
 def flush_to_read(layer: nn.Module) -> None:
     """Roll what backward passes have recorded before the state is read. What other ranks have a part in stays pending,
-    since one rank may be alone in reading."""
-    _roll([_state(layer)], SLOTS, lambda entry: _closed(entry) and not reduces(entry.delayed, entry.group), None)
+    since one rank may be alone in reading; so does what a CUDA graph rolls in its next replay."""
+    _roll([_state(layer)], SLOTS, lambda entry: _is_due(entry) and not reduces(entry.delayed, entry.group), None)
 
 
 def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -570,7 +602,9 @@ def update_scaling(model: nn.Module) -> None:
     check_model(model)
     states = [_state(layer) for layer in scaled_layers(model)]
     # As the next autocast would, which another rank may have entered by now.
-    _roll(states, SLOTS, lambda entry: entry.region is not None and entry.region.closed, "backward")
+    _roll(
+        states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured, "backward"
+    )  # fmt: skip
     _roll(states, SLOTS, lambda entry: entry.region is None, "calibration")
 
 
