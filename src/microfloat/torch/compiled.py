@@ -98,7 +98,9 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
     fuses = getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled()
-    if fuses and not torch.compiler.is_exporting():
+    shards = getattr(layer, "_shards", None)
+    is_gathered = shards is not None and not shards.reason  # by FSDP2 as codes, which no graph takes
+    if (fuses or is_gathered) and not torch.compiler.is_exporting():
         _make_eager_forward()
         return _EAGER_FORWARD(layer, x)
     token, origin = context.recipe_here(layer._pin_token)

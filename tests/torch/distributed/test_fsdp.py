@@ -383,6 +383,17 @@ def replicated_shards(rank: int) -> dict[str, bool]:
     return made
 
 
+def compiled(rank: int) -> dict[str, bool]:
+    """Blocks that are compiled, whose Linears run in eager mode between graphs."""
+    made = {}
+    for name in CHECKPOINTS:
+        recipe, sharded = RECIPES[name], shard(low_precision_all_gather(stack(RECIPES[name])))
+        for block in sharded:
+            block.compile(backend="aot_eager")
+        made[name] = same(train(sharded, recipe), train(stack(recipe), recipe))
+    return made
+
+
 CHECKPOINTS = ("delayed", "mxfp8")
 CASES = (
     every_recipe, memory_between, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
@@ -492,11 +503,13 @@ def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
 
 @pytest.mark.slow("starts seven more processes")
 def test_four_ranks(ranks, folder) -> None:
-    """Two replicas of two shards; and checkpoints of four ranks on two and on one."""
+    """Two replicas of two shards; checkpoints of four ranks on two and on one; and compiled blocks."""
     four = run_ranks((replicated_shards, saved), f"{folder}/four", world=4)
     for made in of(four, replicated_shards):
         assert made == dict.fromkeys(RECIPES, True)
     written = of(four, saved)[0]
     for world in (2, 1):
-        for made in of(run_ranks((resumed_elsewhere,), f"{folder}/{world}", world=world), resumed_elsewhere):
+        others = run_ranks((resumed_elsewhere, compiled), f"{folder}/{world}", world=world)
+        for made in of(others, resumed_elsewhere):
             assert all(same(made[name], written[name][1]) for name in CHECKPOINTS)
+        assert of(others, compiled) == [dict.fromkeys(CHECKPOINTS, True)] * world
