@@ -1,5 +1,6 @@
-"""The repository holds no large files, no paths of somebody's machine, no hosts of package registries."""
+"""No large files, no paths of somebody's machine, no hosts of package registries, no test that may wait for ever."""
 
+import ast
 import re
 import shutil
 
@@ -82,3 +83,32 @@ def test_a_registry_host_is_found():
 )
 def test_harmless_text_passes(text):
     assert not list(offences(text))
+
+
+STARTS, WAITS = {"run", "call", "check_call", "check_output"}, {"join", "communicate", "result"}
+
+
+def unbounded_waits(source):
+    """Yield (line number, call) of each wait for a process or a thread that may last for ever."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, words = node.func.attr, {word.arg for word in node.keywords}
+            starts = name in STARTS and isinstance(node.func.value, ast.Name) and node.func.value.id == "subprocess"
+            if (starts and "timeout" not in words) or (name in WAITS and not node.args and not words):
+                yield node.lineno, name
+
+
+def test_no_test_waits_for_ever(repository):
+    """tests/processes.py has waits that end; its own without a bound is for a process that it has killed."""
+    rows = [
+        f"{path.relative_to(repository)}:{line}: {call} without a bound of time"
+        for path in sorted((repository / "tests").rglob("*.py"))
+        if path.name != "processes.py"
+        for line, call in unbounded_waits(path.read_text())
+    ]
+    assert not rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize("source", ["subprocess.run(['x'])", "thread.join()", "future.result()"])
+def test_an_unbounded_wait_is_found(source):
+    assert list(unbounded_waits(source))

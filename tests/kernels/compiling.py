@@ -39,7 +39,8 @@ def instructions_of(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        command = [disassembler, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
     return [line for line in lines if not line.lstrip("@!UPT0123456789 ").startswith("NOP")]
 

@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import gc
-import multiprocessing
 import threading
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -414,9 +412,7 @@ def _without_fp8():
 
 
 def test_a_gpu_without_fp8_gives_the_same_bytes_and_bfloat16_products():
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_as_ampere) as pool:
-        told = pool.submit(_without_fp8).result()
+    told = processes.other_process(_as_ampere)(_without_fp8)
     for name, (accelerated, kernels) in told.items():
         assert not accelerated, name
         assert "FP8 GEMM" not in kernels, name

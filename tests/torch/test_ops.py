@@ -484,7 +484,7 @@ def test_temporaries_belong_to_one_thread():
 
     alone = [run(x) for x in inputs]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(run, inputs))
+        together = list(pool.map(run, inputs, timeout=240))
     for results, expected in zip(together, alone, strict=True):
         assert all(same(a, b) for a, b in zip(results, expected, strict=True))
 
@@ -506,7 +506,7 @@ def test_temporaries_of_other_modes_do_not_linger():
 
     for function in (first_in_inference_mode, first_with_fake_tensors):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            q, values = pool.submit(function).result()
+            q, values = pool.submit(function).result(240)
         assert same(q, mf.quantize(X, "nvfp4"))
         assert type(values) is torch.Tensor
         assert torch.equal(values, mf.quantize(X, "mxfp8").dequantize())
