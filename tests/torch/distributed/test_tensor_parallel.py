@@ -335,11 +335,18 @@ def other_ways(rank: int):
     y = compiled(x)
     y.backward(dy.chunk(world, -1)[rank])
     rows = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+    sequence = layer_on(
+        init_device_mesh(torch.get_default_device().type, (world,)), "colwise", 0, NEAREST["fp8_current"], w, ours
+    )
+    part = x.chunk(world)[rank].contiguous()
+    with torch.inference_mode():
+        inferred = sequence(part)
+    same = torch.equal(inferred, sequence(part))
     wide = mf.linear(rows, DTensor.from_local(w.chunk(world)[rank], mesh, [Replicate(), Shard(0)]), recipe="mxfp8")
     return (
         torch.equal(y, expected[0].chunk(world, -1)[rank]),
         torch.equal(layer.weight.grad.full_tensor(), expected[2]),
-        torch.equal(wide.full_tensor(), expected[0]),
+        torch.equal(wide.full_tensor(), expected[0]) and same,
         str(mf.explain(layer)),
     )
 

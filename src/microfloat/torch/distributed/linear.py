@@ -55,6 +55,7 @@ class _Case(NamedTuple):
     y: _Placements
     x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
     y_shape: torch.Size  # of the whole y
+    y_strides: tuple[int, ...]
 
 
 def run_sharded(
@@ -93,8 +94,8 @@ def run_sharded(
     axis = schedule.shards.gathers("dy")
     if axis is not None:
         y_local = _Scattered.apply(y_local, _dim_of(case.y), axis.group)
-    strides = torch.empty(case.y_shape, device="meta").stride()
-    return DTensor.from_local(y_local, x.device_mesh, case.y, run_check=False, shape=case.y_shape, stride=strides)
+    whole = {"shape": case.y_shape, "stride": case.y_strides}
+    return DTensor.from_local(y_local, x.device_mesh, case.y, run_check=False, **whole)
 
 
 def _run(layer: Any, schedule: Any, x: Any, weight: Any, bias: Any, state: Ambient | None, first: bool | None) -> Any:
@@ -271,7 +272,14 @@ def _make(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs,
     )  # fmt: skip
-    return _Case(schedule, **{key: tuple(made) for key, made in placed.items()}, x_shape=x_shape, y_shape=y_shape)
+    strides = torch.empty(y_shape, device="meta").stride()
+    return _Case(
+        schedule,
+        **{key: tuple(made) for key, made in placed.items()},
+        x_shape=x_shape,
+        y_shape=y_shape,
+        y_strides=strides,
+    )
 
 
 def _local_shape(shape: Any, placements: Any, mesh: Any) -> list[int]:
@@ -319,16 +327,17 @@ def _gathering(x: Any, case: _Case) -> torch.Tensor:
 
     Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
     """
+    # Writes to tensors of inference mode are not counted.
+    state = None if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
     known = getattr(x, "_gathering", None)
-    is_enabled = torch.is_grad_enabled()
-    if known is not None and known[0] == (x._version, is_enabled):
+    if known is not None and known[0] == state and state is not None:
         return known[1]
     axis = case.schedule.shards.gathers("x")
     assert axis is not None
     local = x.to_local(grad_placements=case.dx)
     made = _Gathered.apply(local, case.x_shape, _dim_of(case.x), axis.group)
     made.shard, made.gathered = x._local_tensor.detach(), {}
-    x._gathering = (x._version, is_enabled), made
+    x._gathering = state, made
     return made
 
 
