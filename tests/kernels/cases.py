@@ -18,9 +18,10 @@ from microfloat.kernels.casts import blocks
 from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
-from microfloat.recipes import Cast, Delayed, Hadamard
-from microfloat.torch import attention, backends, fused, program, reference
+from microfloat.recipes import Cast, Delayed, Hadamard, from_name
+from microfloat.torch import attention, backends, fused, program, reference, schedule
 from microfloat.torch.backends import triton
+from microfloat.torch.gathered import Gather, Gathered
 from tests.torch.scheduled.setting import native_on
 
 SEED = 0x89ABCDEF01234567
@@ -786,6 +787,36 @@ def fused_linears(device, backend, name, **options):
 
     with fused_cases.on_cpu_too(backend) if device == "cpu" else contextlib.nullcontext():
         fused_cases.check(device, backend, name, **options)
+
+
+def forms_of_gathered_weights(device, names):
+    """A weight that was gathered as codes, in the form that a Hopper's GEMMs read, against the casts into that form."""
+
+    class Source:
+        def operand(self, gather, transposed):
+            casts = [None, None]
+            casts[transposed] = gather.casts[transposed]
+            return backend.quantize_both(w, *casts)[transposed]
+
+    with backends.pretend(chip="h200"):
+        w = torch.randn(160, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        w *= torch.exp2(torch.arange(-20, 20).float()).repeat_interleave(4)[:, None]
+        backend = backends.choose("auto", w.device)
+        for name in names:
+            recipe = from_name(name)
+            gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), w.dtype, Source())
+            routes = backend.routes(recipe, w.device, None)
+            for row in (True, False):
+                entries = schedule.entries_of(recipe, routes, "w", row, not row)
+                wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
+                step = schedule._GatheredCast(backend, w.shape, entries, w.dtype)
+                made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())
+                for ours, theirs in zip(made, wanted, strict=True):
+                    assert (ours is None) == (theirs is None), (name, row)
+                    if ours is not None:
+                        assert ours.stride() == theirs.stride(), (name, row)
+                        ours, theirs = (part.reshape(-1).view(torch.uint8) for part in (ours, theirs))
+                        assert torch.equal(ours, theirs), (name, row)
 
 
 def run(case, device):
