@@ -100,9 +100,10 @@ class Report:
         counts = {action: sum(layer.action == action for layer in self.layers) for action in _ACTIONS}
         made = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
         speed = self.bytes_read / max(self.seconds, 1e-9) / 1e6
+        files = "1 file" if len(self.shards) == 1 else f"{len(self.shards)} files"
         rows = {
             "parameters": made,
-            "size": f"{_megabytes(self.bytes_read)} -> {_megabytes(self.bytes_written)}, {len(self.shards)} files",
+            "size": f"{_megabytes(self.bytes_read)} -> {_megabytes(self.bytes_written)}, {files}",
             "time": f"{self.seconds:.1f} s, {speed:.0f} MB/s read",
         }
         if self.resumed_shards:
