@@ -25,7 +25,7 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from microfloat.torch import backends, schedule  # noqa: E402
+from microfloat.torch import backends, context, schedule  # noqa: E402
 from tests import processes  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
@@ -371,9 +371,9 @@ def test_delayed_scaling_without_autocast_says_what_to_do() -> None:
     layer = mf.Linear(16, 8, recipe=DelayedScaling())
     with mf.autocast():
         left = contextvars.copy_context()  # what a task sees that was started in it
-    for context in (contextvars.Context(), left):
+    for caller in (contextvars.Context(), left):
         with pytest.raises(Exception, match="Call the compiled function"):
-            context.run(compiled(layer), torch.randn(4, 16))
+            caller.run(compiled(layer), torch.randn(4, 16))
 
 
 def test_saved_operands_lie_as_their_fake_promises() -> None:
@@ -418,3 +418,24 @@ def test_errors_of_compiled_code_name_the_layer() -> None:
 
 def refused(*_: object) -> None:
     raise NotSupportedError("no such chip")
+
+
+def test_torchs_own_checks_of_the_layers_operators() -> None:  # features G2
+    """Fakes, as torch.library.opcheck sees them: shapes, dtypes and strides are those of the outputs."""
+    operators, checks = torch.ops.microfloat, "test_faketensor"  # that of schemas knows no float8
+    x, weight, dy, scale = torch.randn(40, 64), torch.randn(32, 64), torch.randn(40, 32), torch.ones(())
+    for recipe, records in ((MXFP8BlockScaling(), False), (NVFP4BlockScaling(), False), (DelayedScaling(), True)):
+        token = context.token_of(recipe)
+        seed = torch.tensor([1, 2]) if context.is_stochastic(token) else None
+        scales = (scale, scale) if records else (None, None)
+        tail = "reference", torch.float32, True, True, records
+        call = x, [weight], "", None, seed, *scales, token, "layer", *tail
+        torch.library.opcheck(operators.linear_forward.default, call, test_utils=checks)
+        _, *saved = operators.linear_forward(*call)
+        saved = saved[1:] if records else saved
+        settings = token, "reference", torch.float32, torch.float32, True, True, records
+        call = dy, x, [weight], "", saved, seed, scales[0], *settings
+        torch.library.opcheck(operators.linear_backward.default, call, test_utils=checks)
+        ends = torch.tensor([10, 40], dtype=torch.int32)
+        call = x, [weight.expand(2, 32, 64).clone()], "", None, ends, seed, *scales, token, "layer", *tail[:2], records
+        torch.library.opcheck(operators.grouped_forward.default, call, test_utils=checks)
