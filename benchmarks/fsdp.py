@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import microfloat.torch as mf
-from benchmarks._report import Report, Row
+from benchmarks._report import Report, Row, wanted
 from microfloat.recipes import from_name
 from microfloat.torch.distributed import low_precision_all_gather, precompute_scales
 
@@ -74,7 +74,7 @@ def counted_gathers() -> Iterator[list[int]]:
         yield found
 
 
-def variants(base: nn.Sequential, x: torch.Tensor) -> Iterator[tuple[str, str | None, Callable[[], None]]]:
+def variants(base: nn.Sequential, x: torch.Tensor) -> Iterator[tuple[str, str | None, Callable[[], torch.Tensor]]]:
     """(id, recipe, one step) of every model, each sharded over all ranks."""
     for name in (None, *RECIPES):
         for gathers_low in (False,) if name is None else (False, True):
@@ -88,13 +88,16 @@ def variants(base: nn.Sequential, x: torch.Tensor) -> Iterator[tuple[str, str | 
             fully_shard(model)
             region = mf.autocast(recipe=from_name("delayed")) if name == "delayed" else None
 
-            def step(model: nn.Sequential = model, region: Any = region, gathers_low: bool = gathers_low) -> None:
+            def step(
+                model: nn.Sequential = model, region: Any = region, gathers_low: bool = gathers_low
+            ) -> torch.Tensor:
                 model.zero_grad(set_to_none=True)
                 with region or contextlib.nullcontext():
                     y = model(x)
                 y.float().pow(2).mean().backward()
                 if gathers_low:  # as after an optimizer's step
                     precompute_scales(model)
+                return y.detach()
 
             yield f"fsdp.{name or 'bf16'}" + (".low" if gathers_low else ""), RECIPES.get(name or ""), step
 
@@ -106,22 +109,28 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
     base = nn.Sequential(*(Block(hidden, inner) for _ in range(LAYERS))).to(device, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    steps, rows = {}, {}
+    steps, rows, outputs = {}, {}, {}
     for name, recipe, step in variants(base, x):
+        if name != "fsdp.bf16" and not wanted(options.only, name):
+            continue
         for _ in range(1 if options.quick else 3):
             step()
         wait()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with counted_gathers() as sent:
-            step()
+            y = step()
         wait()
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-        steps[name] = step
+        steps[name], outputs[name] = step, y.sum(dtype=torch.float64)
         rows[name] = Row(
             name, (tokens, hidden, inner), recipe, mode="eager, forward and backward",
             extra={"gathered_bytes": sum(sent), "peak_bytes": peak, "ranks": dist.get_world_size()},
         )  # fmt: skip
+    for name, row in rows.items():
+        default = outputs.get(name.removesuffix(".low"))
+        if name.endswith(".low") and default is not None and row.recipe != "delayed":  # whose scales change by step
+            row.bytes_equal = bool(outputs[name] == default)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(1 if options.quick else ROUNDS):
         for name, step in steps.items():

@@ -49,6 +49,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
          {"h.fwdbwd", "h.region", "h.fwd", "h.autocast", "g.compile"}),
         ("block", ["b.eager.current", "b.compile"], {"b.eager", "b.compile"}),
         ("train", ["t.eager.fp8_current"], {"t.gpt"}),
+        ("fsdp", ["fsdp.mxfp8"], {"fsdp.bf16", "fsdp.mxfp8", "fsdp.mxfp8.low"}),
         ("profile", ["current"], set()),
     ],
 )  # fmt: skip
@@ -62,7 +63,7 @@ def test_a_quick_run(repository, tmp_path, command, ids, measured):
         assert set(row) >= RESULT
         # Every figure was compared with the reference first, unless there is none for it (times of nothing but a host).
         compared = row.get("bytes_equal") or "sqnr_db" in row or row.get("variant") == "unfused"
-        assert "skipped" in row or compared or command in ("host", "train"), row
+        assert "skipped" in row or compared or command in ("host", "train", "fsdp"), row
         assert "passed" not in row, "a quick run measures nothing"
         assert "not run" in text or "skipped" not in row
     assert document["command"] == f"python -m benchmarks {command} --quick --json benchmarks/results/rows.json " + (

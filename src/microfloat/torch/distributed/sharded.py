@@ -102,7 +102,7 @@ class Shards:
 
     `casts`: of fprop and dgrad; `reason`: why it is gathered in high precision; `mesh`: of the ranks that have shards;
     `dtype`: of the values that are cast; `amax`: of all shards, while the weight is the one that `stamp` tells of;
-    `scale_enc`, `recorded`: of delayed scaling, those of the latest forward; `sizes`: bytes of every gather.
+    `scale_enc`, `recorded`: of delayed scaling, the encode scale and the amax of the latest forward.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,6 @@ class Shards:
         self.stamp: tuple | None = None
         self.scale_enc: torch.Tensor | None = None
         self.recorded: torch.Tensor | None = None
-        self.sizes: tuple[int, ...] = ()
 
     def cast_from(self, values: torch.Tensor) -> torch.Tensor:
         """The values in the dtype in which FSDP2 would gather them."""
