@@ -70,7 +70,7 @@ def test_flags_that_do_not_fit_are_named(tmp_path, capsys, monkeypatch, flags, w
 @pytest.mark.slow(WHY_SLOW)
 def test_two_ranks_train_as_one_in_either_gather(tmp_path):
     """The first loss is the mean of both halves of the batch; what is gathered in codes changes no bit."""
-    flags = "--recipe mxfp8,delayed,nvfp4 --batch 4 --steps 4"
+    flags = "--recipe mxfp8,delayed,nvfp4 --dim 64 --hidden 64 --batch 4 --steps 4"  # halves of whole blocks
     assert train(tmp_path / "one", flags, "train_fsdp") == 0
     for name, more in (("two", ""), ("low", "--low-precision-gather"), ("tensor", "--tp 2")):
         assert launch(tmp_path / name, f"{flags} {more}").returncode == 0
