@@ -13,13 +13,13 @@ from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
-from microfloat.torch import backends, gemms, reference  # noqa: E402
+from microfloat.torch import backends, gemms, own_gemm, reference  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 from tests.processes import other_process  # noqa: E402
 
 HOPPER = Chip((9, 0))
-needs_kernel = pytest.mark.skipif(not gemms.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
+needs_kernel = pytest.mark.skipif(not own_gemm.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
 
 
 def _compile(tiles, dtype):
@@ -45,13 +45,13 @@ def _compile(tiles, dtype):
 
         __enter__ = __exit__ = lambda self, *exception: None
 
-    gemms._processors = lambda device: 132
+    own_gemm._processors = lambda device: 132
     torch.cuda.device = Anywhere
     a, b = (torch.zeros(1024, 1024).to(torch.float8_e4m3fn) for _ in range(2))
     scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
-    start = gemms._start
-    gemms._start = lambda function, *rest: start(Compiler(), *rest)
-    gemms.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
+    start = own_gemm._start
+    own_gemm._start = lambda function, *rest: start(Compiler(), *rest)
+    own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
@@ -109,13 +109,13 @@ class TestChoice:
     def test_only_where_the_kernel_can_be_built_and_gives_bfloat16(self, monkeypatch):
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(gemms, "_processors", lambda device: 132)
+        monkeypatch.setattr(own_gemm, "_processors", lambda device: 132)
         for is_there in (False, True):
-            monkeypatch.setattr(gemms, "own_gemm_is_there", lambda is_there=is_there: is_there)
-            assert gemms.own_gemm_serves(device, large, False, torch.bfloat16) is is_there
+            monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda is_there=is_there: is_there)
+            assert own_gemm.own_gemm_serves(device, large, False, torch.bfloat16) is is_there
             for dtype in (torch.float16, torch.float32):
-                assert not gemms.own_gemm_serves(device, large, False, dtype)
-            assert not gemms.own_gemm_serves(torch.device("cpu"), large, False, torch.bfloat16)
+                assert not own_gemm.own_gemm_serves(device, large, False, dtype)
+            assert not own_gemm.own_gemm_serves(torch.device("cpu"), large, False, torch.bfloat16)
 
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
     @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -130,12 +130,12 @@ class TestChoice:
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
     def test_products_ask_once(self, monkeypatch, tiles):
         asked = []
-        monkeypatch.setattr(gemms, "own_gemm_is_there", lambda: True)
+        monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda: True)
         monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(gemms, "_processors", lambda device: 132 + device)
+        monkeypatch.setattr(own_gemm, "_processors", lambda device: 132 + device)
         monkeypatch.setattr(
-            gemms, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
+            own_gemm, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
         )
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
         y = self._product(large, device, tiles)
@@ -203,7 +203,7 @@ def _check(a, b, dtype, tiles):
     arguments.append((b.scale if tiles else b.scale.t().contiguous()).cuda().t())
     codes, scale, right, right_scale = arguments
     torch.full((a.rows, b.rows), float("nan"), dtype=dtype, device="cuda")  # what an unwritten element would show
-    runs = [gemms.own_block_matmul(codes, scale.t(), right.t(), right_scale, dtype, tiles).cpu() for _ in range(3)]
+    runs = [own_gemm.own_block_matmul(codes, scale.t(), right.t(), right_scale, dtype, tiles).cpu() for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
     error = (runs[0].double() - exact).abs()
     name = str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
-from microfloat.torch import backends, gemms  # noqa: E402
+from microfloat.torch import backends, block_scaled  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 
 AS_THEY_ARE = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
@@ -55,7 +55,7 @@ def _bytes_of_scales(quantized) -> np.ndarray:
 def test_bytes_and_kinds(name: str, shape: tuple[int, int]) -> None:
     x, w = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, (shape[0], 1)), torch.randn(20, shape[1])
     right = name.removesuffix("_e5m2")
-    arguments = gemms.block_scaled_arguments(
+    arguments = block_scaled.block_scaled_arguments(
         torch_reference.quantize(x, Cast(name)), torch_reference.quantize(w, Cast(right)), torch.bfloat16
     )
     width = -(-shape[1] // 32) * 32

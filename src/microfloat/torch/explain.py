@@ -27,12 +27,12 @@ from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
-from microfloat.torch.gemms import own_gemm_serves
 from microfloat.torch.grouped import why_one_by_one
 from microfloat.torch.linear import backend_name
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
+from microfloat.torch.own_gemm import own_gemm_serves
 from microfloat.torch.small import Prediction, check_shape, predict
 
 __all__ = [

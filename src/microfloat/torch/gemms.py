@@ -6,8 +6,7 @@ where `Route.turned` says so. It is *direct* where a GEMM takes them as they are
 
 * **fp8**, **blocks**: the vendor's GEMMs of Ada and Hopper take a K and N of multiples of 16, and of 8 rows where
   scales are 1x128; other operands are filled up with codes of zero. Large products with 1x128 scales run on a kernel of
-  microfloat's, which needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older
-  ones keep float32 arithmetic and tensor cores from overlapping.
+  microfloat's (`own_gemm`).
 * **values**: bfloat16 products, float32 sums, tensor scales in an epilogue; exact operands (docs/numerics.md 8.2).
 * **block_scaled**: Blackwell's GEMMs, written against the documented layouts (128x4 scale tiles, FP4 two per byte) and
   tested on the CPU down to what is passed; not yet run on the hardware.
@@ -17,29 +16,24 @@ Legend: M, N = rows of the operands, K = contraction length, R = rows of one ope
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.formats import E4M3, decode, encode
 from microfloat.layout import folded_format
 from microfloat.passes import is_stock
 from microfloat.recipes import Gemm
-from microfloat.routes import OWN_GEMMS, Encoding, Route, encoding_of, own_gemm_is_faster, route_between
+from microfloat.routes import Encoding, Route, encoding_of, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand, Values
-from microfloat.torch.packing import to_blocked
+from microfloat.torch.block_scaled import block_scaled_arguments
+from microfloat.torch.own_gemm import device_index, own_block_matmul, own_gemm_serves
 
-__all__ = [
-    "GroupedWork", "Product", "block_scaled_arguments", "high_precision_product", "own_block_matmul",
-    "own_gemm_is_there", "own_gemm_serves", "product", "scaled_matmul",
-]  # fmt: skip
+__all__ = ["Product", "high_precision_product", "product", "scaled_matmul"]
 
 Shape = tuple[int, int, int]
 Tensor = torch.Tensor
@@ -296,118 +290,6 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Calla
     return own
 
 
-def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:
-    """True if microfloat's FP8 GEMM can be built, serves a product of M, K, N in `dtype`, and beats the vendor's."""
-    index = _index(device)
-    if index < 0 or dtype != torch.bfloat16:
-        return False
-    return own_gemm_is_faster(shape, tiles, backends.chip_of(device), _processors(index)) and own_gemm_is_there()
-
-
-def _index(device: torch.device) -> int:
-    """The number of a CUDA device, -1 for any other."""
-    return -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def own_gemm_is_there() -> bool:
-    """True if this Triton can build the kernel."""
-    import triton
-
-    from microfloat.torch.program import INTERPRETED
-
-    return not INTERPRETED and tuple(triton.__version__.split(".")[:2]) == ("3", "6") and _assembler() is not None
-
-
-@functools.cache
-def _assembler() -> str | None:
-    """The path of an assembler that is new enough."""
-    from triton import knobs
-
-    for name in ("ptxas", "ptxas_blackwell"):
-        try:
-            tool = getattr(knobs.nvidia, name)
-        except (AttributeError, RuntimeError):
-            continue
-        if tuple(int(part) for part in tool.version.split(".")[:2]) >= (12, 9):
-            return tool.path
-    return None
-
-
-class GroupedWork(NamedTuple):
-    """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
-    which part of their plan; the shape of C.
-    """
-
-    kind: int
-    number: int
-    plan: torch.Tensor
-    shape: tuple[int, int]
-
-
-def own_block_matmul(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
-    work: GroupedWork | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size; with `work` one product for each group of rows.
-
-    K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
-    """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from microfloat.kernels.gemm import block_gemm as kernels
-
-    (m, k), b = a.shape, b.t()
-    cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
-    c = torch.empty(shape, dtype=dtype, device=a.device)
-    codes, flat = kernels.codes_layout, kernels.scale_layout
-    a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
-    # With tiles the descriptor of B's scales is not read.
-    b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
-    size = c.element_size()
-    arguments = (
-        TensorDescriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
-        TensorDescriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
-        b_scale.stride(1) if tiles else 0,
-        TensorDescriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
-        None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
-        kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
-    )  # fmt: skip
-    device = a.get_device()
-    rows, columns = cut.tile
-    programs = -(-shape[0] // rows) * -(-shape[1] // columns)
-    if work is not None:  # and a row of tiles more for every group but one
-        programs += work.number * -(-shape[1] // columns)
-    with torch.cuda.device(device):
-        kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
-        _start(kernels.block_gemm, min(programs, _processors(device)), arguments, kind)
-    return c
-
-
-_LOCK = threading.Lock()
-_COMPILED: set[tuple] = set()
-
-
-def _start(function: Any, programs: int, arguments: tuple, kind: tuple) -> None:
-    """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
-    if kind in _COMPILED:
-        function[(programs,)](*arguments, num_warps=4)
-        return
-    from triton import knobs
-
-    assembler = _assembler()
-    with _LOCK, knobs.nvidia.scope():
-        if assembler is not None:
-            knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
-        function[(programs,)](*arguments, num_warps=4)
-    _COMPILED.add(kind)
-
-
 # Operands decoded to bfloat16.
 
 
@@ -517,7 +399,7 @@ def _epilogue(
 
     if device.type != "cuda" and not INTERPRETED:
         return functools.partial(_plain_epilogue, dtype)
-    index = _index(device)
+    index = device_index(device)
     kinds = {None: kernels.NONE.value, "tensor": kernels.ONE.value, "row": kernels.VECTOR.value}
     left, right = (kinds[level] for level in levels)
     constants = (left, right, bias is not None, dtype == torch.bfloat16, *_EPILOGUE_TILE)
@@ -574,68 +456,6 @@ def _operand(one: Encoding, rows: int, length: int, codes: Tensor, scale: Tensor
     return Operand(codes, scale, level, one.format, rows, length, one.hadamard, one.power_of_two)
 
 
-def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments of `torch.nn.functional.scaled_mm` for ``a @ b.T``: b's rows are padded to a multiple of 16.
-
-    MX operands of FP8, whatever their elements were, but for two of FP4 with a bfloat16 result, which torch multiplies
-    as they are; FP8 with scales for 128 elements, powers of two, as MX (docs/numerics.md 3.4); NVFP4.
-    """
-    packed = a.format.element.bits == b.format.element.bits == 4
-    packed = packed and (out_dtype == torch.bfloat16 or a.format.scale.name == "E4M3")
-    level = a.tensor_scale is not None or b.tensor_scale is not None
-    a_codes, a_scales, a_kinds, a_orders = _block_scaled_side(a, a.rows, packed, level)
-    b_codes, b_scales, b_kinds, b_orders = _block_scaled_side(b, _up(b.rows, 16), packed, level)
-    return {
-        "mat_a": a_codes, "mat_b": b_codes.t(), "scale_a": a_scales, "scale_recipe_a": a_kinds, "scale_b": b_scales,
-        "scale_recipe_b": b_kinds, "swizzle_a": a_orders, "swizzle_b": b_orders, "output_dtype": out_dtype,
-    }  # fmt: skip
-
-
-def _block_scaled_side(
-    operand: Operand, rows: int, packed: bool, level: bool
-) -> tuple[torch.Tensor, list[Any], list[Any], list[Any]]:
-    """(codes, scales, scale kinds, swizzles) of one operand, padded to `rows` and a C of 32 by code 0.
-
-    The scale of what is padded is byte 0, which is 0 or 2^-127. `packed`: FP4 stays FP4. `level`: with a tensor scale.
-    """
-    kinds, swizzles = F.ScalingType, F.SwizzleType
-    fmt, codes, scale = operand.format, operand.codes, operand.scale
-    if fmt.element.bits < 8 and not packed:
-        codes = _as_e4m3(operand)
-    if fmt.scale.name == "FP32":  # the E8M0 bytes of powers of two are their exponent fields
-        scale = scale.view(torch.int32).bitwise_right_shift(23).to(torch.uint8)
-    # One scale for 32 (16) elements of a row in the kernel; in memory, one for a tile of rows or for 128 elements.
-    block_rows, block_columns = fmt.block
-    assert block_rows is not None
-    assert block_columns is not None
-    columns = 16 if fmt.scale.name == "E4M3" else 32
-    scale = scale.repeat_interleave(block_rows, 0)[: operand.rows].repeat_interleave(block_columns // columns, 1)
-    per_byte = 2 if packed else 1
-    width = _up(operand.stored_length, 32)
-    more = (0, width // per_byte - codes.shape[1], 0, rows - operand.rows)
-    codes = F.pad(codes.view(torch.uint8), more).view(torch.float4_e2m1fn_x2 if packed else codes.dtype)
-    scale = scale[:, : width // columns]
-    scale = to_blocked(F.pad(scale, (0, width // columns - scale.shape[1], 0, rows - operand.rows)))
-    if fmt.scale.name != "E4M3":
-        return codes, [scale.view(torch.float8_e8m0fnu)], [kinds.BlockWise1x32], [swizzles.SWIZZLE_32_4_4]
-    scales, recipes, orders = [scale.view(torch.float8_e4m3fn)], [kinds.BlockWise1x16], [swizzles.SWIZZLE_32_4_4]
-    if level:
-        one = torch.ones((), dtype=torch.float32, device=codes.device)
-        scales.append(one if operand.tensor_scale is None else operand.tensor_scale)
-        recipes, orders = [*recipes, kinds.TensorWise], [*orders, swizzles.NO_SWIZZLE]
-    return codes, scales, recipes, orders
-
-
-def _as_e4m3(operand: Operand) -> torch.Tensor:
-    """Codes of FP6 and FP4 elements as E4M3, which holds each of their values (docs/numerics.md 9.2)."""
-    element = operand.format.element
-    codes = operand.codes
-    if element.codes_per_byte == 2:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : operand.stored_length]
-    table = torch.from_numpy(encode(decode(np.arange(2**element.bits, dtype=np.uint8), element), E4M3)).to(codes.device)
-    return table[codes.long()].view(torch.float8_e4m3fn)
-
-
 # Plain torch operations.
 
 
@@ -689,7 +509,7 @@ def _stored(task: _Task) -> Product:
     codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
     if (device.type != "cuda" and not INTERPRETED) or codes is None or not products.fits(codes, shape):
         return otherwise
-    index, programs, rest = _index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
+    index, programs, rest = device_index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
 
     def multiplied(
         a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
@@ -699,7 +519,7 @@ def _stored(task: _Task) -> Product:
         x, is_odd = _aligned(a.contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
         program = programs.get((x.dtype, b_scale.stride(), is_odd))
         if program is None:
-            strides = b_scale.stride() if b_scale.dim() == 2 else (0, 0)
+            strides = (b_scale.stride(0), b_scale.stride(1)) if b_scale.dim() == 2 else (0, 0)
             dtypes, level_stride = (_name_of(x.dtype), *names), int(rhs.level == "row")
             passes = products.decode_passes(codes, shape, dtypes, strides, level_stride, device_of(index))
             program = Program(passes, device, frozenset((products.BIAS,) if is_odd else ()))

@@ -27,7 +27,7 @@ from microfloat.operands import GEMMS
 from microfloat.passes import CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
 from microfloat.routes import OWN_GEMMS, Routes
-from microfloat.torch import backends, gemms, reference
+from microfloat.torch import backends, own_gemm, reference
 from microfloat.torch._checks import is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch.backends.base import Backend, record_amax_
@@ -46,7 +46,6 @@ from microfloat.torch.schedule import (
     remember,
     saved_parts,
 )
-from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def why_one_by_one(
         return "the kernel that multiplies all groups adds no bias"
     if not is_bfloat16:
         return "the kernel that multiplies all groups gives bfloat16"
-    if backends.chip_of(device).capability != (9, 0) or not gemms.own_gemm_is_there():
+    if backends.chip_of(device).capability != (9, 0) or not own_gemm.own_gemm_is_there():
         return "the kernel that multiplies all groups needs a Hopper and Triton 3.6"
     return ""
 
@@ -304,9 +303,7 @@ class GroupedSchedule(Schedule):
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed; `apart` changes nothing, since no launch draws it."""
-        words = draw_seed(torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device))
-        x, w, dy = (one._replace(seed=words) for one in inputs)
-        return x, w, dy
+        return self._with_seed(inputs)
 
     # --------------------------------------------------------------------------------------------------- running
 
@@ -461,5 +458,5 @@ class GroupedSchedule(Schedule):
         shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (self.number * n, k)}[name]
         plan = groups.plan(self._rows_of_tile("fprop" if name == "wgrad" else name), self._programs)
         part = plan.padded_begins if name == "wgrad" else plan.table
-        work = gemms.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
-        return gemms.own_block_matmul(a[0], a[1], b[0], b[1], dtype, self._has_tiles(name), work)
+        work = own_gemm.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
+        return own_gemm.own_block_matmul(a[0], a[1], b[0], b[1], dtype, self._has_tiles(name), work)

@@ -457,6 +457,12 @@ class Schedule:
 
     # ---------------------------------------------------------------------------------------------------- inputs
 
+    def _with_seed(self, inputs: Inputs, rank: int | None = None) -> Inputs:
+        """The same with a call seed that no launch draws; `rank`: the one that is folded in, None for this one."""
+        words = draw_seed(torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device), rank=rank)
+        x, w, dy = (one._replace(seed=words) for one in inputs)
+        return x, w, dy
+
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed, drawn as `microfloat.torch.seeds` draws it.
 

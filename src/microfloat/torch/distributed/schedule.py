@@ -33,7 +33,6 @@ from microfloat.torch.backends.base import Backend
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Entries, Inputs, Parts, Schedule, laid, layouts_of
-from microfloat.torch.seeds import draw_seed
 
 __all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "why_not_gathered"]
 
@@ -426,12 +425,10 @@ class ShardedSchedule(Schedule):
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed: one for all ranks that round replicas, another for each shard."""
-        device = torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
         casts = self.recipe.casts
         rounded = [one.tensor for one in OPERANDS if (cast := casts[one.key]) is not None and cast.is_stochastic]
-        words = draw_seed(device, rank=min(self.shards.seed_ranks[TENSORS.index(tensor)] for tensor in rounded))
-        x, w, dy = (one._replace(seed=words) for one in inputs)
-        return x, w, dy
+        rank = min(self.shards.seed_ranks[TENSORS.index(tensor)] for tensor in rounded)
+        return self._with_seed(inputs, rank)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,

@@ -27,6 +27,7 @@ from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.context import ambient
+from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.joined import can_join
@@ -369,7 +370,9 @@ class Source(NamedTuple):
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty(part.numel() * self.mesh.size())
-        _all_gather(whole, part.contiguous(), group=self.mesh.get_group())
+        group = self.mesh.get_group()
+        with in_collective("the all-gather of a sharded weight", group):
+            _all_gather(whole, part.contiguous(), group=group)
         return whole
 
 
@@ -423,7 +426,9 @@ def _side_by_side(shards: torch.Tensor) -> torch.Tensor:
 def _largest(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
     """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
     bits = amax.contiguous().clone().view(torch.int32)
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    group = mesh.get_group()
+    with in_collective("the maximum of the amaxes of sharded weights", group):
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32)
 
 

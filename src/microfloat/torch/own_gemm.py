@@ -1,0 +1,133 @@
+"""microfloat's FP8 GEMM with 1x128 scales (`kernels.gemm.block_gemm`): where it serves, and how it is started.
+
+It needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older ones keep float32
+arithmetic and tensor cores from overlapping.
+
+Legend: M, N = rows of the operands, K = contraction length.
+"""
+
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from microfloat.routes import OWN_GEMMS, own_gemm_is_faster
+from microfloat.torch import backends
+
+__all__ = ["GroupedWork", "device_index", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves"]
+
+Shape = tuple[int, int, int]
+_SIDE = 128
+
+
+def device_index(device: torch.device) -> int:
+    """The number of a CUDA device, -1 for any other."""
+    return -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+
+
+def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:
+    """True if microfloat's FP8 GEMM can be built, serves a product of M, K, N in `dtype`, and beats the vendor's."""
+    index = device_index(device)
+    if index < 0 or dtype != torch.bfloat16:
+        return False
+    return own_gemm_is_faster(shape, tiles, backends.chip_of(device), _processors(index)) and own_gemm_is_there()
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def own_gemm_is_there() -> bool:
+    """True if this Triton can build the kernel."""
+    import triton
+
+    from microfloat.torch.program import INTERPRETED
+
+    return not INTERPRETED and tuple(triton.__version__.split(".")[:2]) == ("3", "6") and _assembler() is not None
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """The path of an assembler that is new enough."""
+    from triton import knobs
+
+    for name in ("ptxas", "ptxas_blackwell"):
+        try:
+            tool = getattr(knobs.nvidia, name)
+        except (AttributeError, RuntimeError):
+            continue
+        if tuple(int(part) for part in tool.version.split(".")[:2]) >= (12, 9):
+            return tool.path
+    return None
+
+
+class GroupedWork(NamedTuple):
+    """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
+    which part of their plan; the shape of C.
+    """
+
+    kind: int
+    number: int
+    plan: torch.Tensor
+    shape: tuple[int, int]
+
+
+def own_block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
+    work: GroupedWork | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size; with `work` one product for each group of rows.
+
+    K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels.gemm import block_gemm as kernels
+
+    (m, k), b = a.shape, b.t()
+    cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
+    c = torch.empty(shape, dtype=dtype, device=a.device)
+    codes, flat = kernels.codes_layout, kernels.scale_layout
+    a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    # With tiles the descriptor of B's scales is not read.
+    b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    size = c.element_size()
+    arguments = (
+        TensorDescriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
+        TensorDescriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        b_scale.stride(1) if tiles else 0,
+        TensorDescriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
+        None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
+        kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
+    )  # fmt: skip
+    device = a.get_device()
+    rows, columns = cut.tile
+    programs = -(-shape[0] // rows) * -(-shape[1] // columns)
+    if work is not None:  # and a row of tiles more for every group but one
+        programs += work.number * -(-shape[1] // columns)
+    with torch.cuda.device(device):
+        kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
+        _start(kernels.block_gemm, min(programs, _processors(device)), arguments, kind)
+    return c
+
+
+_LOCK = threading.Lock()
+_COMPILED: set[tuple] = set()
+
+
+def _start(function: Any, programs: int, arguments: tuple, kind: tuple) -> None:
+    """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
+    if kind in _COMPILED:
+        function[(programs,)](*arguments, num_warps=4)
+        return
+    from triton import knobs
+
+    assembler = _assembler()
+    with _LOCK, knobs.nvidia.scope():
+        if assembler is not None:
+            knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
+        function[(programs,)](*arguments, num_warps=4)
+    _COMPILED.add(kind)
