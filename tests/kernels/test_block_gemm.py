@@ -45,13 +45,14 @@ def _compile(tiles, dtype):
 
         __enter__ = __exit__ = lambda self, *exception: None
 
-    own_gemm._processors = lambda device: 132
-    torch.cuda.device = Anywhere
     a, b = (torch.zeros(1024, 1024).to(torch.float8_e4m3fn) for _ in range(2))
     scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
     start = own_gemm._start
-    own_gemm._start = lambda function, *rest: start(Compiler(), *rest)
-    own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
+    with pytest.MonkeyPatch.context() as patch:  # the process serves other tests afterwards
+        patch.setattr(own_gemm, "_processors", lambda device: 132)
+        patch.setattr(torch.cuda, "device", Anywhere)
+        patch.setattr(own_gemm, "_start", lambda function, *rest: start(Compiler(), *rest))
+        own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 

@@ -31,7 +31,7 @@ from microfloat.routes import Encoding, Route, encoding_of, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.block_scaled import block_scaled_arguments
-from microfloat.torch.own_gemm import device_index, own_block_matmul, own_gemm_serves
+from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
 
 __all__ = ["Product", "high_precision_product", "product", "scaled_matmul"]
 
@@ -399,7 +399,7 @@ def _epilogue(
 
     if device.type != "cuda" and not INTERPRETED:
         return functools.partial(_plain_epilogue, dtype)
-    index = device_index(device)
+    index = backends.device_index(device)
     kinds = {None: kernels.NONE.value, "tensor": kernels.ONE.value, "row": kernels.VECTOR.value}
     left, right = (kinds[level] for level in levels)
     constants = (left, right, bias is not None, dtype == torch.bfloat16, *_EPILOGUE_TILE)
@@ -509,7 +509,7 @@ def _stored(task: _Task) -> Product:
     codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
     if (device.type != "cuda" and not INTERPRETED) or codes is None or not products.fits(codes, shape):
         return otherwise
-    index, programs, rest = device_index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
+    index, programs, rest = backends.device_index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
 
     def multiplied(
         a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level

@@ -78,7 +78,7 @@ def run_linear(
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
         refuse_transforms("forward", x, weight, bias)
-        if hasattr(x, "placements") or hasattr(weight, "placements"):
+        if _is_sharded(x) or _is_sharded(weight):
             from microfloat.torch.distributed.linear import run_sharded
 
             return run_sharded(layer, x, weight, bias, recipe, state, is_first_microbatch)
@@ -114,7 +114,7 @@ def run_linear(
 def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
     weight, bias = layer.weight, layer.bias
-    if hasattr(x, "placements") or hasattr(weight, "placements"):
+    if _is_sharded(x) or _is_sharded(weight):
         from microfloat.torch.distributed.linear import find_sharded
 
         return find_sharded(layer, x, recipe, state)
@@ -122,6 +122,12 @@ def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | 
     if is_abstract(x):
         raise NotSupportedError("x: got a tensor without values, needed one whose memory a schedule can be made for.")
     return _of_call(layer, x, weight, bias, recipe, state)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor, whose module is imported by those alone who shard; of its class, since a tracer's stand-in
+    for a tensor has every attribute."""
+    return hasattr(type(tensor), "placements")
 
 
 def backend_name(layer: Any, state: Ambient | None) -> str:

@@ -15,20 +15,15 @@ import torch
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster
 from microfloat.torch import backends
 
-__all__ = ["GroupedWork", "device_index", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves"]
+__all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves"]
 
 Shape = tuple[int, int, int]
 _SIDE = 128
 
 
-def device_index(device: torch.device) -> int:
-    """The number of a CUDA device, -1 for any other."""
-    return -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
-
-
 def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:
     """True if microfloat's FP8 GEMM can be built, serves a product of M, K, N in `dtype`, and beats the vendor's."""
-    index = device_index(device)
+    index = backends.device_index(device)
     if index < 0 or dtype != torch.bfloat16:
         return False
     return own_gemm_is_faster(shape, tiles, backends.chip_of(device), _processors(index)) and own_gemm_is_there()

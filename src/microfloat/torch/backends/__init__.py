@@ -20,7 +20,7 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value, un
 from microfloat.support import Support
 from microfloat.torch.backends.base import Backend
 
-__all__ = ["NAMES", "check_name", "chip_of", "choose", "pretend", "resolve", "support"]
+__all__ = ["NAMES", "check_name", "chip_of", "choose", "device_index", "pretend", "resolve", "support"]
 
 
 def _reference_support(device: torch.device) -> Support:
@@ -110,6 +110,11 @@ def _chip_of(device: torch.device) -> Chip:
             f"{device}: got a ROCm build of torch, for AMD GPUs, needed an NVIDIA GPU. Use backend='reference'."
         )
     return Chip(torch.cuda.get_device_capability(device))
+
+
+def device_index(device: torch.device) -> int:
+    """The number of a CUDA device, -1 for any other."""
+    return -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
 
 
 def check_name(backend: str, argument: str = "backend") -> str:
