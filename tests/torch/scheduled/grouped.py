@@ -8,7 +8,7 @@ import torch
 import microfloat.torch as mf
 from microfloat.passes import CastInputs
 from microfloat.recipes import RECIPES
-from microfloat.torch import backends, gemms, grouped, program, schedule
+from microfloat.torch import backends, grouped, own_gemm, program, schedule
 from microfloat.torch.nn import grouped_linear
 from tests.torch.scheduled.setting import block_gemms, native_on
 
@@ -44,8 +44,8 @@ def _products(device):
         return c.to(dtype)
 
     with (
-        mock.patch.object(gemms, "own_gemm_is_there", return_value=True),
-        mock.patch.object(gemms, "own_block_matmul", multiply),
+        mock.patch.object(own_gemm, "own_gemm_is_there", return_value=True),
+        mock.patch.object(own_gemm, "own_block_matmul", multiply),
     ):
         yield
 
