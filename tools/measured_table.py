@@ -53,13 +53,13 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     data = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for entry in data["rows"]:
-        peer = f"{entry['peer_melem_per_s']:.0f}" if entry["peer_melem_per_s"] else ""
+        peer = f"{entry['peer']} {entry['peer_melem_per_s']:.0f}" if entry["peer_melem_per_s"] else ""
         ratio = f"{entry['ratio']:.1f}" if entry["ratio"] else ""
         target = f"{entry['target']:.1f}" if entry["target"] else ""
         rows.append(
             [entry["id"], f"{entry['operation']}, {entry['cast']}", f"{entry['melem_per_s']:.0f}", peer, ratio, target]
         )
-    header = ["id", "operation", "million elements / s", "torchao eager", "ratio", "target"]
+    header = ["id", "operation", "million elements / s", "beside", "ratio", "target"]
     shape = " x ".join(str(size) for size in data["shape"])
     text = f"{shape} {data['dtype']}, {data['machine']['threads']} threads; both libraries in one process, in turn."
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
