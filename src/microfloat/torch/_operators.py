@@ -173,7 +173,7 @@ def _quantize(
 
     casts, both = [cast_of(token) for token in tokens], len(axes) == 2
     made: Any = quantize_values(
-        x, casts if both else casts[0], one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
+        x, one_or_pair(casts), one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
         one_or_pair(scale_enc), backend,
     )  # fmt: skip
     # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
