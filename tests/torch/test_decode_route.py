@@ -46,8 +46,9 @@ def distances(name, rows, shape, dtype, device):
 def _interpreted(case):
     from microfloat.torch import backends
 
+    name, rows, length, dtype = case
     with backends.pretend(chip="h200"):
-        return distances(*case, (40, 512), torch.bfloat16, "cpu")
+        return distances(name, rows, (40, length), getattr(torch, dtype), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +58,39 @@ def linear():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # features I2
-    worst, launches, text = linear((name, 3))
+    worst, launches, text = linear((name, 3, 512, "bfloat16"))
     assert worst <= 1
     assert launches == ["decode_gemm"]
     assert "few rows of it read the weight's codes as they are stored" in text
 
 
-def test_programs_share_the_contraction_of_more_rows(linear):
-    worst, launches, _ = linear(("nvfp4", 20))
+@pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
+def test_programs_share_the_contraction_of_more_rows(linear, length):
+    worst, launches, _ = linear(("nvfp4", 20, length, "bfloat16"))
     assert worst <= 1
     assert launches == ["decode_gemm", "decode_finish"]
 
 
+def _with_rounded_weight(length):
+    """The bound of `distances` once each term errs by 2^-9 more: a weight that is rounded to bfloat16 first."""
+    return 1 + 2.0**-9 / (length * 2.0**-23)
+
+
 def test_many_rows_are_multiplied_by_the_vendor(linear):
-    worst, launches, _ = linear(("mxfp8", 65))
+    worst, launches, _ = linear(("mxfp8", 65, 512, "bfloat16"))
     assert launches == []
-    assert worst > 0  # the weight is rounded to bfloat16 first; its bound is that of tests/torch/test_linear.py
+    assert worst <= _with_rounded_weight(512)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "dtype"),
+    [("nvfp4", 528, "bfloat16"), ("fp8_row", 520, "bfloat16"), ("mxfp8", 512, "float32")],
+    ids=["FP4 of no multiple of 32", "bytes of no multiple of 16", "float32"],
+)
+def test_what_the_kernel_does_not_read_is_dequantized(linear, name, length, dtype):
+    worst, launches, _ = linear((name, 3, length, dtype))
+    assert launches == []
+    assert worst <= _with_rounded_weight(length)
 
 
 @pytest.mark.gpu

@@ -67,7 +67,7 @@ def decode_passes(
 
 
 def cut_of(codes: DecodeCodes, shape: tuple[int, int, int], bias: bool, processors: int) -> DecodeCut:
-    """The division of a product of M, K, N among programs: chosen by measurement on 132 multiprocessors.
+    """The division of a product of M, K, N among programs: chosen among a few dozen on an H200.
 
     Few rows of x wait for the weight alone: small programs, and more warps along K where rows are few. More rows have
     x read again by every program, so programs take more rows of the weight and share K instead.
