@@ -1,6 +1,7 @@
 """features G4: CUDA graphs of whole training steps, through torch's own helpers, give the bits of eager steps."""
 
 import copy
+import warnings
 
 import pytest
 
@@ -22,7 +23,8 @@ def recipe_of(name):
 def make(recipe) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to("cuda", torch.bfloat16)
-    mf.convert(model, recipe)
+    if recipe is not None:
+        mf.convert(model, recipe)
     return model
 
 
@@ -82,21 +84,34 @@ def test_a_captured_step_trains_as_an_eager_one(name) -> None:
             assert torch.equal(one, other), key
 
 
+def graphed_and_plain_results(model: nn.Module) -> tuple[list, set[str]]:
+    """For each batch, the output and the gradients of the module as a graphed callable and as it is; the warnings seen.
+
+    torch's helper keeps its captured outputs, and with them nodes of parameters that were made on the capture's
+    stream, so a backward on another stream can warn of it (torch 2.10 and newer, pytorch/pytorch pull 166136).
+    """
+    twin, results = copy.deepcopy(model), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graphed = torch.cuda.make_graphed_callables(model, (batches(1)[0].clone().requires_grad_(),))
+        for x in batches():
+            for run, module in ((graphed, model), (twin, twin)):
+                value = x.clone().requires_grad_()
+                module.zero_grad(set_to_none=True)
+                y = run(value)
+                y.float().square().mean().backward()
+                gradients = [value.grad, *[parameter.grad for parameter in module.parameters()]]
+                results.append([tensor.clone() for tensor in (y, *gradients)])
+    return list(zip(results[::2], results[1::2], strict=True)), {str(warning.message) for warning in caught}
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
 def test_graphed_callables_give_the_bits_of_the_module(name) -> None:
-    model = make(recipe_of(name))
-    twin = copy.deepcopy(model)
-    sample = batches(1)[0].clone().requires_grad_()
-    graphed = torch.cuda.make_graphed_callables(model, (sample,))
-    for x in batches():
-        results = []
-        for run, module in ((graphed, model), (twin, twin)):
-            value = x.clone().requires_grad_()
-            module.zero_grad(set_to_none=True)
-            y = run(value)
-            y.float().square().mean().backward()
-            results.append([y, value.grad, *[parameter.grad for parameter in module.parameters()]])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    _, of_torch_itself = graphed_and_plain_results(make(None))
+    results, warned = graphed_and_plain_results(make(recipe_of(name)))
+    for graphed, plain in results:
+        assert all(torch.equal(a, b) for a, b in zip(graphed, plain, strict=True))
+    assert warned <= of_torch_itself
 
 
 def test_replays_draw_noise_of_their_own() -> None:
