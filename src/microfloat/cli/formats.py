@@ -213,7 +213,8 @@ def _value_row(text: str, element: ElementFormat) -> dict[str, Any]:
         code = int(encode(np.array([value]).astype(np.float32), element)[0])
     row = _code_row(code, element)
     finite = decode(np.arange(1 << element.bits, dtype=np.uint8), element)
-    finite = np.unique(finite[np.isfinite(finite)]).astype(np.float64)
+    # One zero, and a positive one: which of the two `unique` keeps depends on the processor's way of sorting.
+    finite = np.unique(finite[np.isfinite(finite)] + 0.0).astype(np.float64)
     below, above = finite[finite <= value], finite[finite >= value]
     error = (row["value"] - value) / value if value and np.isfinite([value, row["value"]]).all() else None
     return {
