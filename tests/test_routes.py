@@ -67,6 +67,7 @@ def test_a_cast_without_a_kernel_makes_codes_that_are_decoded_later():
 
 
 def test_folding_is_a_matter_of_path_counts_transform_and_library():
+    """Features R26."""
     auto, rotated = Gemm("mxfp8", "mxfp8"), Cast("mxfp8", hadamard=Hadamard())
     assert route_of(auto, HOPPER).forms == ("folded", "tiles")
     assert route_of(auto, HOPPER, fold=False).forms == ("values", "values")

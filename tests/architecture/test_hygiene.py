@@ -85,6 +85,35 @@ def test_harmless_text_passes(text):
     assert not list(offences(text))
 
 
+def talking(source):
+    """Yield (line number, what) of each print, and of each logger of another name or with a handler."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            is_ours = name == "getLogger" and [ast.unparse(one) for one in node.args] == ["'microfloat'"]
+            if name in ("print", "getLogger", "addHandler", "basicConfig") and not is_ours:
+                yield node.lineno, name
+
+
+def test_the_library_speaks_through_one_logger_without_handlers(repository):
+    """Features B10. The command line prints."""
+    sources = repository / "src" / "microfloat"
+    rows = [
+        f"{path.relative_to(repository)}:{line}: {what}"
+        for path in sorted(sources.rglob("*.py"))
+        if not path.is_relative_to(sources / "cli")
+        for line, what in talking(path.read_text(encoding="utf-8"))
+    ]
+    assert not rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    "source", ["print(1)", "logging.getLogger(__name__)", "logging.basicConfig()", "log.addHandler(one)"]
+)
+def test_talk_is_found(source):
+    assert [what for _, what in talking(source)]
+
+
 STARTS, WAITS = {"run", "call", "check_call", "check_output"}, {"join", "communicate", "result"}
 
 

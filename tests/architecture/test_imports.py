@@ -77,6 +77,7 @@ print(json.dumps(sorted(loaded - set(sys.stdlib_module_names))))
 
 
 def test_import_microfloat_loads_numpy_and_ml_dtypes_alone(fresh_python):
+    """Features B2."""
     done = fresh_python(LOADED_BY_IMPORT)
     assert done.returncode == 0, done.stderr
     loaded = {name for name in json.loads(done.stdout) if not name.startswith("_")}

@@ -74,6 +74,7 @@ def wheel_python(wheel, repository, tmp_path_factory):
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel, repository):
+    """Features B1."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     package = [name for name in names if not re.match(r"microfloat-[^/]+\.dist-info/", name)]
@@ -99,6 +100,7 @@ def test_the_wheel_runs_with_its_core_dependencies_alone(wheel_python, tmp_path)
 
 @pytest.mark.slow("the wheel in the environment of a reader of the README")
 def test_the_wheel_runs_the_first_code_of_the_readme(wheel_python, repository, tmp_path):
+    """Features B10."""
     pytest.importorskip("torch", reason="torch is not installed")
     blocks = code_blocks(repository / "README.md", "python") if (repository / "README.md").exists() else []
     if not blocks:

@@ -49,7 +49,7 @@ def test_every_format_rule_rounding_and_transform_is_there():
 @every_adapter
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_edge_inputs(adapter, cast, dtype):
+def test_edge_inputs(adapter, cast, dtype):  # features Q9
     """Every one of them, on both axes, in the dtypes of the Cast's turn; a sample where kernels or shapes compile."""
     supported(adapter, cast, dtype)
     taken = edge_cases_in_turn
@@ -141,7 +141,7 @@ def test_every_bf16_number_as_a_block_maximum(adapter, cast):
 
 @every_adapter
 @pytest.mark.parametrize("cast", [cast for cast in EVERY_CAST if cast.is_stochastic and not cast.hadamard], ids=cast_id)
-def test_streams_seeds_and_windows(adapter, cast):
+def test_streams_seeds_and_windows(adapter, cast):  # features R13
     """The random bytes belong to (seed, stream, row, column): extremes of the counter words, and long rows.
 
     Streams 0, 1 and 2^32 - 1 are kernels of their own; where kernels are compiled they take turns.
@@ -233,6 +233,7 @@ def test_random_inputs(adapter, fmt, data):
 @pytest.mark.parametrize("block", [(1, 64), (32, 32), (8, 4), (2, None), (1, 1), (64, 16), (1, 15), (None, None)])
 @pytest.mark.parametrize("fmt", ["fp8_tensor", "fp8_tensor_e5m2", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4"])
 def test_blocks_of_a_users_own(adapter, fmt, block):
+    """Features Q12."""
     stock = FORMATS[fmt]
     cast = Cast(ScaledFormat("mine", stock.element, stock.scale, block, stock.tensor_scale))
     supported(adapter, cast)

@@ -17,6 +17,7 @@ def tool(monkeypatch):
 
 
 def test_the_support_table_is_what_explain_says(tool):
+    """Features B4."""
     for package in ("torch", "triton"):  # without triton explain rightly says that GPUs run the reference backend
         pytest.importorskip(package, reason=f"{package} is not installed")
     support, block = tool("support_table"), tool("marked_block")

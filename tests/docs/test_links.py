@@ -63,6 +63,7 @@ def test_cited_sections_are_there():
 
 
 def test_every_picture_can_be_drawn_again(tmp_path):
+    """Features B7."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pytest.importorskip("torch", reason="torch is not installed")
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")

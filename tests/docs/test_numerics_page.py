@@ -19,6 +19,7 @@ def cited(text):
 
 
 def test_every_digest_of_the_appendices_is_pinned(repository):
+    """Features B9."""
     appendices = page(repository).split("## Appendix A", 1)[1]
     written = set(re.findall(r"\b[0-9a-f]{12}\b(?:/\d+)?", appendices))
     pinned = {pin.expected for pin in (*digests.APPENDIX_A, *digests.APPENDIX_C, *digests.FOLDS)}

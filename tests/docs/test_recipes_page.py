@@ -14,6 +14,7 @@ def page(repository):
 
 
 def test_the_table_names_every_recipe(page):
+    """Features R25."""
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page.read_text(), re.MULTILINE)
     assert dict(rows) == {name: type(make()).__name__ for name, make in recipes.RECIPES.items()}
 

@@ -122,6 +122,7 @@ def assert_same_bytes(operand, cast, **options):
 @pytest.mark.slow_cases("examples: runs with further settings", all_but=("mxfp8-nvfp4",))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_weight_quantizes_to_the_same_bytes(twins, name):
+    """Features J24."""
     recipe = from_name(name)
     model = GPT(SimpleNamespace(dim=32, layers=1, heads=2, hidden=32, context=32), nnx.Rngs(0))
     weights = load_weights(twins[0] / WEIGHTS, weights_of(model))

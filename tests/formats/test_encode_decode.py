@@ -26,6 +26,7 @@ def every_bf16():
 
 @elements
 def test_every_bf16_input_against_ml_dtypes(element):
+    """Features Q16."""
     x = every_bf16().astype(np.float32)
     is_nan = np.isnan(x)
     # ml_dtypes does not saturate everywhere: its nearest-even is the same after a clip (docs/numerics.md 1.5).

@@ -169,6 +169,7 @@ def test_rules_are_of_a_family():
 
 @pytest.mark.parametrize("name", ["rciel", 3, ["floor"], ""])
 def test_unknown_rules(name):
+    """Features R18."""
     with pytest.raises((InvalidValueError, InvalidTypeError), match="scale_rule: got"):
         resolve_scale_rule(name, formats.MXFP8)
     if name == "rciel":

@@ -132,7 +132,7 @@ def test_parts_of_every_rank(shape):
 
 
 def test_orbax(tmp_path):
-    """A tree with quantized leaves, saved and restored into the structure it had."""
+    """Features J5: A tree with quantized leaves, saved and restored into the structure it had."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")

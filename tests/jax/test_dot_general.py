@@ -58,6 +58,7 @@ def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
 )
 @pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
 def test_three_gemms_equal_the_oracle(name):
+    """Features J2 and J3."""
     recipe = SPECIAL.get(name) or RECIPES[name]()
     results = gradients(mj.dot_general(recipe), X, W, DY, **arguments_of(recipe))
     gemms = (recipe.fprop, recipe.dgrad, recipe.wgrad)
@@ -140,6 +141,7 @@ EXACT_RECIPES = [EXACT, Float8RowScaling(), MXFP8BlockScaling(), Float8BlockScal
 @example(problem=((4,), (4,), (((0,), (0,)), ((), ()))), seed=2, recipe=Float8RowScaling())
 @example(problem=((2, 3), (4,), (((), ()), ((), ()))), seed=3, recipe=EXACT)
 def test_dimension_numbers_equal_lax(problem, seed, recipe):
+    """Features J1."""
     lhs_shape, rhs_shape, numbers = problem
     rng = np.random.default_rng(seed)
     lhs, rhs = (rng.integers(-8, 9, shape).astype(np.float32) for shape in (lhs_shape, rhs_shape))
@@ -214,7 +216,7 @@ def test_einsum_keeps_operands_by_position():
 
 
 @pytest.mark.slow("further JAX programs of a checked kind")
-def test_keys():
+def test_keys():  # features J18
     """The key's bits are the call seed; the same key gives the same noise, in eager, jit, remat and scan alike."""
     recipe = NVFP4BlockScaling()
     op = mj.dot_general(recipe)

@@ -23,7 +23,7 @@ PLAIN = (((1,), (0,)), ((), ()))
 GOLDEN = golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz"
 
 
-def test_every_name_of_flax_is_there():
+def test_every_name_of_flax_is_there():  # features J6
     """The names of Flax's module, but the halves of its differentiation rules; and the five classes of flax.linen."""
     theirs = [
         name for name, value in vars(flax_ops).items()
@@ -199,7 +199,7 @@ def dots(lhs, rhs, route, dtype=F32):
 
 @pytest.mark.slow("further JAX programs of a checked kind")
 def test_gradients_by_every_route():
-    """In Flax the hand-written route returns exactly zero; here it is equal, or it is refused."""
+    """Features J9: In Flax the hand-written route returns exactly zero; here it is equal, or it is refused."""
     rng = np.random.default_rng(12)
     lhs, rhs = rng.standard_normal((6, 16)).astype(np.float32), rng.standard_normal((16, 5)).astype(np.float32)
 

@@ -4,6 +4,7 @@ import pytest
 
 
 def test_the_core_needs_jax_alone(fresh_python):
+    """Features J12."""
     code = """
 import sys
 for absent in ("flax", "optax", "torch"):

@@ -68,6 +68,7 @@ def gpu_slack(op, x, w, g, leaves):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["qdq_op", "direct_op", "nanoo_op"])
 def test_six_training_steps_equal_flax(op, dtype):
+    """Features J7."""
     golden = np.load(golden_cases.ROOT / "jax" / "flax_jax_fp8_golden.npz")
     classes = {"qdq_op": "Fp8DotGeneralOp", "direct_op": "Fp8DirectDotGeneralOp", "nanoo_op": "NANOOFp8DotGeneralOp"}
     module = getattr(fp8_ops, classes[op])(amax_history_length=4)
@@ -251,7 +252,7 @@ class WithNorm(nn.Module):
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("True",))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_train_state_keeps_other_collections(frozen):
-    """In Flax 0.12 batch_stats vanish after one step."""
+    """Features J10: In Flax 0.12 batch_stats vanish after one step."""
     model = WithNorm()
     variables = model.init(jax.random.key(0), X)
     variables = flax_core.freeze(variables) if frozen else variables

@@ -101,7 +101,7 @@ def lowered_for_cuda(way, name):
 
 
 def test_lowering_for_a_gpu():
-    """No GPU is needed to see what XLA is given: FP8 operands in the dot, and the block-scaled call."""
+    """Features J16: No GPU is needed to see what XLA is given: FP8 operands in the dot, and the block-scaled call."""
     dot = re.search(r"dot_general.*: \((.*?)\) -> (\S+)", lowered_for_cuda("fp8", "fp8_tensor"))
     assert dot[1] == "tensor<48x80xf8E4M3FN>, tensor<32x80xf8E4M3FN>", "operands are padded to multiples of 16"
     assert dot[2] == "tensor<48x32xf32>"
@@ -169,6 +169,7 @@ def test_explain_a_gpu_that_is_not_there():
 
 
 def test_explain_a_program():
+    """Features J15."""
     explained = mj.explain(lambda x, w: mj.dot_general(Float8CurrentScaling())(x, w, PLAIN), X, W)
     if jax.default_backend() == "cpu":
         assert not explained.calls_fp8

@@ -189,6 +189,7 @@ def test_gradients_without_the_state_are_noticed(jitted):
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_training_moves_the_state(jitted):
+    """Features J11."""
     model = Model(nnx.Rngs(0))
     mnnx.convert(model, DELAYED)
     optimizer = mnnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

@@ -150,6 +150,7 @@ def test_operands_that_can_be_multiplied(lhs, rhs):
     ],
 )  # fmt: skip
 def test_gemms_that_cannot_be(arguments, message):
+    """Features R12."""
     with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
         Gemm(*arguments)
 

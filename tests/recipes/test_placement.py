@@ -12,6 +12,7 @@ MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling(False, False, False)
 
 
 def test_the_first_pattern_that_matches_decides():
+    """Features R20."""
     placement = Placement([("blocks.0.*", None), ("blocks.*", NV), ("*head", MX)])
     assert placement.resolve(NAMES) == {
         "blocks.0.attn.qkv": None, "blocks.0.mlp.up": None, "blocks.1.attn.qkv": NV, "blocks.10.mlp.up": NV,

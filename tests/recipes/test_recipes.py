@@ -110,6 +110,7 @@ TABLE = [
     ("recipe", "casts", "accumulate"), TABLE, ids=lambda value: repr(value) if isinstance(value, Recipe) else ""
 )
 def test_six_operands_of_every_recipe(recipe, casts, accumulate):
+    """Features R1 to R6, R8, R9 and R10."""
     assert tuple(recipe.casts.values()) == casts
     assert tuple(getattr(recipe, gemm).accumulate for gemm in recipes.core.GEMMS) == accumulate
 
@@ -174,6 +175,7 @@ def test_only_the_recipes_that_need_it_are_stochastic_or_delayed():
 
 @every_variant
 def test_recipes_are_values(recipe):
+    """Features R22."""
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert hash(pickle.loads(pickle.dumps(recipe))) == hash(recipe)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -249,6 +251,7 @@ def test_canonical_names_and_order():
     [("tensorwise", "fp8_current"), ("rowwise", "fp8_row"), ("blockwise", "fp8_block"), ("mxfp8_rceil", "mxfp8")],
 )
 def test_names_of_the_peers(alias, name):
+    """Features R21."""
     assert from_name(alias) == from_name(name)
     assert from_name("rowwise_with_gw_hp") == Float8RowScaling(wgrad="high_precision")
 
@@ -261,6 +264,7 @@ def test_unknown_names_tell_the_nearest():
 
 
 def test_the_default_recipe_is_one_constant():
+    """Features P8."""
     assert get_default_recipe() == Float8CurrentScaling()
 
 
@@ -339,6 +343,7 @@ def test_a_toggle_is_the_default_of_an_argument_that_was_not_given(monkeypatch, 
 
 
 def test_toggles_are_read_at_construction_only(monkeypatch):
+    """Features P16."""
     before = NVFP4BlockScaling()
     monkeypatch.setenv(TOGGLES["disable_rht"], "1")
     assert not before.disable_rht

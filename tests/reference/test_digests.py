@@ -244,6 +244,7 @@ def test_appendix_b_is_complete():
     ],
 )  # fmt: skip
 def test_four_over_six_order(rule, row, second, data, sb, tensor_scale):
+    """Features R16."""
     x = np.zeros((2, 16), np.float32)
     x[0], x[1, 0] = np.array(row.split(), np.float32), second
     q = reference.quantize(x, Cast(NVFP4, rule))

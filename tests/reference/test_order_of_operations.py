@@ -66,6 +66,7 @@ def test_block_scale_of_two_level(rule):
 
 
 def test_block_scale_of_the_torchao_rules():
+    """Features R17."""
     other_orders = {"a / p / 6": 0, "a * c6 / p": 0}
     for amax in AMAXES:
         p = amax / f32(2688)

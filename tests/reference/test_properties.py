@@ -350,7 +350,7 @@ def test_stochastic_rounding_is_unbiased_over_seeds():
         assert abs(mean - expected) <= 4 * step * math.sqrt(max(up * (1 - up), 1 / draws) / draws)
 
 
-def test_the_17_16_rule_leaves_no_bias_but_the_truncation():
+def test_the_17_16_rule_leaves_no_bias_but_the_truncation():  # features R14
     """docs/numerics.md 5.4: -4.1e-3 with two_level, about -8e-4 with headroom, measured on N(0, 1), 512 x 1024."""
     x = np.random.default_rng(2).standard_normal((512, 1024)).astype(np.float32)
 

@@ -262,6 +262,7 @@ def test_a_given_amax_replaces_the_measured_one(fmt, kind):
 
 
 def test_an_amax_per_row():
+    """Features R15."""
     amax = np.float32([[1], [2], [4], [0], [np.inf], [16]])
     q = quantize(X, NVFP4_ROW, amax=amax)
     for row in range(6):

@@ -65,6 +65,21 @@ def test_precedence(layer, pinned, contexts, expected) -> None:  # features P1, 
     assert layer.effective_recipe() == (None if pinned == "unpinned" else pinned)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_evaluation_keeps_the_recipe(layer, pinned) -> None:  # features P15
+    x = torch.randn(8, 32)
+    plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    if pinned:
+        layer.pin(MX4)
+    with mf.autocast(recipe=MX4):
+        trained = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer.eval()(x), trained)
+    assert not torch.equal(trained, plain)
+    with mf.autocast(enabled=False):
+        assert torch.equal(layer(x), plain), "high precision is asked for"
+
+
 def test_unpinned_layers_follow_the_autocast_again():
     layer = mf.Linear(32, 32, recipe=MX4)
     x = torch.ones(2, 32)

@@ -93,6 +93,7 @@ def test_wrong_arguments_are_named(arguments, error):
 
 
 def test_the_data_says_what_the_table_says():
+    """Features P11."""
     data = mf.explain("mxfp8", device="cpu").to_dict()
     assert [gemm["gemm"] for gemm in data["gemms"]] == ["fprop", "dgrad", "wgrad"]
     assert data["gemms"][0]["operands"] == "mxfp8 x mxfp8"
@@ -185,6 +186,7 @@ except RuntimeError as error:
 
 
 def test_without_triton_this_machine_is_told_what_to_install_and_another_one_is_complete(fresh_python):
+    """Features B3."""
     done = fresh_python(NO_TRITON)
     assert done.returncode == 0, done.stderr
     reason, refusal = done.stdout.splitlines()

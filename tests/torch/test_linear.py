@@ -141,7 +141,7 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RECIPE_CASES)
-def test_each_gemm_is_the_oracles(name: str, dtype) -> None:  # features M1, M2
+def test_each_gemm_is_the_oracles(name: str, dtype) -> None:  # features M1, M2, R11, R19
     run_and_check(RECIPE_CASES[name], dtype, (48, 160, 96), bias=True)
 
 
@@ -398,6 +398,7 @@ def test_pickle_deepcopy_and_state_dict(name: str) -> None:
 
 
 def test_accumulate_exact_runs_on_the_reference_backend() -> None:
+    """Features R24."""
     recipe = CustomRecipe(*[Gemm("mxfp8", "mxfp8", accumulate="exact")] * 3)
     layer = mf.Linear(64, 32, bias=False, recipe=recipe)
     x = torch.randn(16, 64)

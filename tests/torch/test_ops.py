@@ -34,6 +34,7 @@ def same(a, b):
     ids=str,
 )  # fmt: skip
 def test_other_dtypes_are_refused_by_name(dtype):
+    """Features Q11."""
     with pytest.raises(
         InvalidTypeError, match=rf"x: got {dtype}, needed torch.float32, torch.bfloat16 or torch.float16"
     ):
@@ -292,6 +293,7 @@ def test_scale_enc_is_given_exactly_with_delayed_scaling():
 
 
 def test_backends_by_name():
+    """Features P12."""
     assert backends.NAMES == ("auto", "reference", "triton", "native")
     cpu = torch.device("cpu")
     assert backends.choose("auto", cpu) is backends.choose("reference", cpu)
@@ -309,6 +311,7 @@ def test_backends_by_name():
 
 
 def test_signatures_are_the_contract():
+    """Features Q1."""
     parameters = inspect.signature(mf.quantize).parameters
     assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend"]
     parameters = inspect.signature(mf.scaled_matmul).parameters

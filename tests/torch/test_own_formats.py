@@ -23,6 +23,7 @@ ELEMENTS = list(every_element())
 )  # fmt: skip
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_bytes_and_values_are_the_oracles(scale, block, rule, rounding):
+    """Features Q18."""
     x = wild_matrix()
     for element in ELEMENTS[::5]:
         cast = Cast(ScaledFormat("mine", element, scale, block), rule, rounding)

@@ -165,6 +165,7 @@ def test_pinned_layer_without_autocast_is_its_own_region() -> None:
 
 
 def test_calibration_records_only() -> None:
+    """Features P7."""
     recipe = DelayedScaling(amax_history_len=3)
     layer = mf.Linear(8, 8)
     x = torch.full((2, 8), 7.0)

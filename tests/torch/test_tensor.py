@@ -160,6 +160,7 @@ def test_copies_between_kinds_are_refused():
 @every_format
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_saving_with_weights_only(fmt, axis):
+    """Features Q17."""
     q = mf.quantize(randn(32, 48).bfloat16(), fmt, axis=axis)
     buffer = io.BytesIO()
     torch.save({"q": q, "parameter": nn.Parameter(q, requires_grad=True)}, buffer)
@@ -505,6 +506,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_other_operation_names_dequantize(name):
+    """Features Q2."""
     q, x = mf.quantize(randn(32, 64), "mxfp8"), randn(32, 64)
     with pytest.raises(
         InvalidTypeError, match=r"got a QuantizedTensor \(mxfp8\), needed a plain tensor. Call .dequantize"
