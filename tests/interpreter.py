@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import os
+import sys
 from dataclasses import replace
 
 from tests.processes import other_process
@@ -24,6 +25,7 @@ def interpreting(run, first=None):
 
 def begin():
     """First thing in a process, before anything imports triton: whether it interprets is decided there."""
+    assert "triton" not in sys.modules, "triton was imported before: it compiles kernels and would interpret none"
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
 

@@ -30,12 +30,47 @@ def run(command, *, seconds=SECONDS, **options):
 
 
 @functools.cache
+def _context():
+    """New processes are copies of one that has imported torch, and nothing that imports triton.
+
+    To import torch and the library is half of what such a process does otherwise. What is not installed is left out.
+    """
+    context = multiprocessing.get_context("forkserver")
+    collectives = ("tensor", "fsdp", "checkpoint")
+    context.set_forkserver_preload(["microfloat.torch", *(f"torch.distributed.{name}" for name in collectives)])
+    return context
+
+
+def _enter(environment, first=None):
+    """Take the environment of the process that asked for this one: the copied one has kept that of its own start."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if first is not None:
+        first()
+
+
+def _enter_and_call(environment, function, arguments):
+    _enter(environment)
+    function(*arguments)
+
+
+def process(function, *arguments):
+    """A process that calls the function once it is started; a daemon."""
+    return _context().Process(target=_enter_and_call, args=(dict(os.environ), function, arguments), daemon=True)
+
+
+def process_queue():
+    """A queue between this process and those of `process`."""
+    return _context().Queue()
+
+
+@functools.cache
 def other_process(first=None):
     """``call(function, *arguments)`` in a new process that has called `first`; one for the rest of the run.
 
     What a function returns or raises comes back; it and its arguments are pickled.
     """
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=first)
+    pool = ProcessPoolExecutor(1, mp_context=_context(), initializer=_enter, initargs=(dict(os.environ), first))
 
     def call(function, *arguments, seconds=SECONDS):
         future = pool.submit(function, *arguments)

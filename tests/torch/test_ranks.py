@@ -1,8 +1,6 @@
 """Several processes: amaxes of delayed scaling where ranks do different things, beside DDP, and noise of their own."""
 
 import copy
-import queue
-import traceback
 
 import pytest
 
@@ -16,8 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
-
-pytestmark = pytest.mark.xdist_group("ranks")  # which share their processes
+from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
 WORLD = 2
@@ -249,53 +246,9 @@ CASES = (
 )  # fmt: skip
 
 
-def _worker(rank: int, backend: str, cases: tuple, path: str, results) -> None:
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=WORLD)
-    made = {}
-    try:
-        for case in cases:
-            made[case.__name__] = case(rank)
-    except BaseException:
-        made[case.__name__] = traceback.format_exc()
-    results.put((rank, made))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_ranks(backend: str, cases: tuple, path: str) -> list[dict]:
-    """Results of every case on every rank; one start of two processes serves all of them."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_worker, args=(rank, backend, cases, path, results), daemon=True)
-        for rank in range(WORLD)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        made = dict(results.get(timeout=120) for _ in workers)
-    except queue.Empty:
-        pytest.fail("a rank of run_ranks was not done after 120 s")
-    finally:
-        for worker in workers:
-            worker.join(10)
-            worker.kill()
-    return [made[rank] for rank in range(WORLD)]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    return run_ranks("gloo", CASES, str(tmp_path_factory.mktemp("ranks") / "store"))
-
-
-def of(ranks, case) -> list:
-    made = [returned[case.__name__] for returned in ranks]
-    assert not any(isinstance(value, str) and "Traceback" in value for value in made), made
-    return made
+    return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"), WORLD)
 
 
 def scale(amax: float, largest: float = 448) -> float:
@@ -385,10 +338,10 @@ def test_ranks_agree_on_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
+        on_gpus, without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
         reentrant_checkpoint, beside_ddp,
     )  # fmt: skip
-    made = run_ranks("nccl", cases, str(tmp_path / "store"))
+    made = run_ranks(cases, str(tmp_path / "store"), WORLD, backend="nccl")
     ends = [end for _, end in of(made, other_layers_on_other_ranks)]
     assert ends[0] == ends[1]
     assert ends[0]["0.scaling_x_amax_history"][-1] == 16.0

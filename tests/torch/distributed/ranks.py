@@ -2,7 +2,6 @@
 
 import datetime
 import io
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests import processes
+
 Case = Callable[[int], Any]
+
+
+def on_gpus(rank: int) -> None:
+    """All that follows runs on the GPU of the rank."""
+    import torch
+
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
 
 
 def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: str, seconds: int, results: Any) -> None:
@@ -45,12 +54,8 @@ def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "
     """
     import torch
 
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_worker, args=(rank, world, backend, cases, path, seconds, results), daemon=True)
-        for rank in range(world)
-    ]
+    results = processes.process_queue()
+    workers = [processes.process(_worker, rank, world, backend, cases, path, seconds, results) for rank in range(world)]
     for worker in workers:
         worker.start()
     try:

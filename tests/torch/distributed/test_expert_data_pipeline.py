@@ -5,7 +5,6 @@
 
 import copy
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -26,10 +25,9 @@ import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, Cast, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch.distributed.expert_parallel import _Route  # noqa: E402
+from tests import processes  # noqa: E402
 from tests.docs.code_blocks import code_blocks  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
-
-pytestmark = pytest.mark.xdist_group("expert")
 
 PAGE = Path(__file__).parents[3] / "docs" / "distributed.md"
 WORLD, EXPERTS, FEATURES = 2, 4, 160
@@ -402,8 +400,7 @@ FAILURES = [
 @pytest.mark.parametrize(("case", "how", "world"), [*FAILURES, (with_an_error_of_its_own, "raises", 2),
                                                     (in_the_all_to_all, "dies", 4)])  # fmt: skip
 def test_a_rank_that_fails_is_named_by_the_others(tmp_path, case, how, world) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_failing, args=(rank, world, case, how, tmp_path)) for rank in range(world)]
+    workers = [processes.process(_failing, rank, world, case, how, tmp_path) for rank in range(world)]
     for worker in workers:
         worker.start()
     try:

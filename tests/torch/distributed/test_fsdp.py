@@ -28,8 +28,6 @@ from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import low_precision_all_gather, precompute_scales  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("fsdp")
-
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
     "current": recipes.Float8CurrentScaling(),

@@ -18,9 +18,7 @@ from microfloat import recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
-from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
-
-pytestmark = pytest.mark.xdist_group("ranks")
+from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 NEAREST = {
     "fp8_current": recipes.Float8CurrentScaling(), "fp8_row": recipes.Float8RowScaling(),
@@ -349,12 +347,6 @@ def other_ways(rank: int):
         torch.equal(wide.full_tensor(), expected[0]) and same,
         str(mf.explain(layer)),
     )
-
-
-def on_gpus(rank: int):
-    """All that follows runs on the GPU of the rank."""
-    torch.cuda.set_device(rank)
-    torch.set_default_device(f"cuda:{rank}")
 
 
 def refusals(rank: int):
