@@ -1,6 +1,7 @@
 """The nnx front end: conversion, training with delayed state, reuse, streams, nnx transforms."""
 
 import logging
+import re
 import warnings
 
 import jax
@@ -396,3 +397,13 @@ def test_an_einsum_without_a_recipe_is_that_of_flax():
     np.testing.assert_array_equal(layer(X), plain(X))
     with mj.autocast("mxfp8"):
         assert 0 < relative_error(layer(X), plain(X)) < 0.1
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_a_model_prints_as_flax_prints_it(recipe):
+    """A row for each layer and each op, with its state; none for what the op asks itself."""
+    model = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
+    mnnx.convert(model, recipe)
+    table = nnx.tabulate(model, jnp.ones((4, 32)), console_kwargs={"width": 200, "force_terminal": False})
+    assert re.findall(r"layers\S*", table) == ["layers/0", "layers/0/dot_general"]
+    assert ("input_amax_history" in table) is (recipe == "delayed")

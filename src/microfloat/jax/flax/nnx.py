@@ -107,19 +107,30 @@ class DotGeneral(nnx.Module):
         """The recipe of this op; None is that of the autocast."""
         return self.op.recipe
 
-    def variables(self) -> dict[str, tuple[ScaleState, ScaleState]]:
-        """(scale, history) variables per tensor; empty for stateless recipes."""
+    def variables(self) -> dict[str, Slot]:
+        """The scale and the history of each tensor, as variables; empty for stateless recipes."""
+        return self._variables()
+
+    def state(self) -> DelayedState | None:
+        """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
+        return self._state({})
+
+    # nnx.tabulate gives every public method that a call enters a row of its own.
+    def _variables(self) -> dict[str, Slot]:
         if self.recipe is None or not self.recipe.is_delayed:
             return {}
         return {
-            tensor: (getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
+            tensor: Slot(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
             for (tensor, name), rule in zip(SLOT_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
             if rule is not None
         }
 
-    def state(self) -> DelayedState | None:
-        """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
-        slots = {tensor: Slot(*(value_of(variable) for variable in pair)) for tensor, pair in self.variables().items()}
+    def _state(self, threaded: Mapping[str, Threaded]) -> DelayedState | None:
+        """The state, each slot as an earlier use in this trace handed it through."""
+        slots = {}
+        for tensor, variables in self._variables().items():
+            slot, earlier = Slot(*map(value_of, variables)), threaded.get(tensor)
+            slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
         return scaling.state_of(slots, scaling.slot_rules(cast(Recipe, self.recipe))) if slots else None
 
     def __call__(
@@ -127,7 +138,7 @@ class DotGeneral(nnx.Module):
         preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, key: Array | None = None,
     ) -> Array:  # fmt: skip
         """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is for high precision."""
-        recipe, state = recipe_here(self.recipe), self._current_state()
+        recipe, state = recipe_here(self.recipe), self._state(_THREADED.get(self, {}))
         if recipe is not None and recipe.is_delayed and state is None:
             raise NotSupportedError(
                 f"autocast: got {recipe!r} for an nnx layer without its state, needed a stateless recipe. Pin it to "
@@ -145,20 +156,10 @@ class DotGeneral(nnx.Module):
             )  # fmt: skip
         if handed is not None:
             _THREADED[self] = {
-                tensor: Threaded(value_of(self.variables()[tensor][1]), trace_state(), slot)
+                tensor: Threaded(value_of(self._variables()[tensor].amax_history), trace_state(), slot)
                 for tensor, slot, _ in scaling.slots_of(handed)
             }
         return y
-
-    def _current_state(self) -> DelayedState | None:
-        state = self.state()
-        if state is None:
-            return None
-        threaded, slots = _THREADED.get(self, {}), {}
-        for tensor, slot, _ in scaling.slots_of(state):
-            earlier = threaded.get(tensor)
-            slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
-        return scaling.state_of(slots, state.rules)
 
 
 def _stream(recipe: Recipe | None, rngs: object, stacked: tuple[int, ...]) -> nnx.RngStream | None:
@@ -186,16 +187,9 @@ class EinsumOp(DotGeneral):
     """A module called as ``einsum(equation, input, kernel)``; for ``einsum_op=`` of nnx.Einsum."""
 
     def __call__(  # type: ignore[override]
-        self,
-        equation: str,
-        lhs: Array,
-        rhs: Array,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: object = None,
-        key: Array | None = None,
-    ) -> Array:
+        self, equation: str, lhs: Array, rhs: Array, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, key: Array | None = None,
+    ) -> Array:  # fmt: skip
         """The einsum of two operands under the recipe; the first is always the input, the second the kernel."""
         if recipe_here(self.recipe) is None:
             options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
@@ -218,11 +212,10 @@ class RaggedDot(DotGeneral):
     ) -> None:  # fmt: skip
         scaling.check_count("num_groups", num_groups)
         super().__init__(recipe, rngs=rngs, stacked=stacked, **options)
-        for pair in self.variables().values():
-            for variable in pair:
-                value = value_of(variable)
-                each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
-                variable.set_value(each)
+        for variable in _leaves(self).values():
+            value = value_of(variable)
+            each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
+            variable.set_value(each)
 
 
 def value_of(variable: nnx.Variable) -> Array:
@@ -448,14 +441,8 @@ def _differentiated(
     states = tuple(nnx.DiffState(number, (wrt, ScaleState)) for number in numbers)
 
     def accumulating(*args: Any, **kwargs: Any) -> Any:
-        variables = [
-            variable
-            for number in numbers
-            for _, module in nnx.iter_modules(args[number])
-            if isinstance(module, DotGeneral)
-            for pair in module.variables().values()
-            for variable in pair
-        ]
+        ops = [op for number in numbers for _, op in _delayed_ops(args[number])]
+        variables = [variable for op in ops for variable in _leaves(op).values()]
         originals = [value_of(variable) for variable in variables]
         for variable, value in zip(variables, originals, strict=True):
             variable.set_value(lax.convert_element_type(value, fp32_max_grad))
@@ -528,8 +515,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param, **options: Any) -> None:
-        if not isinstance(model, nnx.Module):
-            raise invalid_type("model", type(model), "an nnx.Module")
+        _check_model(model)
         check_transformation(tx)
         super().__init__(model, tx, wrt=wrt, **options)
         # Variable names of the delayed ops -> the largest gradients since the last step.
@@ -541,8 +527,7 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """One step; `grads` comes from `value_and_grad` or `grad` of this module."""
-        if not isinstance(model, nnx.Module):
-            raise invalid_type("model", type(model), "the nnx.Module that is trained")
+        _check_model(model)
         if not isinstance(grads, Mapping) or not grads:
             got = type(grads) if not isinstance(grads, Mapping) else "no gradient"
             raise invalid_type("grads", got, "what value_and_grad or grad of this module returned")
@@ -575,10 +560,8 @@ class Optimizer(nnx.Optimizer):
 
         def advance(old: DelayedState, gradients: dict[str, Array]) -> DelayedState:
             kinds = ("scale", "amax_history")
-            slots = {
-                tensor: Slot(*(gradients[f"{SLOT_NAMES[tensor]}_{kind}"] for kind in kinds))
-                for tensor in op.variables()
-            }
+            names = {tensor: SLOT_NAMES[tensor] for tensor in op.variables()}
+            slots = {tensor: Slot(*(gradients[f"{name}_{kind}"] for kind in kinds)) for tensor, name in names.items()}
             return scaling.apply(old, scaling.state_of(slots, old.rules))
 
         old = cast(DelayedState, op.state())  # the recipe is delayed
