@@ -25,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all clean
+.PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,6 +35,10 @@ setup-demo:
 
 setup-test:
 	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev
+
+# pyright comes with all of Node.js, which no test needs.
+setup-lint:
+	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev,lint
 
 # The packages of tests/integrations, which skip in `make test` where they are not installed.
 setup-test-all:
@@ -58,7 +62,7 @@ test-installed:
 fuzz: setup-test
 	$(VENV)/bin/python tools/fuzz_checkpoints.py --seconds $(SECONDS)
 
-lint: setup-test
+lint: setup-lint
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python

@@ -7,7 +7,8 @@ constraints.txt, this file and the interpreter, so a second call returns at once
 
 torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux without an
 NVIDIA GPU; if pip is configured with no source of it, the default build is installed and that is said. `cpu` refuses
-instead, `default` takes whatever pip finds.
+instead, `default` takes whatever pip finds. The CPU build is unpacked beside everything that does not need torch: it is
+half of the bytes, and pip works on one core.
 """
 
 import argparse
@@ -19,11 +20,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 MINIMUM = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 INPUTS = ("pyproject.toml", "constraints.txt", os.path.join("tools", "make_venv.py"))
 BACKEND = ("hatchling", "editables")
+# Extras whose packages ask for torch themselves: they wait until it is there.
+NEED_TORCH = ("torch", "integrations")
+NO_INDEX = "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
 # Settings of the caller that would send packages elsewhere or import someone else's.
 FOREIGN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
 
@@ -94,17 +99,33 @@ def pinned(constraints, package):
     return found.group(1)
 
 
-def install_cpu_torch(pip, version, constraints_path, *, insist):
-    """True if pip found and installed the CPU build; raises where it did not and nothing else will do."""
-    say(f"installing the CPU build of torch {version}")
-    if run([*pip, "install", "--no-compile", "-c", constraints_path, f"torch=={version}+cpu"]) == 0:
-        return True
+def install_cpu_torch(pip, version, venv):
+    """True if pip found and unpacked the CPU build, alone: what torch needs comes with everything else."""
+    say(f"installing the CPU build of torch {version}, beside the rest")
+    if run([*pip, "install", "--quiet", "--no-compile", "--no-deps", f"torch=={version}+cpu"]) != 0:
+        return False
+    compile_packages(
+        pip[0], os.path.join(venv, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages", "torch")
+    )
+    return True
+
+
+def without_cpu_torch(version, *, insist):
+    """Raise, or say what happens instead, where pip has not found the CPU build."""
     remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)."
     if insist:
         raise SetupError(f"pip could not install the CPU build of torch {version}. {remedy}")
     say(f"pip could not install the CPU build of torch {version}; going on with the default build, which may carry")
     say("several gigabytes of CUDA. To avoid that, interrupt. " + remedy)
-    return False
+
+
+def compile_packages(python, folder):
+    """Byte code of what has none there; what some Python cannot read stays as it is, as it does with pip.
+
+    pip compiles on one core, this on all. The packages' own tests are left to whoever imports them.
+    """
+    left = rf"^{re.escape(folder)}.*[\\/]tests?[\\/]"
+    run([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", left, folder])
 
 
 def without_triton(constraints, venv):
@@ -115,26 +136,50 @@ def without_triton(constraints, venv):
     return path
 
 
+def requirements(extras):
+    """The packages of the library and of these extras, as pyproject.toml names them."""
+    import tomllib  # of Python 3.11, which is checked first
+
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        project = tomllib.load(file)["project"]
+    listed = [project["optional-dependencies"].get(extra, []) for extra in extras]
+    return [*project["dependencies"], *(requirement for extra in listed for requirement in extra)]
+
+
+def install_beside_torch(pip, constraints_path, packages, version, venv):
+    """True if the CPU build of torch could be installed, while pip installed these packages in another process."""
+    found = []
+    torch = threading.Thread(target=lambda: found.append(install_cpu_torch(pip, version, venv)))
+    torch.start()
+    try:
+        # What torch needs comes later: pip would call that a conflict.
+        require([*pip, "install", "--no-compile", "--no-warn-conflicts", "-c", constraints_path, *packages], NO_INDEX)
+    finally:
+        torch.join()
+    return found == [True]
+
+
 def install(venv, python, extras, torch_build):
     """Install the library in editable form with its extras, everything pinned; torch's build is chosen first."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     constraints_path = os.path.join(ROOT, "constraints.txt")
     with open(constraints_path) as file:
         constraints = file.read()
-    if "torch" in extras and sys.platform == "linux":
-        cpu = torch_build == "cpu" or (torch_build == "auto" and not has_nvidia_gpu())
+    on_linux = "torch" in extras and sys.platform == "linux"
+    if on_linux and (torch_build == "cpu" or (torch_build == "auto" and not has_nvidia_gpu())):
         version = pinned(constraints, "torch")
-        if not (cpu and install_cpu_torch(pip, version, constraints_path, insist=torch_build == "cpu")):
+        packages = [*BACKEND, *requirements(extra for extra in extras if extra not in NEED_TORCH)]
+        if not install_beside_torch(pip, constraints_path, packages, version, venv):
+            without_cpu_torch(version, insist=torch_build == "cpu")
             constraints_path = without_triton(constraints, venv)
+    else:
+        if on_linux:
+            constraints_path = without_triton(constraints, venv)
+        require([*pip, "install", "--no-compile", "-c", constraints_path, *BACKEND], NO_INDEX)
     say("installing microfloat[{}] in editable form".format(",".join(extras)))
-    remedy = (
-        "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
-    )
-    require([*pip, "install", "--no-compile", "-c", constraints_path, *BACKEND], remedy)
     target = "{}[{}]".format(ROOT, ",".join(extras))
-    require([*pip, "install", "--no-compile", "-c", constraints_path, "--no-build-isolation", "-e", target], remedy)
-    # pip compiles on one core, this on all; what some Python cannot read stays as it is, as it does with pip.
-    run([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")])
+    require([*pip, "install", "--no-compile", "-c", constraints_path, "--no-build-isolation", "-e", target], NO_INDEX)
+    compile_packages(python, os.path.join(venv, "lib"))
 
 
 def read_stamp(path):

@@ -5,17 +5,23 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 
 import pytest
 
 
-@pytest.fixture
-def make_venv(repository, tmp_path, monkeypatch):
-    """tools/make_venv.py over a copy of its inputs; creating and installing are only recorded."""
+def _module(repository):
     spec = importlib.util.spec_from_file_location("make_venv", repository / "tools" / "make_venv.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def make_venv(repository, tmp_path, monkeypatch):
+    """tools/make_venv.py over a copy of its inputs; creating and installing are only recorded."""
+    module = _module(repository)
     for name in module.INPUTS:
         target = tmp_path / name
         target.parent.mkdir(exist_ok=True)
@@ -93,6 +99,61 @@ def test_settings_of_the_caller_stay_outside(make_venv, monkeypatch):
     assert "elsewhere" not in make_venv.clean_environment().values()
 
 
+@pytest.fixture
+def commands(repository, tmp_path, monkeypatch):
+    """``commands(extras, build, status)``: what an installation runs; pip ends with `status` for torch alone."""
+    module = _module(repository)
+    monkeypatch.setattr(module, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(module.sys, "platform", "linux")
+
+    def call(extras, build, status):
+        seen = []
+
+        def run(command):
+            seen.append(command[1:])
+            return status if "--no-deps" in command else 0
+
+        monkeypatch.setattr(module, "run", run)
+        (tmp_path / "venv").mkdir(exist_ok=True)
+        module.install(str(tmp_path / "venv"), "python", extras, build)
+        return seen
+
+    call.error = module.SetupError
+    return call
+
+
+def test_torch_is_unpacked_beside_what_does_not_need_it(commands):
+    seen = commands(["cli", "integrations", "torch"], "auto", 0)
+    (torch,) = [command for command in seen if "--no-deps" in command]
+    (rest,) = [command for command in seen if "--no-warn-conflicts" in command]
+    assert re.fullmatch(r"torch==[\d.]+\+cpu", torch[-1])
+    names = {_canonical(word) for word in rest[rest.index("-c") + 2 :]}
+    assert names == {"hatchling", "editables", "numpy", "ml-dtypes", "typer", "rich"}
+    editable = next(number for number, command in enumerate(seen) if "-e" in command)
+    assert editable > max(seen.index(torch), seen.index(rest))
+    assert seen[editable][-1].endswith("[cli,integrations,torch]")
+    assert seen[editable][seen[editable].index("-c") + 1].endswith("constraints.txt")
+
+
+def test_without_torchs_cpu_build_the_default_one_is_installed_or_refused(commands):
+    with pytest.raises(commands.error, match="could not install the CPU build"):
+        commands(["torch"], "cpu", 1)
+    *_, editable, _ = commands(["torch"], "auto", 1)
+    assert editable[editable.index("-c") + 1].endswith("constraints-cuda.txt")
+    assert not any("--no-deps" in command for command in commands(["torch"], "default", 0))
+
+
+def test_tests_of_packages_get_no_byte_code(repository, tmp_path, monkeypatch):
+    module = _module(repository)
+    for name in ("a", "a/tests", "a/contest"):
+        folder = tmp_path / "tests" / "lib" / name  # above the folder the word means nothing
+        folder.mkdir(parents=True)
+        (folder / "code.py").write_text("")
+    module.compile_packages(sys.executable, str(tmp_path / "tests" / "lib"))
+    compiled = {path.parents[1].name for path in tmp_path.rglob("*.pyc")}
+    assert compiled == {"a", "contest"}
+
+
 def test_a_cuda_build_of_torch_chooses_its_own_triton(make_venv, tmp_path):
     path = make_venv.without_triton("torch==2.0\ntriton==3.6.0\nnumpy==2.0\n", str(tmp_path))
     with open(path) as file:
@@ -123,7 +184,7 @@ def test_the_core_needs_two_packages(repository):
 def test_extras_serve_something(repository):
     """Every package of an extra is imported by the library, or by the folder that the extra is for."""
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    folders = {name: ["src"] for name in set(extras) - {"dev"}}
+    folders = {name: ["src"] for name in set(extras) - {"dev", "lint"}}
     folders |= {"examples": ["examples", "docs"], "integrations": ["tests/integrations"]}
     for extra, names in folders.items():
         text = "\n".join(path.read_text() for name in names for path in (repository / name).rglob("*.py"))
@@ -136,8 +197,10 @@ def test_extras_serve_something(repository):
 def test_the_extras_that_make_installs_exist(repository):
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     used = re.findall(r"\$\(SETUP\) ([\w,]+)", (repository / "Makefile").read_text())
-    assert len(used) == 3
-    assert ["integrations" in words for words in used] == [False, False, True]  # `make test` does not pay for them
+    assert len(used) == 4
+    # `make test`, the second of them, does not pay for these.
+    assert ["lint" in words for words in used] == [False, False, True, False]
+    assert ["integrations" in words for words in used] == [False, False, False, True]
     assert {name for words in used for name in words.split(",")} <= set(extras)
 
 
