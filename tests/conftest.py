@@ -63,9 +63,16 @@ def _why_no_gpu():
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
+def _sort_by_effort(items):
+    """Tests that compile as users do, after the others of their file: with another effort JAX makes everything anew."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], item.get_closest_marker("as_users_compile") is not None))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
+    _sort_by_effort(items)
     for item in items:  # one process runs a file: others would make its fixtures and compile its programs once more
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).as_posix()))

@@ -26,7 +26,7 @@ def cheaper_passes():
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with _without_fusion_emitters():
+        with _without_fusion_emitters(), _one_context_for_many_programs():
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
@@ -68,3 +68,32 @@ def _without_fusion_emitters():
         yield
     finally:
         compiler.get_compile_options = usual
+
+
+@contextlib.contextmanager
+def _one_context_for_many_programs():
+    """MLIR's context, in which JAX writes a program down, serves a hundred of them.
+
+    To make one takes longer than to write a small program. It keeps constants and types of all of them, so not for
+    ever. Where JAX makes contexts elsewhere, nothing changes.
+    """
+    from jax._src.interpreters import mlir
+
+    usual = getattr(mlir, "make_ir_context", None)
+    if usual is None:
+        yield
+        return
+    mlir.make_ir_context = functools.partial(_shared_context, usual)
+    try:
+        yield
+    finally:
+        mlir.make_ir_context = usual
+
+
+_contexts = []  # the same one for each of the next programs
+
+
+def _shared_context(make):
+    if not _contexts:
+        _contexts.extend([make()] * 100)
+    return _contexts.pop()
