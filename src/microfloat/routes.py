@@ -40,6 +40,7 @@ NO_GRADIENT = (
 )
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
+_ONE_WIDE = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"
 
 
 class Encoding(NamedTuple):
@@ -118,6 +119,7 @@ _KERNELS = {
     },
     "xla": {
         "plain": "dequantize one operand, dot",
+        "stored": f"decoding GEMM up to {MOST_DECODED_ROWS} rows; above, dequantize, dot",
         "high precision": "lax.dot_general",
         "fp8": "FP8 dot, scales in the epilogue",
         "block_scaled": "jax.nn.scaled_matmul",
@@ -150,6 +152,8 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     if gemm.path == "refused":
         return Route("refused", "codes", "codes", "-", False, NO_GRADIENT)
     route = route_between(encoding_of(lhs), encoding_of(rhs), chip, gemm.accumulate, gemm.path, library)
+    if route.kind == "stored" and gemm.from_fprop:
+        return route._replace(kind="plain", kernel=_KERNELS[library]["plain"], reason=_ONE_WIDE)
     if route.kind != "values" or lhs is None or rhs is None or lhs.format.scale.name == "FP32" or library != "torch":
         return route
     assert chip is not None
@@ -178,11 +182,10 @@ def route_between(
         reason = "the recipe keeps this GEMM in high precision; it runs in the compute dtype"
         return route("plain", reason, accelerated=True, kernel="high precision")
     if lhs is None or rhs is None:
-        reason = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"
-        if rhs is not None and library == "torch" and chip is not None and chip.multiplies_stored_codes:
+        if rhs is not None and chip is not None and chip.multiplies_stored_codes:
             reason = "the recipe keeps x in high precision: few rows of it read the weight's codes as they are stored"
-            return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}")
-        return route("plain", reason, kernel="plain" if chip else "no chip, plain")
+            return route("stored", reason if chip.is_tried and library == "torch" else f"{reason}; {UNTRIED}")
+        return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
         if chip is None or library == "xla":
             return route("float64", "accumulate='exact' multiplies and sums in float64")

@@ -103,6 +103,60 @@ def lowered(recipe, platform, batch=False, inside=False):
     return {"calls": calls, "dots": dots}
 
 
+def calls_of(function, *arguments, platform="cuda"):
+    """Names of the kernels that a program starts, in order."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r'@triton_kernel_call_ffi.*name = "(\w+)"', text)
+
+
+def stored(name):
+    """Products of a weight stored as codes: kernels by rows, what the passes are told, and the gradient."""
+    from microfloat.passes import products
+
+    told, decode_passes = [], products.decode_passes
+
+    def watched(*arguments):
+        told.append(arguments[:-1])
+        return decode_passes(*arguments)
+
+    products.decode_passes = watched
+    columns, length = 256, 512
+    keys = jax.random.split(jax.random.key(1))
+    w = mj.quantize(jax.random.normal(keys[0], (columns, length), jnp.bfloat16), name, backend="reference")
+    op, last = mj.dot_general(recipes.WeightOnly(name)), (((1,), (1,)), ((), ()))
+
+    def multiply(x):
+        return op(x, w, last)
+
+    def gradients(backend):
+        # Of a product that is not a custom rule itself.
+        product = lambda x, w: mj.scaled_matmul(x, w, out_dtype=jnp.float32, backend=backend).sum()  # noqa: E731
+        return jax.jit(jax.grad(product, (0, 1), allow_int=True))(x, w)
+
+    x = jax.random.normal(keys[1], (3, length), jnp.bfloat16)
+    rows = {count: jnp.ones((count, length), jnp.bfloat16) for count in (20, 64, 65)}
+    small = mj.quantize(jnp.ones((16, length)), name, backend="reference")
+    made = {
+        "few": calls_of(multiply, x),
+        "bias": calls_of(lambda x: mj.scaled_matmul(x, w, bias=jnp.ones(columns), out_dtype=jnp.float32), x),
+        "told": told[:2],
+        "more": calls_of(multiply, rows[20]), "most": calls_of(multiply, rows[64]),
+        "many": calls_of(multiply, rows[65]), "wide": calls_of(multiply, x.astype(jnp.float32)),
+        "batch": calls_of(jax.vmap(multiply), x[None]), "cpu": calls_of(multiply, x, platform="cpu"),
+        "small": calls_of(lambda x: op(x, small, last), x),
+        "empty": calls_of(multiply, x[:0]),
+    }  # fmt: skip
+    made["parameters"] = [one["parameters"] for one in STARTED[:1]]
+    same = jax.tree.map(lambda one, other: one.tobytes() == other.tobytes(), *map(gradients, ("auto", "reference")))
+    made["gradients agree"] = jax.tree.leaves(same)
+    made["explained"] = str(mj.explain(recipes.WeightOnly(name), "cuda"))
+    # Casts of a recipe that leaves a tensor as it is.
+    step, _ = step_of(recipes.Float8CurrentScaling(backward="dequantized"))
+    shapes = [jax.ShapeDtypeStruct(sizes, jnp.bfloat16) for sizes in ((512, 1024), (1024, 2048), (512, 2048))]
+    made["casts"] = calls_of(step, *shapes, None)
+    return made
+
+
 def main(what):
     if what in ("reason", "another triton"):  # several CPU devices stand for several GPUs
         pretend(local=what != "reason")
@@ -119,6 +173,9 @@ def main(what):
                           "explained": str(mj.explain("mxfp8", "cuda"))}))  # fmt: skip
         return
     pretend()
+    if what.startswith("stored "):
+        print(json.dumps(stored(what.removeprefix("stored "))))
+        return
     recipe = recipes.from_name(what)
     found = {"cuda": lowered(recipe, "cuda"), "started": STARTED[:]}
     found["cpu"] = lowered(recipe, "cpu")["calls"]

@@ -8,7 +8,9 @@ import jax.numpy as jnp  # noqa: E402
 
 import microfloat.jax as mj  # noqa: E402
 from microfloat.errors import InvalidValueError  # noqa: E402
-from microfloat.recipes import WeightActivation, WeightOnly  # noqa: E402
+from microfloat.passes import products  # noqa: E402
+from microfloat.recipes import WeightActivation, WeightOnly, as_cast  # noqa: E402
+from tests.jax.test_kernel_casts import program  # noqa: E402
 
 LAST = (((2,), (1,)), ((), ()))
 
@@ -38,3 +40,42 @@ def test_blocks_along_another_axis_are_refused() -> None:
     static = WeightActivation("fp8_tensor", scales="static")
     with pytest.raises(InvalidValueError, match="casts x by x alone"):
         mj.dot_general(static)(jnp.ones((2, 64)), stored, (((1,), (1,)), ((), ())))
+
+
+_FURTHER = pytest.mark.slow("Triton kernels of a JAX program, compiled")
+FORMATS = ["nvfp4"] + [
+    pytest.param(name, marks=_FURTHER)
+    for name in ("nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128")
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I2
+    """Lowered for an H200, the kernels compiled to machine code: those of torch, told the same of the same weight."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import microfloat.torch as mf
+
+    found = program(repository, f"stored {name}")
+    assert found["few"] == found["bias"] == ["decode_gemm"]
+    assert found["more"] == found["most"] == ["decode_gemm", "decode_finish"]
+    assert not any(found[kind] for kind in ("many", "wide", "batch", "cpu", "small", "empty"))
+    operand = mf.quantize(torch.ones(256, 512), name).to_operand()
+    scale, level = operand.scale, operand.tensor_scale
+    row = level is not None and level.numel() > 1
+    codes = products.stored_codes(as_cast(name).format, None, level is not None and ("row" if row else "tensor"), 512)
+    strides = scale.stride() if scale.dim() == 2 else (0, 0)
+    for (got, *others), dtypes in zip(
+        found["told"], (["bfloat16", "bfloat16", None], ["bfloat16", "float32", "float32"]), strict=True
+    ):
+        assert got == list(codes._replace(LEVEL=level is not None))
+        assert others == [[3, 512, 256], dtypes, list(strides), int(row)]
+    kinds = [kind for kind, *_ in found["parameters"][0]]
+    assert kinds == ["array"] * (5 if level is not None else 4) + ["i32"] * (
+        len(kinds) - (5 if level is not None else 4)
+    )
+    assert all(found["gradients agree"])
+    told = " ".join(found["explained"].split())
+    assert "decoding GEMM up to 64 rows; above, dequantize, dot" in told
+    assert "as they are stored; not yet run on the hardware" in told
+    assert "2. dequantize one operand, dot" in told
+    assert set(found["casts"]) == {"cast_scaled"}

@@ -216,8 +216,10 @@ def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int]
         return GemmRow(name, operands, "-", "-", target.missing)
     cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
     kinds = [reference.kind_of(operand, cols) for operand in gemm.casts]
+    # What fprop has read is dequantized before the product, on every backend.
+    backend = "reference" if gemm.from_fprop else backend
     plan = GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, backend, np.dtype(np.float32))
-    route = route_of_plan(plan, target.chip)
+    route = route_of_plan(plan, target.chip, elsewhere=target.elsewhere)
     reason = route.reason if route.accelerated else f"emulated: {route.reason}"
     return GemmRow(name, operands, _padding(kinds, cols, shape), route.kernel, Support(True, route.accelerated, reason))
 

@@ -85,7 +85,9 @@ def cast_both(
     """
     chip = cuda.capability()
     inputs = inputs.of(row, column)
-    by_kernel = chip is not None and all(_by_kernel(one, inputs, x_RC, backend) for one in (row, column))
+    operands = [one for one in (row, column) if one is not None]
+    by_kernel = chip is not None and bool(operands)
+    by_kernel = by_kernel and all(_by_kernel(one, inputs, x_RC, backend) for one in operands)
     if row is not None and column is not None and not _together(row.cast, column.cast, by_kernel=by_kernel):
         first = cast_both(x_RC, row, None, inputs, axes=axes, records=records, backend=backend)
         return first._replace(column=cast_both(x_RC, None, column, inputs, axes=axes, backend=backend).column)
@@ -105,9 +107,7 @@ def _together(row: Cast, column: Cast, *, by_kernel: bool) -> bool:
     return share_a_launch(kernel_cast(row), kernel_cast(column))
 
 
-def _by_kernel(operand: CastOf | None, inputs: CastInputs, x_RC: Array, backend: str) -> bool:
-    if operand is None:
-        return True
+def _by_kernel(operand: CastOf, inputs: CastInputs, x_RC: Array, backend: str) -> bool:
     counted = isinstance(operand.stream, int) and operand.stream < 1 << 31 and inputs.batch is None
     return (counted or not operand.cast.is_stochastic) and not kernels.why_no_kernel(operand.cast, x_RC.shape, backend)
 

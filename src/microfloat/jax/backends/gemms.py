@@ -5,6 +5,8 @@
 * `values`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
   GPU).
 * `block_scaled`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
+* `stored`: a few rows in high precision by codes that a kernel decodes in registers (sm_80 and newer; not yet run on
+  the hardware).
 * everything else, and ``backend="reference"``: the reference GEMM.
 
 Source: docs/numerics.md 8.2, docs/jax.md.
@@ -51,15 +53,18 @@ class GemmPlan(NamedTuple):
     out: np.dtype = np.dtype(np.float32)
 
 
-def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None) -> Route:
-    """The route of `plan` on a chip, None without a GPU.
+def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
+    """The route of `plan` on a chip, None without a GPU; `elsewhere`: in a machine with one, which has all packages.
 
     Raises NotSupportedError for ``backend="native"`` where no unit of the format multiplies; two operands in high
     precision are no matter of a backend.
     """
     chip = None if capability is None or plan.backend == "reference" else Chip(capability)
-    encodings = (None if kind is None else kind.encoding for kind in (plan.kind_a, plan.kind_b))
+    encodings = [None if kind is None else kind.encoding for kind in (plan.kind_a, plan.kind_b)]
     route = route_between(*encodings, chip, plan.accumulate, plan.path, "xla")
+    if route.kind == "stored" and not elsewhere and (missing := kernels.why_not_local()):
+        route = route_between(*encodings, None, plan.accumulate, plan.path, "xla")
+        route = route._replace(reason=f"{route.reason}, since no kernel reads its codes: {missing}")
     if capability is None and not route.accelerated:
         route = route._replace(reason=f"no CUDA device: {route.reason}")
     if plan.backend == "native" and not route.accelerated:
@@ -76,6 +81,8 @@ def run_gemm(a: reference.Operand, b: reference.Operand, plan: GemmPlan, bias: A
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
     route = route_of_plan(plan, capability())
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
+    if route.kind == "stored" and (product := _few_rows(cast(Array, a), b, plan, bias)) is not None:
+        return product
     if route.kind not in ("fp8", "values", "block_scaled"):
         product = emulate(a, b)
     else:
@@ -100,6 +107,33 @@ def gemm(
     if way == "fp8":
         return _fp8(codes_a, codes_b, kind_a, kind_b, accumulate, out)
     return _mx(codes_a, codes_b, kind_a, kind_b).astype(out)
+
+
+def _few_rows(x_MK: Array, w: reference.Operand, plan: GemmPlan, bias: Array | None) -> Array | None:
+    """``x @ w.T + bias`` by the kernel that decodes stored codes in registers; None where it does not serve them.
+
+    Elsewhere than on CUDA, for a batch of matrices, and in derivatives it is the product with the dequantized weight.
+    """
+    kind = cast(reference.Kind, plan.kind_b)
+    (rows, length), columns = x_MK.shape, reference.rows_of(w)
+    if not isinstance(w, reference.Matrix) or not rows or kernels.why_none_here((columns, length)):
+        return None
+    from microfloat.jax.backends import program
+
+    codes = program.stored_codes_of(x_MK.dtype, w, kind, (rows, length, columns))
+    if codes is None:
+        return None
+
+    def by_kernel(x_MK: Array, w: reference.Matrix, bias: Array | None) -> Array:
+        return program.multiply_stored(x_MK, w, codes, bias, plan.out, cast(tuple[int, int], cuda.capability()))
+
+    def by_xla(x_MK: Array, w: reference.Matrix, bias: Array | None) -> Array:
+        product = reference.gemm(x_MK, w, None, kind, plan.dtype)
+        return (product if bias is None else product + bias.astype(jnp.float32)[None, :]).astype(plan.out)
+
+    either = jax.custom_jvp(kernels.on_either(by_kernel, by_xla))
+    either.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(by_xla, primals, tangents)[1]))
+    return either(x_MK, w, bias)
 
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))

@@ -30,13 +30,21 @@ from microfloat.jax.transformations import in_common_variance, like_in_variance
 from microfloat.passes import family_of
 from microfloat.recipes import Cast
 
-__all__ = ["Output", "call", "is_local", "is_sharded", "on_either", "why_no_kernel", "why_none_here", "why_unavailable"]
+__all__ = [
+    "Output", "call", "is_local", "is_sharded", "on_either", "why_no_kernel", "why_none_here", "why_not_local",
+    "why_unavailable",
+]  # fmt: skip
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
 # Kernels run inside shard_map over several devices. They are lowered there in the tests, and wait for a first run on
 # two GPUs: `test_transformations_with_kernels`.
 SEEN_ON_SEVERAL_DEVICES = False
+
+
+def why_not_local() -> str:
+    """Reason against a kernel for a matrix that lies on one device as a whole, "" if there is none."""
+    return why_none_here() or ("" if is_local() else "jit cuts arrays over several devices")
 
 
 def why_none_here(shape: Sequence[int] | None = None) -> str:

@@ -7,29 +7,32 @@ in the layout of x, which a bfloat16 GEMM reads in any orientation. Arrays of XL
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from microfloat.formats import ScaledFormat
 from microfloat.jax.backends.kernels import Output, call
-from microfloat.jax.backends.reference import Decoded, Matrix, Operand
+from microfloat.jax.backends.reference import Decoded, Kind, Matrix, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
+from microfloat.kernels.constants import DecodeCodes
 from microfloat.layout import Part
-from microfloat.passes import CastInputs, OperandSpec
+from microfloat.passes import CastInputs, OperandSpec, is_stock, products
 from microfloat.passes import matrix as passes_of
 from microfloat.passes.casts import cast_passes
 from microfloat.passes.conversions import SCALE, dequantize_passes
 from microfloat.passes.matrix import At, Buffer, Device, Pass, Passes
 
-__all__ = ["cast_by_kernel", "decode_by_kernel"]
+__all__ = ["cast_by_kernel", "decode_by_kernel", "multiply_stored", "stored_codes_of"]
 
 _MOST = 1 << 30  # multiprocessors, of a GPU that XLA alone knows: no pass is cut for them
 
 
-def _device(capability: tuple[int, int]) -> Device:
+def _device(capability: tuple[int, int], multiprocessors: int = _MOST) -> Device:
     return Device(
-        0, _MOST, capability >= (8, 9), cooperates=False, measures=False, orders_scales=False
+        0, multiprocessors, capability >= (8, 9), cooperates=False, measures=False, orders_scales=False
     )  # fmt: skip
 
 
@@ -69,13 +72,44 @@ def decode_by_kernel(matrix: Matrix, fmt: ScaledFormat, length: int, capability:
     return _Run(passes, table, frozenset(), capability).results()[0]  # type: ignore[return-value]
 
 
+def stored_codes_of(
+    x_dtype: np.dtype, matrix: Matrix, kind: Kind, shape: tuple[int, int, int]
+) -> DecodeCodes | None:  # fmt: skip
+    """The stored codes of a weight as `multiply_stored` reads them for a product of M, K, N; None where it does not."""
+    level = None if matrix.tensor_scale is None else "row" if matrix.tensor_scale.ndim else "tensor"
+    if x_dtype not in (jnp.bfloat16, jnp.float16) or not is_stock(kind.format.element):
+        return None
+    codes = products.stored_codes(kind.format, kind.hadamard, level, shape[1])
+    return codes if codes is not None and products.fits(codes, shape) else None
+
+
+def multiply_stored(
+    x_MK: Array, matrix: Matrix, codes: DecodeCodes, bias: Array | None, out: np.dtype, capability: tuple[int, int]
+) -> Array:
+    """``x @ w.T + bias`` [M, N] in `out`, a few rows by a weight whose codes are decoded in registers."""
+    shape, scale, level = (*x_MK.shape, matrix.codes.shape[0]), matrix.scale, matrix.tensor_scale
+    dtypes = x_MK.dtype.name, jnp.dtype(out).name, None if bias is None else bias.dtype.name
+    strides = (scale.shape[1], 1) if scale.size > 1 else (0, 0)
+    stride = int(level is not None and level.ndim > 0)
+    device = _device(capability, getattr(jax.devices()[0], "core_count", _MOST))
+    passes = products.decode_passes(codes, shape, dtypes, strides, stride, device)
+    table = {
+        At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale, products.LEVEL: level,
+        products.BIAS: bias,
+    }  # fmt: skip
+    return _Run(passes, table, frozenset(), capability).results()[0]  # type: ignore[return-value]
+
+
 class _Run:
-    """Passes that are started one after the other; `table` then holds what they recorded."""
+    """Passes that are started one after the other; `table` then holds what they recorded.
+
+    A position that it holds from the beginning is an input, whatever else the position stands for.
+    """
 
     def __init__(
         self, passes: Passes, table: dict[int, Any], axes: frozenset[str], capability: tuple[int, int]
     ) -> None:
-        self.table = table
+        self.table, self._given = table, frozenset(table)
         self._passes, self._axes, self._capability = passes, axes, capability
         self._made: dict[tuple[int, int], Array] = {}  # by buffer and offset, as they lie in memory
         for launch in passes.launches:
@@ -123,7 +157,7 @@ class _Run:
             return None
         if at == At.WORDS:  # int64 words in which the programs of a launch meet, zero when it starts
             return Output((16,), jnp.uint32, zeroed=True, pointer="*i64")
-        if at == At.RECORD:
+        if at == At.RECORD and at not in self._given:
             return Output((), jnp.float32, zeroed=True)
         if at == At.AMAX and self.table[At.AMAX] is None:
             self.table[At.AMAX] = max_over(tensor_amax(self.table[At.SOURCE]), self._axes)
