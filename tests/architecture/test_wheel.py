@@ -57,11 +57,13 @@ def wheel(repository, tmp_path_factory):
 def wheel_python(wheel, repository, tmp_path_factory):
     """The interpreter of a fresh environment that holds the wheel and what its metadata asks for."""
     folder = tmp_path_factory.mktemp("environment")
-    done = _run([sys.executable, "-m", "venv", folder / "venv"], folder)
+    done = _run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     if done.returncode != 0:
         pytest.skip(f"cannot make a virtual environment here: {done.stderr.strip() or done.stdout.strip()}")
     python = folder / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-compile"]
+    # The pip of the environment that runs the tests, which takes seconds less than to install another.
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input"]
+    pip += ["install", "--quiet", "--no-compile"]
     constraints = ["-c", repository / "constraints.txt"]
     # Without the wheel first: what fails here is the network, what fails below is the wheel.
     done = _run([*pip, *constraints, "--retries=1", "--timeout=20", "numpy", "ml_dtypes"], folder)
@@ -86,9 +88,9 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel, repository):
 
 
 def test_the_wheel_runs_with_its_core_dependencies_alone(wheel_python, tmp_path):
-    listed = _run([wheel_python, "-m", "pip", "list", "--format=freeze"], tmp_path).stdout.lower()
-    installed = {line.partition("==")[0].replace("-", "_") for line in listed.split()}
-    assert installed <= {"microfloat", "numpy", "ml_dtypes", "pip", "setuptools", "wheel"}
+    list_names = "import importlib.metadata as m; print(*(one.name for one in m.distributions()))"
+    listed = _run([wheel_python, "-c", list_names], tmp_path).stdout.lower().replace("-", "_")
+    assert set(listed.split()) == {"microfloat", "numpy", "ml_dtypes"}
     done = _run([wheel_python, "-W", "error", "-c", QUANTIZE_WITH_NUMPY], tmp_path)
     assert done.returncode == 0, _output(done)
     command = _run([wheel_python.with_name("microfloat"), "--help"], tmp_path)  # features O10

@@ -81,6 +81,7 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
 
 
 @needs_kernel
+@pytest.mark.xdist_group("triton-interpreter")
 def test_the_assembler_is_swapped_for_this_kernel_alone(program):
     from triton import knobs
 
