@@ -123,3 +123,24 @@ def test_a_stored_weight_has_a_gradient_without_elements_to_multiply(rows, featu
     assert layer.weight.grad.shape == layer.weight.shape
     assert not layer.weight.grad.any()
     assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, rows))
+
+
+MOVES = {
+    "device": lambda layer: layer.to("cpu"),
+    "half": lambda layer: layer.half(),
+    "shared memory": lambda layer: layer.share_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_attributes_of_a_parameter_stay_when_the_layer_moves(recipe, move) -> None:
+    layer = quantized_layer(recipe, preserve_high_precision_init_val=True)
+    layer.weight.main_grad = torch.zeros(32, 64)
+    original, main_grad = layer.weight.get_high_precision_init_val(), layer.weight.main_grad
+    MOVES[move](layer)
+    assert isinstance(layer.weight, mf.QuantizedTensor)
+    assert layer.weight.get_high_precision_init_val() is original
+    assert layer.weight.main_grad is main_grad
+    layer.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is None

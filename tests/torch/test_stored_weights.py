@@ -14,6 +14,7 @@ from torch.optim import swa_utils  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.recipes import RECIPES  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -239,3 +240,101 @@ def test_what_cannot_be_written_into_a_parameter_is_named() -> None:
     ):
         with pytest.raises(error, match=message):
             mf.update_quantized(*arguments, **options)
+
+
+SIZES = [10, 0, 14]
+
+
+def experts(recipe, features: int = 128) -> tuple[mf.GroupedLinear, mf.GroupedLinear]:
+    """Experts of different sizes stored under a recipe, and the same with the values before they were quantized."""
+    plain = mf.GroupedLinear(3, 64, features, bias=True)
+    with torch.no_grad():
+        plain.weight.mul_(torch.tensor([1.0, 3.0, 0.7])[:, None, None])
+    with mf.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        stored = mf.GroupedLinear(3, 64, features, bias=True)
+    stored.load_state_dict(plain.state_dict())
+    return stored, plain
+
+
+# Under delayed scaling the plain twin would begin at scale 1.
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_experts_are_quantized_each_alone_and_compute_the_same(name) -> None:
+    torch.manual_seed(0)
+    stored, plain = experts(name)
+    cast = RECIPES[name]().fprop.rhs
+    assert isinstance(stored.weight, mf.QuantizedTensor)
+    assert stored.weight.get_high_precision_init_val().shape == (3, 128, 64)
+    for own, values in zip(stored.weight.detach(), plain.weight.detach(), strict=True):
+        assert torch.equal(own, mf.quantize(values, cast))
+    x = torch.randn(24, 64)
+    results = []
+    for layer in (stored, plain):
+        torch.manual_seed(1)
+        with mf.autocast(recipe=name):
+            y = layer(x, SIZES)
+        y.square().sum().backward()
+        results.append((y, layer.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "fp8_block", "nvfp4"])
+def test_stored_experts_train_save_and_are_reverted(recipe) -> None:
+    torch.manual_seed(0)
+    layer, _ = experts(recipe)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    x, target = torch.randn(24, 64), torch.randn(24, 128)
+    losses = []
+    for _ in range(6):
+        with mf.autocast(recipe=recipe):
+            loss = (layer(x, SIZES) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other, _ = experts(recipe)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(other.weight.dequantize(), layer.weight.dequantize())
+    values = layer.weight.dequantize()
+    mf.revert(torch.nn.Sequential(layer))
+    assert torch.equal(layer.weight, values)
+
+
+def test_stored_experts_have_a_gradient_outside_an_autocast() -> None:
+    torch.manual_seed(0)
+    stored, plain = experts("nvfp4")
+    with torch.no_grad():
+        plain.weight.copy_(stored.weight.dequantize())
+    x = torch.randn(24, 64)
+    for layer in (stored, plain):
+        layer(x, SIZES).square().sum().backward()
+    assert torch.equal(stored.weight.grad, plain.weight.grad)
+
+
+def test_compiled_code_reads_stored_experts() -> None:
+    torch.manual_seed(0)
+    layer = experts("nvfp4")[0].pin("nvfp4")
+    x = torch.randn(24, 64)
+    results = []
+    for function in (layer, compiled(layer)):
+        torch.manual_seed(1)
+        y = function(x, SIZES)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (layer.weight, layer.bias))))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
+
+
+def test_stored_experts_on_the_meta_device() -> None:
+    with mf.quantized_model_init(recipe="nvfp4"):
+        layer = mf.GroupedLinear(3, 64, 128, device="meta")
+    assert layer.weight.is_meta
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer.weight.dequantize().abs().max() > 0.1  # of at most 1 / 8
+
+
+def test_experts_whose_tiles_would_touch_are_named() -> None:
+    with mf.quantized_model_init(recipe="fp8_block"), pytest.raises(InvalidValueError, match="multiples of 128 rows"):
+        mf.GroupedLinear(2, 64, 96)

@@ -366,8 +366,8 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
         if isinstance(layer, GroupedLinear) and device is None:
             there = backends.choose(own, layer.weight.device)
-            routes, place = there.routes(recipe, layer.weight.device, None), layer.weight.device
-            why = why_one_by_one(recipe, routes, there.name, place, shape, layer.bias is not None, is_bfloat16=True)
+            routes = there.routes(recipe, layer.weight.device, None)
+            why = why_one_by_one(recipe, routes, there.name, layer.weight, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
         placements: Any = getattr(layer.weight, "placements", None)
         if placements is not None:

@@ -46,7 +46,7 @@ from microfloat.torch.schedule import (
     remember,
     saved_parts,
 )
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.tensor import Decoded, QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.program import GroupPlan
@@ -138,7 +138,7 @@ def grouped_plain(
     """The same in high precision: torch's grouped matmul in bfloat16 on a GPU, else a loop of ``F.linear``."""
     compute = autocast_dtype(x.device.type) or x.dtype
     if isinstance(weight, QuantizedTensor):
-        weight = weight.dequantize(compute)
+        weight: Any = Decoded.apply(weight, compute)
     if bias is None and x.is_cuda and compute == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         behind = torch.arange(x.shape[0], device=x.device)[:, None] >= groups.ends[-1]
         # The rows behind are masked on both sides, so that dx has zeros there too.
@@ -196,9 +196,8 @@ def find_grouped(
 
 
 def why_one_by_one(
-    recipe: Recipe, routes: Routes, backend: str, device: torch.device, features: tuple[int, int], has_bias: bool,
-    is_bfloat16: bool,
-) -> str:  # fmt: skip
+    recipe: Recipe, routes: Routes, backend: str, weight: torch.Tensor, has_bias: bool, is_bfloat16: bool
+) -> str:
     """Reason for a schedule of its own in each group of a call, "" where launches serve all groups."""
     kinds = [route.kind for route in routes if route.kind != "blocks"]
     if kinds:
@@ -212,13 +211,15 @@ def why_one_by_one(
     lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
     if lacks:
         return lacks
-    if any(size % _SIDE for size in features):
+    if isinstance(weight, QuantizedTensor):
+        return "the kernel that casts all experts at once reads plain weights"
+    if any(size % _SIDE for size in weight.shape[1:]):
         return f"in_features and out_features are no multiples of {_SIDE}"
     if has_bias:
         return "the kernel that multiplies all groups adds no bias"
     if not is_bfloat16:
         return "the kernel that multiplies all groups gives bfloat16"
-    if backends.chip_of(device).capability != (9, 0) or not own_gemm.own_gemm_is_there():
+    if backends.chip_of(weight.device).capability != (9, 0) or not own_gemm.own_gemm_is_there():
         return "the kernel that multiplies all groups needs a Hopper and Triton 3.6"
     return ""
 
@@ -279,8 +280,7 @@ class GroupedSchedule(Schedule):
         self._steps: dict[tuple, CastStep] = {}
         self._schedules: dict[tuple, Schedule] = {}
         is_bfloat16 = self.rows > 0 and self.dtype == self.x_dtype == torch.bfloat16
-        features, device = (self.in_features, self.out_features), x.device
-        self.reason = why_one_by_one(recipe, routes, backend.name, device, features, bias is not None, is_bfloat16)
+        self.reason = why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
         if not self.reason and self._programs is None:
             self.reason = "kernels are left out"
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs, self.reason)
@@ -324,7 +324,8 @@ class GroupedSchedule(Schedule):
             own, own_bias = weight[g].detach(), None if bias is None else bias[g]
             if rows.start == rows.stop or not own.numel():
                 if kept is None and w_inputs.record is not None and own.numel():
-                    record_amax_(w_inputs.record, reference.amax(own))  # delayed scaling has one scale for all experts
+                    values = own.dequantize() if isinstance(own, QuantizedTensor) else own
+                    record_amax_(w_inputs.record, reference.amax(values))  # delayed scaling: one scale for all experts
                 y[rows] = 0 if own_bias is None else own_bias
                 saved += [None] * 6
                 continue

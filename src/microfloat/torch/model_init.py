@@ -13,7 +13,7 @@ from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._tensor_ops import store_shard, store_unless
+from microfloat.torch._tensor_ops import quantize_stored, store_shard, store_unless
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
@@ -47,7 +47,8 @@ class quantized_model_init(contextlib.ContextDecorator):
     by ``layer.weight.get_high_precision_init_val()`` (to seed an optimizer's master weights) until
     ``clear_high_precision_init_val()``. The other orientation is made on demand, never stored. Optimizer steps
     dequantize, apply and requantize. On the meta device codes and scales have no memory; ``to_empty`` gives them some.
-    Raises InvalidTypeError for a wrong recipe.
+    Experts of a `GroupedLinear` are quantized each alone. Raises InvalidTypeError for a wrong recipe; layers raise
+    InvalidValueError where a tile would hold rows of two experts.
     """
 
     def __init__(
@@ -76,18 +77,24 @@ def weight_cast(recipe: Recipe) -> Cast | None:
     return None if cast is None else dataclasses.replace(cast, scaling=Current())
 
 
-def quantize_parameter(layer: nn.Linear, request: ModelInit) -> None:
-    """Replace ``layer.weight`` by a parameter that holds codes and scales only."""
-    from microfloat.torch.ops import quantize
-    from microfloat.torch.seeds import draw_seed
-
-    cast = weight_cast(request.recipe)
-    if cast is None:
+def quantize_parameter(layer: nn.Module) -> None:
+    """Under `quantized_model_init`, replace ``layer.weight`` by a parameter that holds codes and scales only."""
+    request = active_model_init()
+    cast = None if request is None else weight_cast(request.recipe)
+    if request is None or cast is None:
         return
-    original = layer.weight.detach()
-    is_drawn = cast.is_stochastic and not original.is_meta
-    seed = draw_seed(original.device, folds=False) if is_drawn else None  # replicas must round alike
-    parameter = nn.Parameter(quantize(original, cast, seed=seed), requires_grad=layer.weight.requires_grad)
+    weight: Any = layer.weight
+    original, height = weight.detach(), cast.format.block[0] or 1
+    are_experts = original.dim() == 3
+    if are_experts and cast.format.is_tile and original.shape[1] % height:
+        raise invalid_value(
+            "quantized_model_init", f"experts of {original.shape[1]} rows under {cast.format}",
+            f"multiples of {height} rows, so that no tile holds rows of two experts",
+            "Build this layer under quantized_model_init(enabled=False).",
+        )  # fmt: skip
+    parameter = nn.Parameter(
+        quantize_stored(original, cast, of_experts=are_experts), requires_grad=weight.requires_grad
+    )
     if request.preserve_high_precision_init_val and not original.is_meta:
         parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
     layer.weight = parameter

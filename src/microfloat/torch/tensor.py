@@ -24,10 +24,11 @@ from microfloat.torch.backends.base import Operand
 from microfloat.torch.packing import pack_fp6, unpack_fp6
 from microfloat.torch.reference._elements import codes_dtype
 
-__all__ = ["UNKNOWN", "QuantizedTensor"]
+__all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
+_OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "_is_param"})
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model)."
@@ -181,6 +182,9 @@ class QuantizedTensor(torch.Tensor):
             of_rows = self.upper.repeat_interleave(codes.shape[1])[:, None]
             scale, tensor_scale = (of_rows, None) if tensor_scale is None else (scale, of_rows)
             fmt = dataclasses.replace(fmt, block=(1, None)) if tensor_scale is None else fmt
+            if fmt.is_tile:  # and so has the part of a tile in it; tiles end where an expert does
+                scale = scale.repeat_interleave(fmt.block[0] or 1, 0)[:rows]
+                fmt = dataclasses.replace(fmt, block=(1, fmt.block[1]))
         if codes.dim() != 2:
             codes = codes.reshape(rows, codes.shape[-1])
         if scale.dim() > 2:
@@ -370,10 +374,8 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             result = torch.nn.Parameter(result, requires_grad=self.requires_grad)
         memo[id(self)] = result
-        own = {*self.parts(), "tensor_scale", "cast", "axis", "root", "_is_param"}
-        for name, value in self.__dict__.items():
-            if name not in own:
-                setattr(result, name, copy.deepcopy(value, memo))
+        for name, value in attached_to(self).items():
+            setattr(result, name, copy.deepcopy(value, memo))
         return result  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -387,6 +389,23 @@ class QuantizedTensor(torch.Tensor):
         )  # a slice is saved as a tensor of its own
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
+
+
+def attached_to(q: QuantizedTensor) -> dict[str, Any]:
+    """Attributes that are no part of the tensor: the copy of its initial value, and those that a user has set."""
+    return {name: value for name, value in vars(q).items() if name not in _OWN}
+
+
+class Decoded(torch.autograd.Function):
+    """The values of a stored weight, whose gradient goes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        return weight.dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
 
 
 def _rebuild_quantized_tensor(

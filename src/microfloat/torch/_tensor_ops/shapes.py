@@ -349,14 +349,16 @@ def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
         raise refusal(func, args, kwargs)
     joined = func([valueless(q) for q in tensors], dim)
     first = tensors[0]
-    if not dim and first.dim() == 2 and first.upper.dim() == 0 and not first.format.is_tile:
+    if not dim and first.dim() == 2 and first.upper.dim() == 0:
         # Experts, which keep their scales.
         for q in tensors[1:]:
             check_kinds("stack", first, q, tuple(q.shape), tuple(first.shape))
-        parts = {
-            name: torch.stack([raw(q.parts()[name]) for q in tensors]).view(part.dtype)
-            for name, part in first.parts().items()
-        }
+        if first.format.is_tile:
+            _check_joints([q.unsqueeze(0) for q in tensors], 0, 0)  # type: ignore[misc]
+        parts = {}
+        for name, part in first.parts().items():
+            join = torch.cat if name == "scale" and first.format.is_tile else torch.stack
+            parts[name] = join([raw(q.parts()[name]) for q in tensors]).view(part.dtype)
         return QuantizedTensor(
             parts["codes"], parts["scale"], parts.get("tensor_scale"), first.cast, axis=first.axis + 1,
             shape=joined.shape, dtype=first.dtype,

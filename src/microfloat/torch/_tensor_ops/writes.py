@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.recipes import Cast
 from microfloat.torch import _operators
 from microfloat.torch._tensor_ops.table import (
     Arguments,
@@ -22,7 +23,7 @@ from microfloat.torch._tensor_ops.table import (
 )
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
-__all__ = ["store_shard", "store_unless"]
+__all__ = ["quantize_stored", "store_shard", "store_unless"]
 
 aten = torch.ops.aten
 _AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
@@ -69,16 +70,23 @@ def _overwrite(
 
 def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
     """Plain `values` of q's shape, or of its rows, under q's Cast: the parts are those of q."""
+    if q.axis != max(q.dim() - 1, 0):
+        values = values.movedim(q.axis, -1)
+    return quantize_stored(values, q.cast, amax, q.is_per_expert)
+
+
+def quantize_stored(
+    values: torch.Tensor, cast: Cast, amax: float | None = None, of_experts: bool = False
+) -> QuantizedTensor:
+    """Plain `values` under `cast`, or those of experts [E, N, K], each alone, as the codes of a parameter."""
     from microfloat.torch.ops import quantize
     from microfloat.torch.seeds import draw_seed
 
-    # What is stored may be a parameter, whose replicas on other ranks must round alike.
-    seed = draw_seed(q.device, folds=False) if q.cast.is_stochastic else None
-    if q.axis != max(q.dim() - 1, 0):
-        values = values.movedim(q.axis, -1)
-    if q.is_per_expert:
-        return torch.stack([quantize(one, q.cast, seed=seed) for one in values])  # type: ignore[return-value]
-    return quantize(values, q.cast, amax=amax, seed=seed)
+    # Replicas of a parameter on other ranks must round alike.
+    seed = draw_seed(values.device, folds=False) if cast.is_stochastic and not values.is_meta else None
+    if of_experts:
+        return torch.stack([quantize(one, cast, seed=seed) for one in values])  # type: ignore[return-value]
+    return quantize(values, cast, amax=amax, seed=seed)
 
 
 def _shares_a_scale(q: QuantizedTensor) -> bool:

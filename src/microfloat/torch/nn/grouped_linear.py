@@ -16,6 +16,7 @@ from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.linear import backend_name
+from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
@@ -31,8 +32,9 @@ class GroupedLinear(RecipeLayer):
     the largest of theirs.
 
     Sizes on the CPU must add up to T. Those on a GPU are not read where kernels serve the recipe (``print(schedule)``);
-    rows behind the last group then give zeros. Under `quantized_model_init` the weight stays as it is. Raises
-    InvalidTypeError and InvalidValueError for operands and sizes that do not fit. Source: docs/numerics.md, 5.3 and 6.
+    rows behind the last group then give zeros. Under `quantized_model_init` every expert is stored as codes and scales
+    of its own. Raises InvalidTypeError and InvalidValueError for operands and sizes that do not fit. Source:
+    docs/numerics.md, 5.3 and 6.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GroupedLinear(RecipeLayer):
         scaling.number_layer(self)
         self.backend = backends.check_name(backend)
         self.reset_parameters()
+        quantize_parameter(self)
         if recipe is not None:
             self.pin(recipe)
 

@@ -18,10 +18,10 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import Gathered, Values
 from microfloat.torch.linear import find_for, run_linear
-from microfloat.torch.model_init import active_model_init, quantize_parameter
+from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
 
 __all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "linear", "pinned_to"]
 
@@ -176,8 +176,12 @@ class RecipeLayer(nn.Module):
         scaling.number_layer(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
-        """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale."""
+        """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale.
+
+        Attributes of quantized parameters stay, as those of plain ones do: torch replaces what a subclass holds.
+        """
         self._drop_weight_cache()
+        attached = {name: attached_to(q) for name, q in self._parameters.items() if isinstance(q, QuantizedTensor)}
         float32 = ("scaling_", "input_amax")
         state = [name for name, value in self._buffers.items() if value is not None and name.startswith(float32)]
         kept: dict[str, Any] = {name: self._buffers.pop(name) for name in state}
@@ -185,6 +189,9 @@ class RecipeLayer(nn.Module):
         for name, buffer in kept.items():
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+        for name, attributes in attached.items():
+            for attribute, value in attributes.items():
+                setattr(self._parameters[name], attribute, value)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -226,9 +233,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         scaling.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
-        request = active_model_init()
-        if request is not None:
-            quantize_parameter(self, request)
+        quantize_parameter(self)
         if recipe is not None:
             self.pin(recipe)
 
@@ -300,7 +305,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             if y is not None:
                 return y
         if isinstance(weight, QuantizedTensor):
-            weight, bias = _Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
+            weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
             not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
             or autocast_dtype(x.device.type) is not None
@@ -404,18 +409,6 @@ def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
 
 
 pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class _Decoded(torch.autograd.Function):
-    """The values of a stored weight, whose gradient goes to it: of a call without elements to multiply."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        return weight.dequantize(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return gradients[0], None
 
 
 def _delayed_of(recipe: Recipe) -> Delayed:
