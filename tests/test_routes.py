@@ -6,8 +6,8 @@ import pytest
 
 from microfloat.chips import CHIPS, Chip
 from microfloat.formats import E2M1, E5M2, SCALE_E8M0, ElementFormat, ScaledFormat
-from microfloat.recipes import RECIPES, Cast, Gemm, Hadamard
-from microfloat.routes import Encoding, encoding_of, route_between, route_of
+from microfloat.recipes import RECIPES, Cast, Gemm, Hadamard, WeightOnly
+from microfloat.routes import UNTRIED, Encoding, encoding_of, route_between, route_of
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))
 UNKNOWN = Chip((9, 4)), Chip((13, 0))  # an MI300, as a ROCm build names it, and what comes after Blackwell
@@ -103,3 +103,14 @@ def test_foreign_elements_are_multiplied_in_float32():
     route = route_between(mine, mine, BLACKWELL)
     assert route.kind == "float32"
     assert "E3M4 is not one of the stock elements" in route.reason
+
+
+@pytest.mark.parametrize("library", ["torch", "xla"])
+def test_few_rows_read_a_stored_weight_and_backward_dequantizes_it(library):  # features I2
+    recipe = WeightOnly("nvfp4")
+    fprop, dgrad = (route_of(gemm, HOPPER, library=library) for gemm in (recipe.fprop, recipe.dgrad))
+    assert (fprop.kind, dgrad.kind) == ("stored", "plain")
+    assert fprop.kernel.startswith("decoding GEMM up to 64 rows")
+    assert dgrad.kernel.startswith("dequantize one operand")
+    assert (UNTRIED in fprop.reason) is (library == "xla")
+    assert route_of(recipe.fprop, Chip((7, 5)), library=library).kind == "plain"

@@ -150,8 +150,10 @@ def stored(name):
     same = jax.tree.map(lambda one, other: one.tobytes() == other.tobytes(), *map(gradients, ("auto", "reference")))
     made["gradients agree"] = jax.tree.leaves(same)
     made["explained"] = str(mj.explain(recipes.WeightOnly(name), "cuda"))
-    # Casts of a recipe that leaves a tensor as it is.
-    step, _ = step_of(recipes.Float8CurrentScaling(backward="dequantized"))
+    # Casts of a recipe that leaves a tensor as it is, and strictly native products of one that reads fprop's operands.
+    plain = recipes.Float8CurrentScaling(backward="dequantized")
+    made["native"] = str(mj.explain(plain, "cuda", backend="native"))
+    step, _ = step_of(plain)
     shapes = [jax.ShapeDtypeStruct(sizes, jnp.bfloat16) for sizes in ((512, 1024), (1024, 2048), (512, 2048))]
     made["casts"] = calls_of(step, *shapes, None)
     return made

@@ -79,3 +79,4 @@ def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I
     assert "as they are stored; not yet run on the hardware" in told
     assert "2. dequantize one operand, dot" in told
     assert set(found["casts"]) == {"cast_scaled"}
+    assert "2. dequantize one operand, dot" in found["native"]

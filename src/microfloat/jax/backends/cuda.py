@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from microfloat.formats import ElementFormat
 from microfloat.jax.numerics.bits import FLOAT8, bits_of, where
+from microfloat.jax.transformations import batched_by
 
 __all__ = [
     "capability", "converted", "converts", "folds_scales", "rounds_in_gemm", "row_major", "scaled_product", "turned",
@@ -139,11 +140,7 @@ def _scaled_product(precision: lax.Precision) -> Callable[[Array, Array, Array, 
         )
         return dot(values_a, values_b, jnp.bfloat16)
 
-    @product.def_vmap
-    def _batched(axis_size: int, in_batched: Sequence[bool], *arguments: Array) -> tuple[Array, bool]:
-        del axis_size
-        return jax.vmap(epilogue, in_axes=[0 if batched else None for batched in in_batched])(*arguments), True
-
+    product.def_vmap(batched_by(epilogue))
     return cast(Callable[[Array, Array, Array, Array], Array], product)
 
 

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from microfloat.jax.backends import cuda
 from microfloat.jax.backends.shards import why_not_whole
-from microfloat.jax.transformations import in_common_variance, like_in_variance
+from microfloat.jax.transformations import batched_by, in_common_variance, like_in_variance
 from microfloat.passes import family_of
 from microfloat.recipes import Cast
 
@@ -113,13 +113,7 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
     def function(*arguments: Any) -> Any:
         return lax.platform_dependent(*arguments, cuda=partial(marked, by_kernel), default=partial(marked, by_xla))
 
-    @function.def_vmap
-    def _batched(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
-        del axis_size
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        results = jax.vmap(by_xla, in_axes=tuple(axes))(*arguments)
-        return results, jax.tree.map(lambda _: True, results)
-
+    function.def_vmap(batched_by(by_xla))
     return cast(Callable[..., Any], function)
 
 

@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from microfloat.jax.transformations import batched_by
 from microfloat.recipes import Cast
 
 __all__ = ["on_shards", "unit_of", "why_not_whole"]
@@ -67,13 +68,7 @@ def on_shards(
         function.def_partition(partial(_partition, on_device), sharding_rule=rule)
         return function(traced.consts, *arguments)
 
-    @cast.def_vmap
-    def _batched(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
-        del axis_size
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        results = jax.vmap(by_xla, in_axes=tuple(axes))(*arguments)
-        return results, jax.tree.map(lambda _: True, results)
-
+    cast.def_vmap(batched_by(by_xla))
     return cast
 
 
