@@ -138,7 +138,8 @@ def grouped_plain(
     """The same in high precision: torch's grouped matmul in bfloat16 on a GPU, else a loop of ``F.linear``."""
     compute = autocast_dtype(x.device.type) or x.dtype
     if isinstance(weight, QuantizedTensor):
-        weight: Any = Decoded.apply(weight, compute)
+        values: Any = Decoded.apply(weight, compute)
+        weight = values
     if bias is None and x.is_cuda and compute == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         behind = torch.arange(x.shape[0], device=x.device)[:, None] >= groups.ends[-1]
         # The rows behind are masked on both sides, so that dx has zeros there too.
