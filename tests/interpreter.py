@@ -33,6 +33,9 @@ def begin():
         _check_no_overflows()
         _replace_builtins_once()
         _describe_types_once()
+        _describe_tuples_late()
+        _look_numpy_types_up_once()
+        _reduce_whole_slices()
 
 
 def _check_no_overflows():
@@ -66,22 +69,88 @@ def _replace_builtins_once():
 
 
 def _describe_types_once():
-    """Types of blocks and the shapes of their values are read only: equal ones share what describes them."""
-    from triton.language import core
+    """Types of blocks and the shapes of their values are read only: equal ones share what describes them.
 
-    describe, known = core.block_type.__init__, {}
+    Values of one shape need no broadcast, which is seen at once where their types share the shape.
+    """
+    from triton.language import core, semantic
+
+    describe, known, shapes = core.block_type.__init__, {}, {}
     no_axes = core.tuple([]), core.constexpr(1)
 
     def describe_once(self, element_ty, shape):
-        key = (str(element_ty), *map(core._unwrap_if_constexpr, shape))
-        if key not in known or known[key]["element_ty"] != element_ty:
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        found = known.get((element_ty.name, sizes))
+        if found is None or (found["element_ty"] is not element_ty and found["element_ty"] != element_ty):
             describe(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
             axes = core.tuple([core.constexpr(size) for size in self.shape])
-            known[key] = {**self.__dict__, "of_values": (axes, core.constexpr(math.prod(self.shape)))}
-        self.__dict__.update(known[key])
+            found = {**self.__dict__, "of_values": (axes, core.constexpr(math.prod(self.shape)))}
+            known[element_ty.name, sizes] = found
+        self.__dict__.update(found)
 
     def begin(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.of_values if type.is_block() else no_axes
 
     core.block_type.__init__, core.tensor.__init__ = describe_once, begin
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self, lhs, rhs):
+        of_lhs, of_rhs = lhs.type, rhs.type
+        same = isinstance(of_lhs, core.block_type) and isinstance(of_rhs, core.block_type)
+        return (lhs, rhs) if same and of_lhs.shape is of_rhs.shape else broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _describe_tuples_late():
+    """The name of a tuple's type, which names those of all its values, is made when something reads it."""
+    from triton.language import core
+
+    def begin(self, types, fields=None):
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name(self):
+        return f"[{','.join(f'{field}:{kind}' for field, kind in zip(self.fields, self.types, strict=True))}]"
+
+    core.tuple_type.__init__, core.tuple_type.name = begin, property(name)
+
+
+def _look_numpy_types_up_once():
+    """NumPy's type of a type, without a table of all of them for each question."""
+    from triton.runtime import interpreter
+
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def once(tt_dtype):
+        name = tt_dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(tt_dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = once
+
+
+def _reduce_whole_slices():
+    """A reduction by a function of the kernels: upper half with lower half, as the lanes of a warp do.
+
+    None of them depends on the order: they are maxima and exact counts.
+    """
+    import numpy as np
+    from triton.runtime.interpreter import ReduceOps
+
+    element_by_element = ReduceOps.generic_reduce
+
+    def generic_reduce(self, input):
+        if len(input) != 1 or self.axis is None or self.keep_dims:
+            return element_by_element(self, input)
+        kind, data = input[0].dtype, np.moveaxis(input[0].handle.data, self.axis, 0)
+        while len(data) > 1:
+            half = len(data) // 2
+            assert 2 * half == len(data), "axes are powers of two"
+            made = self.combine_fn.fn(self.to_tensor(data[:half], kind), self.to_tensor(data[half:], kind))
+            data = made.handle.data
+        return [self.to_tensor(data[0], kind)]
+
+    ReduceOps.generic_reduce = generic_reduce

@@ -29,7 +29,6 @@ def begin():
     plain.begin()
     _evaluate_inline_assembly()
     _compute_as_a_gpu_does()
-    _reduce_whole_slices()
 
 
 def choose_hardware():
@@ -156,23 +155,3 @@ def _compute_as_a_gpu_does():
         ("create_precise_divf", np.divide), ("create_maximumf", np.maximum), ("create_minimumf", np.minimum),
     ):  # fmt: skip
         setattr(InterpreterBuilder, name, arithmetic(operation))
-
-
-def _reduce_whole_slices():
-    """A reduction by a function of the kernels: upper half with lower half, as the lanes of a warp do."""
-    from triton.runtime.interpreter import ReduceOps
-
-    element_by_element = ReduceOps.generic_reduce
-
-    def generic_reduce(self, input):
-        if len(input) != 1 or self.axis is None or self.keep_dims:
-            return element_by_element(self, input)
-        kind, data = input[0].dtype, np.moveaxis(input[0].handle.data, self.axis, 0)
-        while len(data) > 1:
-            half = len(data) // 2
-            assert 2 * half == len(data), "axes are powers of two"
-            made = self.combine_fn.fn(self.to_tensor(data[:half], kind), self.to_tensor(data[half:], kind))
-            data = made.handle.data
-        return [self.to_tensor(data[0], kind)]
-
-    ReduceOps.generic_reduce = generic_reduce
