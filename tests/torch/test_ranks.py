@@ -236,6 +236,15 @@ def master_shards(rank: int):
             mf.update_quantized(q, shard, offset=offset, group=dist.group.WORLD)
             expected, kept = mf.quantize(master, name), mf.quantize(torch.ones(130, 97), name)
             found[name, cut] = torch.equal(q, expected), torch.equal(skipped, kept)
+    for name in ("fp8_tensor", "nvfp4", "nvfp4_2d"):  # experts, each with a scale of its own; the cut is in the second
+        master = torch.randn(3, 48, 97, generator=torch.Generator().manual_seed(4)) * torch.tensor(
+            [[[1.0]], [[9]], [[3]]]
+        )
+        q = torch.stack([mf.quantize(torch.ones(48, 97), name) for _ in range(3)])
+        offset, end = (0, 7001) if rank == 0 else (7001, master.numel())
+        mf.update_quantized(q, master.reshape(-1)[offset:end], offset=offset, group=dist.group.WORLD)
+        expected = torch.stack([mf.quantize(one, name) for one in master])
+        found[name, "experts"] = torch.equal(q, expected), q.is_per_expert
     return found
 
 

@@ -274,7 +274,8 @@ def store_shard(
     shard, are then those of the whole.
     """
     rows, columns = math.prod(q.shape[:-1]), q.shape[-1]
-    height, width = q.format.block[0] or rows, q.format.block[1] or columns
+    height = q.format.block[0] or (q.shape[-2] if q.is_per_expert else rows)
+    width = q.format.block[1] or columns
     values = torch.zeros(rows * columns, dtype=torch.float32, device=q.device)
     inside = torch.zeros(rows * columns, dtype=torch.uint8, device=q.device)
     values[offset : offset + shard.numel()] = shard.reshape(-1).to(values)
