@@ -1,5 +1,7 @@
 """The report of size caps sees what it claims to see. (What is over a cap is printed after every run, not failed.)"""
 
+import ast
+
 from tests.architecture.size_caps import CAPS, KERNEL_CAPS, overgrown
 
 
@@ -35,3 +37,14 @@ def test_kernels_have_caps_of_their_own(tmp_path):
     assert overgrown(tmp_path) == []
     _write(tmp_path, "package/kernels/cast.py", _function(KERNEL_CAPS.function_lines + 1))
     assert len(overgrown(tmp_path)) == 1
+
+
+# `Any` stands where torch, transformers or Triton have no type of their own. A smaller number may replace this one.
+MOST_ANY = 108
+
+
+def test_any_stays_at_the_untyped_edges_of_torch(repository):
+    modules = (repository / "src" / "microfloat" / "torch").rglob("*.py")
+    nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
+    count = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+    assert 0 < count <= MOST_ANY, f"{count} annotations are Any, at most {MOST_ANY} were: name the type"

@@ -22,6 +22,8 @@ from microfloat.recipes._serialize import cast_of, format_from_data
 from microfloat.recipes.core import as_scaled_format
 
 if TYPE_CHECKING:
+    from torch._functorch.autograd_function import VmapInfo
+
     from microfloat.torch.tensor import QuantizedTensor
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
@@ -244,10 +246,15 @@ def _fake_scaled_matmul(
 # ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
 
 
-def each_alone(name: str) -> Callable[..., tuple[Any, Any]]:
+Batched = torch.Tensor | list[torch.Tensor]
+Axes = int | None | list[int]  # the batch axis of an argument or a result, of each in a list
+Rule = Callable[..., tuple[Batched, Axes]]
+
+
+def each_alone(name: str) -> Rule:
     """The rule of an operator for a batch: each example alone, the results stacked."""
 
-    def example(value: Any, dim: Any, index: int) -> Any:
+    def example(value: Any, dim: Axes, index: int) -> Any:
         if isinstance(dim, list | tuple):
             return [example(one, its_dim, index) for one, its_dim in zip(value, dim, strict=True)]
         if dim is None:
@@ -256,7 +263,7 @@ def each_alone(name: str) -> Callable[..., tuple[Any, Any]]:
             return value.new_zeros([size for axis, size in enumerate(value.shape) if axis != dim])
         return value.select(dim, index)
 
-    def run(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
         operator = getattr(torch.ops.microfloat, name)
         made = [
             operator(*(example(value, dim, index) for value, dim in zip(args, in_dims, strict=True)))
@@ -278,8 +285,8 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def refuse_batches(library: torch.library.Library, *names: str) -> None:
     """Register a rule for vmap that raises NotSupportedError by name, for operators of quantized layers."""
 
-    def rule(name: str) -> Callable[..., tuple[Any, Any]]:
-        def run(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    def rule(name: str) -> Rule:
+        def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
             raise refusal_of_transforms(f"microfloat::{name}")
 
         return run

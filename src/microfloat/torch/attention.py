@@ -11,13 +11,13 @@ of a head, R = elements of a head that are rotated.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import backends
+from microfloat.torch._typing import Context, Maybe
 
 __all__ = ["apply_rotary", "attend", "attention_kernel", "joint_mask", "rotate_heads", "split_heads"]
 
@@ -96,7 +96,12 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cos: torch.Tensor, sin: torch.Tensor, split: Any, interleaved: bool, *made: torch.Tensor
+        ctx: Context,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        split: Sequence[int] | None,
+        interleaved: bool,
+        *made: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.split, ctx.interleaved = split, interleaved
@@ -104,7 +109,7 @@ class _Rotate(torch.autograd.Function):
         return _launch(parts, cos, sin, interleaved, False, copies=split is not None)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise NotSupportedError("apply_rotary: got a second derivative, needed the first only.")
@@ -260,7 +265,7 @@ def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causa
     if not q.is_cuda:
         return "torch's attention on " + q.device.type
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    choose: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
+    choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
     choice = choose(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1])
     names = {0: "plain operations (softmax in memory)", 1: "flash attention", 2: "memory-efficient attention",
              3: "cuDNN's attention"}  # fmt: skip

@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import Token
 from typing import Any
 
@@ -21,7 +21,9 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, scaling
+from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, entered, reset_ambient, set_ambient
+from microfloat.torch.reduction import Group
 
 __all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]
 
@@ -50,7 +52,7 @@ class autocast:
         enabled: bool = True,
         recipe: Recipe | str | None = None,
         calibrating: bool = False,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: "Group" = None,
         *,
         backend: str = "auto",
     ) -> None:
@@ -85,7 +87,7 @@ class autocast:
         arguments = state.enabled, state.recipe, state.calibrating, state.group
         return functools.partial(autocast, backend=state.backend), arguments
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: Callable[Takes, Result]) -> Callable[Takes, Result]:
         """Decorate a function: each call runs under an autocast of its own.
 
         A coroutine runs under it in the task that awaits it. A generator, also an async one, runs under it while it
@@ -174,7 +176,9 @@ def _check_group(group: object) -> None:
     )  # fmt: skip
 
 
-def _trace(enabled: bool, recipe: Any, calibrating: bool, group: Any, backend: str) -> context.Traced:
+def _trace(
+    enabled: bool, recipe: Recipe | str | None, calibrating: bool, group: "Group", backend: str
+) -> context.Traced:
     """The views of an autocast that Dynamo traces; ends the graph before one with state or wrong arguments."""
     token = context.traced_token(recipe)
     if token is None or not (enabled is True or enabled is False) or backend not in backends.NAMES:
@@ -184,7 +188,7 @@ def _trace(enabled: bool, recipe: Any, calibrating: bool, group: Any, backend: s
     return context.Traced(token if enabled else context.PLAIN, not enabled, backend)
 
 
-def _run_eagerly(function: Any) -> None:
+def _run_eagerly(function: Callable) -> None:
     """Let Dynamo inline `function` in what it compiles, but leave alone the calls of it between two graphs."""
     frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
@@ -208,14 +212,14 @@ def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
     if is_kind(inspect.iscoroutinefunction):
 
         @functools.wraps(function)
-        async def run_async(*args: Any, **kwargs: Any) -> Any:
+        async def run_async(*args: object, **kwargs: object) -> object:
             with enter():
                 return await function(*args, **kwargs)
 
         return run_async
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with enter():
             return function(*args, **kwargs)
 
@@ -225,7 +229,7 @@ def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
 def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
     """A generator function each of whose steps, from one yield to the next, runs inside ``with enter()``."""
 
-    def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def steps(*args: object, **kwargs: object) -> Iterator[object]:
         generator = function(*args, **kwargs)
         step, sent = generator.send, None
         while True:
@@ -249,7 +253,7 @@ def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
 def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callable:
     """The same for an async generator function."""
 
-    async def steps(*args: Any, **kwargs: Any) -> Any:
+    async def steps(*args: object, **kwargs: object) -> AsyncIterator[object]:
         generator = function(*args, **kwargs)
         step, sent = generator.asend, None
         while True:
@@ -285,7 +289,7 @@ def is_autocast_enabled() -> bool:
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Any = None
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: "Group" = None
 ) -> autocast:
     """Deprecated name of an older TransformerEngine: `autocast(enabled, recipe, calibrating, amax_reduction_group)`."""
     if not torch.compiler.is_dynamo_compiling():  # which cannot trace a warning
@@ -308,9 +312,9 @@ def _in_eager_mode(function: Callable) -> Callable:
 
 
 def checkpoint(
-    function: Callable, *args: Any, use_reentrant: bool = False, preserve_rng_state: bool = True,
+    function: Callable[..., Result], *args: object, use_reentrant: bool = False, preserve_rng_state: bool = True,
     context_fn: Callable | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Result:  # fmt: skip
     """``function(*args, **kwargs)`` whose activations are recomputed in backward, with the bits of the first pass.
 
     Like `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which knows nothing of this library's autocast: the
@@ -328,7 +332,7 @@ def checkpoint(
             "use_reentrant", repr(use_reentrant), "False, the form that can replay what its forward drew and measured",
             "Leave it out. torch.utils.checkpoint has the reentrant form, for layers pinned by convert.",
         )  # fmt: skip
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    options: Options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if torch.compiler.is_compiling() and not _has_scales(function):
         if context_fn is not None:
             options["context_fn"] = context_fn
@@ -345,7 +349,7 @@ def _has_scales(function: object) -> bool:
 
 
 @_in_eager_mode
-def _replayed(context_fn: Callable | None, function: Callable, args: tuple, options: dict[str, Any]) -> Any:
+def _replayed(context_fn: Callable | None, function: Callable[..., Result], args: tuple, options: Options) -> Result:
     state = ambient()
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

@@ -1,12 +1,11 @@
 """Operands as Blackwell's block-scaled GEMMs take them: FP4 two per byte, scales in tiles of 128 x 4."""
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from microfloat.formats import E4M3, decode, encode
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.packing import to_blocked
 
@@ -17,7 +16,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> dict[str, Any]:
+def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Options:
     """Keyword arguments of `torch.nn.functional.scaled_mm` for ``a @ b.T``: b's rows are padded to a multiple of 16.
 
     MX operands of FP8, whatever their elements were, but for two of FP4 with a bfloat16 result, which torch multiplies
@@ -36,7 +35,7 @@ def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> di
 
 def _block_scaled_side(
     operand: Operand, rows: int, packed: bool, level: bool
-) -> tuple[torch.Tensor, list[Any], list[Any], list[Any]]:
+) -> tuple[torch.Tensor, list[torch.Tensor], list[F.ScalingType], list[F.SwizzleType]]:
     """(codes, scales, scale kinds, swizzles) of one operand, padded to `rows` and a C of 32 by code 0.
 
     The scale of what is padded is byte 0, which is 0 or 2^-127. `packed`: FP4 stays FP4. `level`: with a tensor scale.

@@ -11,7 +11,7 @@ Legend: M = rows of x, K = in features, N = out features.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,18 +25,21 @@ from microfloat.routes import Routes
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch._operators import refuse_batches, refuse_transforms
+from microfloat.torch._typing import Context, Maybe, Options
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
 from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
+
 __all__ = [
-    "MAIN_GRAD", "MARKER", "Maybe", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
+    "MAIN_GRAD", "MARKER", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
     "delayed_state", "describe", "export", "live_amaxes", "named", "rebuilt", "recorded", "token_of_high_precision",
 ]  # fmt: skip
 
-Maybe = torch.Tensor | None
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
@@ -159,7 +162,9 @@ def delayed_state(layer: Any) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
 
 
-def recorded(layer: Any, outputs: Any, token: str, number: int) -> torch.Tensor:
+def recorded(
+    layer: "RecipeLayer", outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], token: str, number: int
+) -> torch.Tensor:
     """y, after the amaxes that came with it, if any, have gone to the layer's histories."""
     if not isinstance(outputs, tuple):
         return outputs
@@ -210,7 +215,7 @@ def token_of_high_precision() -> str:
 token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_buffers(layer: Any) -> None:
+def check_buffers(layer: torch.nn.Module) -> None:
     if not scaling.has_buffers(layer) or (layer.scaling_x_scale.is_meta and not layer.weight.is_meta):
         raise NotSupportedError(
             "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
@@ -221,7 +226,7 @@ def check_buffers(layer: Any) -> None:
 class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
         dy_scale: Maybe, dy_history: Maybe, stored: str, token: str, origin: str, backend: str, compute: torch.dtype,
         number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -258,7 +263,7 @@ class _CompiledLinear(torch.autograd.Function):
         return y, live
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
         x, seed, *saved = ctx.saved_tensors
@@ -278,16 +283,17 @@ class _CompiledLinear(torch.autograd.Function):
         return (dx, dw, db, *(None,) * 12)
 
 
-def _name(error: MicrofloatError, layer: Any) -> None:
-    if hasattr(layer, "_with_path"):  # not reverted since
-        layer._with_path(error)
+def _name(error: MicrofloatError, layer: torch.nn.Module) -> None:
+    name = getattr(layer, "_with_path", None)
+    if name is not None:  # not reverted since
+        name(error)
 
 
 def named(function: Callable) -> Callable:
     """An operator over a weight whose errors name the layer that holds it: compiled code knows none."""
 
     @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> object:
         try:
             return function(*arguments)
         except MicrofloatError as error:
@@ -365,7 +371,7 @@ def _linear_forward(
         return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
     weight = rebuilt(parts, stored)
     wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
-    schedule: Any = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
+    schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, False)
     live = live_amaxes(records, x.device)
@@ -414,7 +420,7 @@ def _linear_backward(
         return [tensor.zero_() for tensor in _fake_backward(*shapes, wants_dx, wants_dw, records)]
     weight = rebuilt(parts, stored)
     shape = (*dy.shape[:-1], weight.shape[1])
-    schedule: Any = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
+    schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, True)
     live = live_amaxes(records, dy.device)
@@ -583,7 +589,11 @@ _exports_plainly = False  # True while `export` traces
 
 
 def export(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
+    model: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: Options | None = None,
+    *,
+    dynamic_shapes: Options | tuple | list | None = None,
 ) -> torch.export.ExportedProgram:
     """``torch.export`` of a converted model for inference, as a program of torch's own operations alone.
 

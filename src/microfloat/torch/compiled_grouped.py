@@ -14,10 +14,10 @@ from microfloat.errors import NotSupportedError
 from microfloat.torch import context
 from microfloat.torch._checks import check_grouped
 from microfloat.torch._operators import refuse_batches, refuse_transforms
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.compiled import (
     MAIN_GRAD,
     MARKER,
-    Maybe,
     cast_inputs,
     check_caller,
     delayed_state,
@@ -50,7 +50,8 @@ _library.define(
 
 
 def compiled_grouped(
-    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, group_sizes: Any, pin_token: str | None,
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, group_sizes: object,
+    pin_token: str | None,
     backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """A grouped call as Dynamo traces it; `layer`: the holder of delayed-scaling state, or None."""
@@ -87,8 +88,8 @@ def compiled_grouped(
 class _CompiledGrouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe, x_scale: Maybe,
-        w_scale: Maybe, dy_scale: Maybe, dy_history: Maybe, token: str, origin: str, backend: str,
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe,
+        x_scale: Maybe, w_scale: Maybe, dy_scale: Maybe, dy_history: Maybe, token: str, origin: str, backend: str,
         compute: torch.dtype, number: int, has_grad: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         records = has_grad and dy_history is not None
@@ -107,7 +108,7 @@ class _CompiledGrouped(torch.autograd.Function):
         return outputs[0], outputs[1]
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_double_backward()
         (x, *saved), (dy_scale, dy_history) = ctx.saved_tensors, ctx.dy_state

@@ -102,7 +102,7 @@ def _without(state: Ambient | None, owner: object) -> Ambient | None:
 
 
 @contextlib.contextmanager
-def entered(state: Ambient | None, **changes: Any) -> Iterator[None]:
+def entered(state: Ambient | None, **changes: object) -> Iterator[None]:
     """Make `state` with some changes the ambient one for the duration, without opening a delayed-scaling region."""
     state, owner = state or Ambient(enabled=True, recipe=None), object()
     token = _AMBIENT.set(state._replace(**changes, owner=owner, outer=_AMBIENT.get()))

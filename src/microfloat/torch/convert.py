@@ -310,7 +310,7 @@ def _dequantize_weight(layer: RecipeLayer) -> bool:
     return True
 
 
-def _no_op_hook(module: nn.Module, arguments: Any) -> None:
+def _no_op_hook(module: nn.Module, arguments: object) -> None:
     """Present only because torch's fused encoder path is not taken by a module that has hooks."""
 
 

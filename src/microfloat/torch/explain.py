@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.own_gemm import own_gemm_serves
 from microfloat.torch.small import Prediction, check_shape, predict
+
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
     "CastRow",
@@ -369,9 +372,9 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             routes = there.routes(recipe, layer.weight.device, None)
             why = why_one_by_one(recipe, routes, there.name, layer.weight, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
-        placements: Any = getattr(layer.weight, "placements", None)
-        if placements is not None:
-            over = f"{placements} of {tuple(layer.weight.device_mesh.shape)} ranks"
+        weight: Any = layer.weight
+        if hasattr(weight, "placements"):
+            over = f"{weight.placements} of {tuple(weight.device_mesh.shape)} ranks"
             reasons |= {f"weight sharded as {over}; overlap of collectives with GEMMs: not provided": None}
         shards = layer.__dict__.get("_shards")
         if shards is not None and shards.reason:
@@ -385,7 +388,7 @@ class _Calls:
     def __init__(self) -> None:
         self.reasons: dict[nn.Module, dict[str, str]] = {}
 
-    def listener(self, schedule: Any, layers: Sequence[Any], weight: object, is_backward: bool) -> Any:
+    def listener(self, schedule: object, layers: Sequence["RecipeLayer"], weight: object, is_backward: bool) -> Any:
         for layer in layers:
             self.reasons.setdefault(layer, {})
         return _Inputs(self.reasons, layers)
@@ -414,7 +417,7 @@ class _Inputs:
     see_w = see_y = see_dy = see_gradients = _see_nothing
 
 
-def _rows_of_input(model: nn.Module, given: Any, backend: str) -> Iterator[LayerRow]:
+def _rows_of_input(model: nn.Module, given: torch.Tensor | tuple | dict, backend: str) -> Iterator[LayerRow]:
     """The rows of a model, with what its products need for the sizes that an input gives them."""
     calls, modes = _Calls(), {module: module.training for module in model.modules()}
     arguments, options = (given,) if isinstance(given, torch.Tensor) else given, {}

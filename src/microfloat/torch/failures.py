@@ -72,7 +72,7 @@ def _raise_named(what: str, group: "Group", error: Exception) -> None:
 
 def _tell(text: str) -> Any:
     """Write what this rank met into the store, which is returned."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     store.set(f"microfloat/failed/{dist.get_rank()}", text)
     return store
 
@@ -115,7 +115,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
         return
     topics.add(topic)
     own = {name: str(value) for name, value in facts.items()}
-    told: list[Any] = [None] * dist.get_world_size(group)
+    told: list = [None] * dist.get_world_size(group)
     with in_collective(f"the comparison of {topic} between ranks", group):
         dist.all_gather_object(told, (topic, own), group=group)
     first, *others = zip(dist.get_process_group_ranks(group), told, strict=True)

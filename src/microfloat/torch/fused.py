@@ -25,6 +25,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
+from microfloat.torch._typing import Seed
 from microfloat.torch.context import ambient
 from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
@@ -74,7 +75,7 @@ def project(
     if units is None or runs is None:
         value = norm.module(x)
         if join and torch.compiler.is_compiling() and can_join(layers):
-            call: Any = JointCall(layers[0], *joined(layers))
+            call = JointCall(layers[0], *joined(layers))
             return (call.forward(value),)
         return tuple(call_layer(layer, value, is_first_microbatch) for layer in layers)
     outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
@@ -286,7 +287,7 @@ def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torc
 
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor | None, cast: Cast | ScaledFormat | str, *, eps: float = 1e-6,
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(x * r * weight)``, r = (mean(x^2) + eps)^-1/2 per row, in both layouts. Not differentiable.
@@ -299,7 +300,7 @@ def rms_norm_quantize(
 
 def layer_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, cast: Cast | ScaledFormat | str, *,
-    eps: float = 1e-5, column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    eps: float = 1e-5, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
@@ -308,7 +309,7 @@ def layer_norm_quantize(
 
 def swiglu_quantize(
     gate: torch.Tensor, up: torch.Tensor, cast: Cast | ScaledFormat | str, *,
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
@@ -317,7 +318,7 @@ def swiglu_quantize(
 
 def gelu_quantize(
     x: torch.Tensor, cast: Cast | ScaledFormat | str, *, approximate: str = "none",
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Any = None,
+    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""

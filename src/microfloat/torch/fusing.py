@@ -43,7 +43,7 @@ class Fused:
     _original: type
     _children_types: tuple[tuple[str, type], ...]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         """Copies and pickles name the original class, which can be found again."""
         return _rebuilt, (self._original,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
 
@@ -60,8 +60,8 @@ class Fused:
         return True
 
 
-def _rebuilt(original: type) -> Any:
-    kind = _fused_class(original)
+def _rebuilt(original: type) -> object:
+    kind: Any = _fused_class(original)
     return kind.__new__(kind)
 
 
@@ -105,7 +105,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 @functools.cache
-def _fused_class(kind: type) -> Any:
+def _fused_class(kind: type) -> type | None:
     """The class of a fused block of this class; None for classes that are not known."""
     if issubclass(kind, Fused):
         return kind
@@ -177,8 +177,9 @@ class _DecoderLayer(nn.Module):
     """``h = x + o_proj(attention(norm(x)));  y = h + mlp(norm(h))`` of a layer of transformers."""
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any = None, position_ids: Any = None,
-        past_key_values: Any = None, use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
+        self, hidden_states: torch.Tensor, attention_mask: object = None, position_ids: object = None,
+        past_key_values: Any = None, use_cache: object = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, **kwargs: object,
     ) -> torch.Tensor:  # fmt: skip
         """The arguments are those of the original layer."""
         me: Any = self

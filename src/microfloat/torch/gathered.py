@@ -10,7 +10,7 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,14 @@ from microfloat.errors import NotSupportedError
 from microfloat.layout import Layout, folded_format
 from microfloat.recipes import Cast
 from microfloat.torch import reference
+from microfloat.torch._typing import Arguments, Context, Options
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._elements import codes_dtype
 from microfloat.torch.reference._values import power_of_two
 
 if TYPE_CHECKING:
     from microfloat.torch.backends.base import Backend
+    from microfloat.torch.distributed.sharded import Metadata, Source
 
 __all__ = ["Gather", "Gathered", "in_form"]
 
@@ -38,9 +40,10 @@ class Gather:
     `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records.
     """
 
-    def __init__(self, casts: tuple[Cast, Cast], dtype: torch.dtype, source: Any) -> None:
+    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: "Source") -> None:
         self.casts, self.dtype, self.source = casts, dtype, source
-        self.gathered: list[Any] = [None, None]  # what `source` makes the operand of, as it lies and transposed
+        # What `source` makes the operand of, as it lies and transposed.
+        self.gathered: list[tuple[Sequence[torch.Tensor], Metadata] | None] = [None, None]
         self.scale_enc: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
 
@@ -91,7 +94,7 @@ class Gathered(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: torch._ops.OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         if func in _SAME and tuple(_shape_of(func, args)) == tuple(args[0].shape):
             return Gathered(args[0].contents, args[0].shape, args[0].device)
@@ -112,7 +115,7 @@ _SAME = (
 _LIKE = (aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default)
 
 
-def _shape_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> Sequence[int]:
+def _shape_of(func: torch._ops.OpOverload, args: Arguments) -> Sequence[int]:
     return args[1] if func in (aten.view.default, aten.as_strided.default) else args[0].shape
 
 
@@ -120,11 +123,11 @@ class Values(torch.autograd.Function):
     """The values of a gathered weight, whose gradient goes to it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Gathered) -> torch.Tensor:
+    def forward(ctx: Context, weight: Gathered) -> torch.Tensor:
         return weight.contents.values()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Context, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
 
 

@@ -39,7 +39,7 @@ Shape = tuple[int, int, int]
 Tensor = torch.Tensor
 Level = torch.Tensor | None  # of what an operand may lack, such as a tensor scale
 
-_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+_scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 # What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
 _scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
@@ -275,7 +275,7 @@ def _public_matmul(tiles: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: 
 
 def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
     """``(a, a_scale, b, b_scale, dtype) -> a @ b`` by the vendor's kernel or our own, asked once."""
-    vendor: Any = functools.partial(_public_matmul, tiles)
+    vendor: Callable[..., Tensor] = functools.partial(_public_matmul, tiles)
     if _scaled_mm_v2 is not None:
         vendor = _tile_matmul if tiles else _block_matmul
     e4m3 = all(one.format.element.name != "E5M2" for one in (task.lhs, task.rhs))

@@ -30,9 +30,10 @@ from microfloat.routes import OWN_GEMMS, Routes
 from microfloat.torch import backends, own_gemm, reference
 from microfloat.torch._checks import is_abstract
 from microfloat.torch._operators import refuse_transforms
+from microfloat.torch._typing import Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
-from microfloat.torch.linear import MainGrad, apply, begin, end
+from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import (
     SCHEDULES,
@@ -49,6 +50,8 @@ from microfloat.torch.schedule import (
 from microfloat.torch.tensor import Decoded, QuantizedTensor
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from microfloat.torch.program import GroupPlan
 
 __all__ = [
@@ -68,7 +71,7 @@ class Groups:
         self.ends, self.rows, self._sizes = ends, rows, sizes
         self._plans: dict[int, GroupPlan] = {}
 
-    def plan(self, tile_rows: int, programs: Any) -> "GroupPlan":
+    def plan(self, tile_rows: int, programs: "ModuleType") -> "GroupPlan":
         """The plan for products whose tiles have so many rows, made once; `programs` starts its kernel."""
         plan = self._plans.get(tile_rows)
         if plan is None:
@@ -156,8 +159,8 @@ def grouped_plain(
 
 
 def run_grouped(
-    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups, recipe: Recipe,
-    name: str, state: Ambient | None, is_first_microbatch: bool | None = None,
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups,
+    recipe: Recipe, name: str, state: Ambient | None, is_first_microbatch: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y under `recipe`; operands and groups are checked. `layer`: the holder of delayed-scaling state, or None."""
     refuse_transforms("forward", x, weight, bias)
@@ -234,7 +237,7 @@ class _Sum:
         return dw
 
 
-_SUM: Any = _Sum()
+_SUM = _Sum()
 
 
 class _Words(NamedTuple):
@@ -382,7 +385,7 @@ class GroupedSchedule(Schedule):
 
     def gradients(
         self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
-        into: MainGrad | None = None,
+        into: Sink | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
         groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None

@@ -25,6 +25,7 @@ from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, Weight
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
+from microfloat.torch._typing import Options
 from microfloat.torch.convert import pin_layers, report_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
@@ -68,7 +69,7 @@ def quantize_(
     fused, layers = check_fuse(fuse), named_layers(model)
     rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
     configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
-    configs = {name: one for name, one in configs.items() if one is not None}
+    configs: dict[str, Any] = {name: one for name, one in configs.items() if one is not None}
     if not configs:
         reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
         raise invalid_value(
@@ -263,7 +264,7 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
         raise invalid_value("model", f"a {type(model).__name__} without linear layers", "one with layers to calibrate")
     measured: dict[nn.Module, torch.Tensor] = {}
 
-    def measure(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
         x = arguments[0] if arguments else options.get("input")
         if isinstance(x, torch.Tensor) and x.numel():
             x = x.detach().reshape(-1, x.shape[-1])

@@ -7,12 +7,13 @@ that it was; the joint matrix then costs no copy.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from microfloat.recipes import Recipe
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
@@ -26,7 +27,7 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-def call_layer(layer: Any, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+def call_layer(layer: Linear, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
     """The output of a layer for x; one that is not ours any more, after `revert` or with adapters, takes x alone."""
     if is_first_microbatch is None or not isinstance(layer, Linear):
         return layer(x)
@@ -71,10 +72,11 @@ def can_join(layers: Sequence[Linear]) -> bool:
 def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of layers that `can_join`: the same values wherever the parts lie, a copy where apart."""
     weights = tuple(layer.weight for layer in layers)
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if biases else None
     if torch.compiler.is_compiling():
         return torch.cat(weights), bias
-    whole: Any = _Join.apply(*weights)
+    whole = _Join.apply(*weights)
     whole.joined_of = weights  # by which kept operands of it are found again
     return whole, bias
 
@@ -94,7 +96,7 @@ class _Join(torch.autograd.Function):
     """The matrix that neighbouring weights make; its gradient is theirs, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [weight.shape[0] for weight in weights]
         ctx.set_materialize_grads(False)
         if not _are_neighbours(weights):
@@ -106,7 +108,7 @@ class _Join(torch.autograd.Function):
         return whole.set_(first.untyped_storage(), first.storage_offset(), shape, (shape[1], 1))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         return (None,) * len(ctx.rows) if gradients[0] is None else gradients[0].split(ctx.rows)
 
 

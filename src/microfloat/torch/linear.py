@@ -13,7 +13,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.gathered import Gathered
@@ -47,8 +48,10 @@ from microfloat.torch.schedule import (
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from microfloat.torch.grouped import Groups
     from microfloat.torch.joined import Unit
-    from microfloat.torch.nn.linear import Linear
+    from microfloat.torch.nn.linear import Linear, RecipeLayer
+    from microfloat.torch.produced_linear import ActivationRun, NormRun
 
 __all__ = [
     "MainGrad", "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
@@ -130,7 +133,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(type(tensor), "placements")
 
 
-def backend_name(layer: Any, state: Ambient | None) -> str:
+def backend_name(layer: "RecipeLayer", state: Ambient | None) -> str:
     """The backend that a call asks for: the layer's own, else the autocast's."""
     return layer.backend if layer.backend != "auto" or state is None else state.backend
 
@@ -191,7 +194,7 @@ def find(
     return remember(key, made)
 
 
-def casts_late(layer: Any, weight: torch.Tensor) -> bool:
+def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
     """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward.
 
     FSDP2 keeps one parameter for what it gathers, and tells a layer of its own object by a hook on loading alone.
@@ -205,7 +208,7 @@ def casts_late(layer: Any, weight: torch.Tensor) -> bool:
             getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
             for owner in owners
         )
-        weight._casts_late = found  # type: ignore[attr-defined]
+        vars(weight)["_casts_late"] = found
     return found
 
 
@@ -238,7 +241,7 @@ class Run:
         self.into: MainGrad | None = None
         self.path = ""
 
-    def forward(self, ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
         schedule = self.schedule
         if _dispatch_modes() and schedule.number and not is_abstract(x):  # groups make no fixed number of tensors
@@ -257,7 +260,7 @@ class Run:
         self.bias_dtype = None if bias is None else bias.dtype
         return y
 
-    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias."""
         _, wants_dx, wants_dw, wants_db = ctx.needs_input_grad
         schedule, dx, dw = self.schedule, None, None
@@ -306,12 +309,14 @@ class Scheduled(torch.autograd.Function):
     """The one Function of the library: `run.forward` and `run.backward`, of a `Run` or of a fused one."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, *tensors: Any) -> Any:
+    def forward(
+        ctx: Context, run: "Run | NormRun | ActivationRun", *tensors: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.run = run
         return run.forward(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         try:
             refuse_double_backward()
             return None, *ctx.run.backward(ctx, *gradients)
@@ -321,12 +326,12 @@ class Scheduled(torch.autograd.Function):
 
 
 # What torch's own `Function.apply` ends in, without its preparations for functorch, which is refused before.
-apply: Any = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
+apply: Callable[..., Any] = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def begin(
-    layer: Any, schedule: Schedule, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None,
-    apart: bool = False, inputs: Inputs = NO_INPUTS,
+    layer: Any, schedule: Schedule, weight: torch.Tensor, state: Ambient | None,
+    is_first_microbatch: bool | None, apart: bool = False, inputs: Inputs = NO_INPUTS,
 ) -> Run:  # fmt: skip
     """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
     if schedule.folds:
@@ -358,7 +363,7 @@ def begin(
     return run
 
 
-def static_amax(layer: Any) -> torch.Tensor:
+def static_amax(layer: nn.Module) -> torch.Tensor:
     """The amax of a layer's inputs, float32 (), that `microfloat.torch.calibrate` has measured; raises without one."""
     amax = getattr(layer, "input_amax", None)
     if amax is None:
@@ -397,12 +402,12 @@ class MainGrad:
     __slots__ = ("overwrites", "weight")
 
     def __init__(self, weight: torch.Tensor, overwrites: bool) -> None:
-        self.weight: Any = weight
+        self.weight = weight
         self.overwrites = overwrites
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
         """Add a float32 gradient; returns what autograd is to pass on."""
-        weights: tuple[Any, ...] = getattr(self.weight, "joined_of", ())
+        weights: tuple[torch.Tensor, ...] = getattr(self.weight, "joined_of", ())
         if not weights:
             return self._add(self.weight, dw)
         parts = dw.split([weight.shape[0] for weight in weights])
@@ -410,7 +415,7 @@ class MainGrad:
         zeros = next((part for part in passed if part is not None), None)
         return None if zeros is None else zeros[:1, :1].expand(dw.shape)
 
-    def _add(self, weight: Any, dw: torch.Tensor) -> torch.Tensor | None:
+    def _add(self, weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
         main_grad = getattr(weight, "main_grad", None)
         needed = f"a tensor of shape {tuple(weight.shape)}, float32 or {weight.dtype}, on {weight.device}"
         if not isinstance(main_grad, torch.Tensor):
@@ -427,7 +432,7 @@ class MainGrad:
                 main_grad.add_(dw)  # in float32, rounded once
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        weight.grad_added_to_main_grad = True
+        vars(weight)["grad_added_to_main_grad"] = True
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
@@ -656,7 +661,7 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
-def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = None) -> torch.Tensor:
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: "Groups | None" = None) -> torch.Tensor:
     """``db = sum over rows of dy``, or over those of each group: in float32 from the unquantized dy, rounded once."""
     if groups is not None:
         return groups.sums(dy).to(dtype)

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,11 @@ from microfloat.torch.convert import pin_layers, report_of
 from microfloat.torch.inference import LAYERS, Config
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.types import Device
+
+    from microfloat.checkpoint import Record
 
 __all__ = ["load_quantized", "save_quantized"]
 
@@ -90,7 +95,7 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _check_names(model: nn.Module, loaded: Mapping[str, Any], strict: bool) -> None:
+def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool) -> None:
     """Raise CheckpointError where names or shapes do not fit."""
     existing, needed = _named(model), {}
     for name in model.state_dict():
@@ -125,13 +130,14 @@ def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def _load_one(
-    model: nn.Module, name: str, record: Any, loaded: Mapping[str, Any], config: Config | None, device: Any
+    model: nn.Module, name: str, record: "Record", loaded: Mapping[str, "Record"], config: Config | None,
+    device: "Device",
 ) -> ConversionRow | None:  # fmt: skip
     """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
     if not _has(model, parent):
         return None
-    module: Any = model.get_submodule(parent)
+    module = model.get_submodule(parent)
     old = getattr(module, key, None)
     if not isinstance(old, torch.Tensor):
         return None
@@ -184,7 +190,7 @@ def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) 
         setattr(module, key, values.to(old.dtype))
 
 
-def _tensor_of(record: Any, dtype: torch.dtype) -> torch.Tensor:
+def _tensor_of(record: "Record", dtype: torch.dtype) -> torch.Tensor:
     """The QuantizedTensor of a record, which presents `dtype`; a plain record as it is stored."""
     if record.format is None:
         array = np.ascontiguousarray(record.codes).reshape(record.codes.shape)
@@ -195,7 +201,7 @@ def _tensor_of(record: Any, dtype: torch.dtype) -> torch.Tensor:
     q = QuantizedTensor.from_record(record, dtype=dtype)
     codes, scale, level, fmt = q.codes, q.scale, q.tensor_scale, record.format
     if len(record.logical_shape) == 3:  # the reader repeats the scale of an expert for its rows
-        if fmt.is_per_tensor and record.scale.ndim:
+        if fmt.is_per_tensor and record.scale is not None and record.scale.ndim:
             scale = scale.reshape(scale.shape[0], -1)[:, 0].contiguous()
         if level is not None and level.dim():
             level = level.reshape(q.shape[0], -1)[:, 0].contiguous()
@@ -217,9 +223,9 @@ def _weight_format(config: Config) -> ScaledFormat:
     return cast.format
 
 
-def _config_of(record: Any, tensor: QuantizedTensor, config: Config | None) -> tuple[Config, str]:
+def _config_of(record: "Record", tensor: QuantizedTensor, config: Config | None) -> tuple[Config, str]:
     """The config of a layer, and why it is not the one that its checkpoint asks for."""
-    fmt = record.format.name
+    fmt = tensor.format.name
     if config is not None and _weight_format(config) == record.format:
         return config, ""
     scheme, inputs = record.activation.get("scheme", "none"), record.activation.get("format")
@@ -232,7 +238,7 @@ def _config_of(record: Any, tensor: QuantizedTensor, config: Config | None) -> t
         return WeightOnly(fmt), f"activations stay in high precision: {str(error).partition('.')[0]}"
 
 
-def _static_amax(record: Any, config: Config) -> torch.Tensor:
+def _static_amax(record: "Record", config: Config) -> torch.Tensor:
     """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity)."""
     x = config.fprop.lhs
     scale = record.activation.get("scale")
@@ -260,7 +266,7 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     return checkpoint.save(records, path, format=format, **options)
 
 
-def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> Any:
+def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
     from microfloat.checkpoint import Record
 
     if not isinstance(value, QuantizedTensor):
@@ -273,7 +279,7 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> Any:
             return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
         return Record(name, value.numpy(), logical_shape=tuple(value.shape))
     record = value.to_record(name)
-    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    layer = model.get_submodule(name.rpartition(".")[0])
     recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
     x = recipe.fprop.lhs if isinstance(recipe, Config) else None
     if x is None:

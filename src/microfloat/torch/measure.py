@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from microfloat.recipes import Cast, Gemm
 from microfloat.routes import Route, route_of
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.ops import quantize, scaled_matmul
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
@@ -192,7 +195,7 @@ class _Made(NamedTuple):
 
 
 @functools.lru_cache(64)
-def _product(gemm: Gemm, route: Route, shape: tuple[int, int, int]) -> Any:
+def _product(gemm: Gemm, route: Route, shape: tuple[int, int, int]) -> Callable[..., torch.Tensor]:
     return gemms.product(gemm, route, shape, None, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
 
 

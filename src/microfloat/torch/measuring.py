@@ -16,6 +16,7 @@ import torch
 
 from microfloat.formats import ScaleFormat
 from microfloat.recipes import Cast
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Backend
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.tensor import QuantizedTensor
@@ -46,15 +47,15 @@ class Reading(NamedTuple):
     """Numbers on a device, float64 [n], and the function that makes (metric, value) pairs of them."""
 
     numbers: torch.Tensor
-    derive: Callable[[Sequence[float]], Iterable[tuple[str, Any]]]
+    derive: Callable[[Sequence[float]], Iterable[tuple[str, object]]]
 
 
-def read(readings: Sequence[Reading]) -> list[dict[str, Any]]:
+def read(readings: Sequence[Reading]) -> list[dict[str, object]]:
     """The metrics of each reading: one copy from each device."""
     devices: dict[torch.device, list[int]] = {}
     for index, reading in enumerate(readings):
         devices.setdefault(reading.numbers.device, []).append(index)
-    found: list[dict[str, Any]] = [{}] * len(readings)
+    found: list[dict[str, object]] = [{}] * len(readings)
     for indices in devices.values():
         sizes = [readings[index].numbers.numel() for index in indices]
         numbers = torch.cat([readings[index].numbers for index in indices]).tolist()
@@ -192,7 +193,7 @@ def _read_binades(x: torch.Tensor, error: torch.Tensor) -> Reading:
 
 
 def read_noise(
-    backend: Backend, matrix: torch.Tensor, cast: Cast, transposed: bool, part: slice, options: dict[str, Any]
+    backend: Backend, matrix: torch.Tensor, cast: Cast, transposed: bool, part: slice, options: Options
 ) -> Reading:
     """Noise of stochastic rounding over a few seeds, which no generator gives."""
     draws = []

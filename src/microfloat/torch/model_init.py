@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import warnings
-from contextvars import ContextVar
-from typing import Any
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._tensor_ops import quantize_stored, store_shard, store_unless
 from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.reduction import Group
 
 __all__ = [
     "ModelInit", "active_model_init", "fp8_model_init", "quantize_parameter", "quantized_model_init",
@@ -61,13 +64,13 @@ class quantized_model_init(contextlib.ContextDecorator):
                 raise invalid_type(name, type(value), "True or False")
         chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
         self._state = ModelInit(enabled, chosen, preserve_high_precision_init_val)
-        self._tokens: list[Any] = []
+        self._tokens: list[Token] = []
 
     def __enter__(self) -> "quantized_model_init":
         self._tokens.append(_MODEL_INIT.set(self._state))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         _MODEL_INIT.reset(self._tokens.pop())
 
 
@@ -103,7 +106,7 @@ def quantize_parameter(layer: nn.Module) -> None:
 @torch.no_grad()
 def update_quantized(
     param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None,
-    group: Any = None,
+    group: "Group" = None,
 ) -> None:  # fmt: skip
     """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
 

@@ -8,13 +8,16 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from microfloat.passes import CastInputs
+from microfloat.torch._typing import Sink
 from microfloat.torch.schedule import Parts, Schedule
+
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = ["OBSERVERS", "Listener", "Observed", "Observer", "observed", "observed_by_weight"]
 
@@ -47,7 +50,7 @@ class Observer(Protocol):
     """A watch in one of its steps."""
 
     def listener(
-        self, schedule: Schedule, layers: Sequence[Any], weight: torch.Tensor | None, is_backward: bool
+        self, schedule: Schedule, layers: Sequence["RecipeLayer"], weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
         """The listener of a call of `layers`; without any, of the layer that `weight` belongs to. None: not watched.
 
@@ -55,34 +58,37 @@ class Observer(Protocol):
         """
         ...
 
-    def see_plain(self, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    def see_plain(self, layer: "RecipeLayer", x: torch.Tensor, y: torch.Tensor) -> None:
         """A call in high precision."""
         ...
 
 
 OBSERVERS: list[Observer] = []
+Kind = TypeVar("Kind", bound=Schedule)
 
 
-def observed(schedule: Any, layers: Sequence[Any]) -> Any:
+def observed(schedule: Kind, layers: Sequence["RecipeLayer"]) -> Kind:
     """The schedule of a call of `layers`, as those see it who watch them."""
+    made: Any = schedule
     for observer in OBSERVERS:
-        listener = observer.listener(schedule, layers, None, False)
-        schedule = schedule if listener is None else Observed(schedule, listener)
-    return schedule
+        listener = observer.listener(made, layers, None, False)
+        made = made if listener is None else Observed(made, listener)
+    return made
 
 
-def observed_by_weight(schedule: Any, weight: torch.Tensor, is_backward: bool) -> Any:
+def observed_by_weight(schedule: Kind, weight: torch.Tensor, is_backward: bool) -> Kind:
     """The same for an operator of compiled code, which knows no layer."""
+    made: Any = schedule
     for observer in OBSERVERS:
-        listener = observer.listener(schedule, (), weight, is_backward)
-        schedule = schedule if listener is None else Observed(schedule, listener)
-    return schedule
+        listener = observer.listener(made, (), weight, is_backward)
+        made = made if listener is None else Observed(made, listener)
+    return made
 
 
 class Observed:
     """A schedule that shows the tensors of one call to `observer`; all else is the schedule's own."""
 
-    def __init__(self, schedule: Any, listener: Listener) -> None:
+    def __init__(self, schedule: Schedule, listener: Listener) -> None:
         self._schedule, self.observer = schedule, listener
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +97,7 @@ class Observed:
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
         w_inputs: CastInputs, kept: Parts | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         made = self._schedule.forward(x, weight, bias, x_inputs, w_inputs, kept)
         self.observer.see_x(x, x_inputs)
         # Its seed is that of x: a launch that casts both together draws the words.
@@ -106,7 +112,7 @@ class Observed:
 
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> list[Any]:
+    ) -> Parts:
         made = self._schedule.cast_operands(x, weight, x_inputs, w_inputs, kept)
         self.observer.see_x(x, x_inputs)
         self.observer.see_w(weight, w_inputs)
@@ -123,7 +129,12 @@ class Observed:
         return made
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool, into: Any = None
+        self,
+        dy: Parts,
+        saved: Sequence[torch.Tensor | None],
+        wants_dx: bool,
+        wants_dw: bool,
+        into: "Sink | None" = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         sums = None if into is None else _Sums(into)
         dx, dw = self._schedule.gradients(dy, saved, wants_dx, wants_dw, sums)
@@ -134,8 +145,9 @@ class Observed:
 class _Sums:
     """A `MainGrad` that also shows what it adds."""
 
-    def __init__(self, into: Any) -> None:
-        self._into, self.dw = into, None
+    def __init__(self, into: "Sink") -> None:
+        self._into = into
+        self.dw: torch.Tensor | None = None
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
         self.dw = dw

@@ -5,7 +5,6 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import TypeAlias, overload
 
 import torch
@@ -17,12 +16,12 @@ from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.core import CastLike, Usage, check_takes_amax, usages_of
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor
+from microfloat.torch._typing import Seed
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
-Seed: TypeAlias = int | Sequence[int] | torch.Tensor | None
 Real: TypeAlias = float | torch.Tensor | None
 # An argument, or a pair of it for a pair of axes.
 Casts: TypeAlias = CastLike | tuple[CastLike, CastLike]

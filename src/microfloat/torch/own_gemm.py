@@ -8,12 +8,15 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster
 from microfloat.torch import backends
+
+if TYPE_CHECKING:
+    from triton.runtime import JITFunction
 
 __all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves"]
 
@@ -113,7 +116,7 @@ _LOCK = threading.Lock()
 _COMPILED: set[tuple] = set()
 
 
-def _start(function: Any, programs: int, arguments: tuple, kind: tuple) -> None:
+def _start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple) -> None:
     """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
     if kind in _COMPILED:
         function[(programs,)](*arguments, num_warps=4)

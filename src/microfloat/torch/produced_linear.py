@@ -20,12 +20,12 @@ import torch
 
 from microfloat.operands import operands_of
 from microfloat.recipes import Cast
+from microfloat.torch._typing import Context, Maybe, Options
 from microfloat.torch.linear import Run, bias_gradient
 from microfloat.torch.producers import (
     Activation,
     ActivationGradient,
     Both,
-    Maybe,
     Norm,
     Statistics,
     norm_gradients,
@@ -87,7 +87,7 @@ class _Casts:
     reader: Reader
     entries: Entries
     tensor: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     @staticmethod
     def of(reader: Reader, tensor: str, row: bool, column: bool) -> "_Casts":
@@ -247,7 +247,7 @@ class NormRun:
         self.needs: tuple[bool, bool, bool] = (False, False, False)
 
     def forward(
-        self, ctx: Any, x: torch.Tensor, weight: Maybe, bias: Maybe, *parameters: Any
+        self, ctx: Context, x: torch.Tensor, weight: Maybe, bias: Maybe, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """All y_i; x, the statistics and the operands of backward go to autograd."""
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[1:4]
@@ -267,7 +267,7 @@ class NormRun:
         ctx.save_for_backward(x, weight, bias, statistics.mean, statistics.inverse, *saved)
         return tuple(outputs)
 
-    def backward(self, ctx: Any, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+    def backward(self, ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of all tensors."""
         x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
         link, tensors = self.link, tuple(saved)
@@ -301,7 +301,7 @@ class ActivationRun:
         self.path = run.path
         self.reader: Any = None
 
-    def forward(self, ctx: Any, x: torch.Tensor, up: Maybe, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
+    def forward(self, ctx: Context, x: torch.Tensor, up: Maybe, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
         """y; x, up and the operands of backward go to autograd."""
         self.reader = Reader(self.run, bias)
         saved: list[Maybe] = []
@@ -313,7 +313,7 @@ class ActivationRun:
         ctx.save_for_backward(*kept, *saved)
         return y
 
-    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple[Maybe, ...]:
+    def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, up, weight and bias."""
         x, up, *saved = ctx.saved_tensors
         reader = self.reader

@@ -16,7 +16,6 @@ Legend: M = rows of x (all leading dimensions), K = features of a norm, F = feat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +34,7 @@ from microfloat.torch._checks import (
     check_tensor,
     real_tensor,
 )  # fmt: skip
+from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
@@ -47,9 +47,7 @@ __all__ = [
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu")
 Both = tuple[Operand | None, Operand | None]
-Maybe = torch.Tensor | None
 CastLike = Cast | ScaledFormat | str
-Options = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +115,7 @@ class Norm:
         return value.to(self.x_MK.dtype)
 
     def codes(
-        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: dict[str, Any]
+        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options
     ) -> tuple[Both, Statistics]:
         """Both operands of the value in one pass."""
         made = kernels.norm_quantize(
@@ -226,9 +224,7 @@ class Activation:
         value = activate(self.x_MF, self.activation)
         return value if self.up_MF is None else value * self.up_MF, None, None
 
-    def codes(
-        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: dict[str, Any]
-    ) -> tuple[Both, None]:
+    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options) -> tuple[Both, None]:
         """Both operands of the value in one pass."""
         both = kernels.activation_quantize(self.x_MF, self.up_MF, row, column, activation=self.activation, **options)
         return both, None
@@ -289,7 +285,7 @@ class Produced:
 
 def produce(
     kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, casts: tuple[CastLike, CastLike | None],
-    seed: Any, scale_enc: float | Maybe, backend: str,
+    seed: Seed, scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
     """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
     if not _operators.is_tracing(x):
@@ -317,7 +313,7 @@ def produce(
 
 
 def _produce_values(
-    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, row: Cast, column: Cast, seed: Any,
+    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, row: Cast, column: Cast, seed: Seed,
     scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
     """`produce` where values are at hand: checks every argument."""

@@ -26,6 +26,7 @@ from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, launches_of, pair_passes
 from microfloat.passes.matrix import ALIGNMENT, GROUP_ROWS, At, Device, Matrix, Pass, Passes, specialization
 from microfloat.passes.tables import Warps
+from microfloat.torch._typing import Options, Parts
 
 __all__ = [
     "INTERPRETED", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program", "cast_program",
@@ -120,7 +121,7 @@ def _hooks() -> tuple[Any, Any]:
     return enter, leave
 
 
-def _is_known(launcher: Any) -> bool:
+def _is_known(launcher: object) -> bool:
     """True if a launcher is the one of Triton 3.5 and 3.6, for a kernel that needs no scratch memory."""
     try:
         from triton.backends.nvidia import driver
@@ -158,7 +159,7 @@ class Kernel:
             self._compiled[key] = start
         return start
 
-    def _options_of(self, warps: Warps) -> dict[str, Any]:
+    def _options_of(self, warps: Warps) -> Options:
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
         return {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
 
@@ -418,10 +419,10 @@ class Program:
             self._prepared.append((_prepared(launch, aligned), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
-    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> list[Any]:
+    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> Parts:
         """`table`: up to MADE. On a stream of the current device, which is the matrix's."""
         empty = self._empty
-        made: list[Any] = [None if one is None else empty(*one) for one in self._allocations]
+        made: Parts = [None if one is None else empty(*one) for one in self._allocations]
         for index in self._cleared:
             made[index].zero_()
         starts = self._starts
@@ -541,7 +542,7 @@ def forget_programs() -> None:
 
 def run_passes(
     key: tuple, make: Callable[[], Passes], device: torch.device, tensors: tuple[torch.Tensor | None, ...]
-) -> list[Any]:  # fmt: skip
+) -> Parts:  # fmt: skip
     """The results of passes over `tensors`, the table up to MADE but for the scratch words, on the current stream.
 
     The program is kept under `key`, which says all that `make` depends on, and under the alignment of the tensors.

@@ -8,7 +8,7 @@ announced in the same all-reduce, and join it at the next one (docs/numerics.md 
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -70,7 +70,7 @@ class _List:
 
     def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
-        told: list[Any] = [None] * torch.distributed.get_world_size(group)
+        told: list = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(told, sorted(self.new.items()), group=group)
         shapes = {key.number: (key.shape, "an earlier step") for key in self.positions}
         words: dict[Key, tuple[str, int]] = {}

@@ -17,6 +17,8 @@ from microfloat.torch import backends
 from microfloat.torch.reduction import Group
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from microfloat.torch.backends.triton import Slots
     from microfloat.torch.scaling import Region
 
@@ -184,7 +186,7 @@ def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[tor
 
 
 @functools.cache
-def _update_kernel(device: torch.device) -> Any:
+def _update_kernel(device: torch.device) -> "ModuleType | None":
     """The module with the kernel that updates many slots at once; None where it cannot run."""
     if not backends.support("triton", device):
         return None

@@ -20,7 +20,7 @@ it lies, "column" that of its transpose.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from microfloat.recipes import Cast, Recipe, Static
 from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
+from microfloat.torch._typing import Options, Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
@@ -41,7 +42,7 @@ from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.backends.base import Operand as StoredOperand
-    from microfloat.torch.linear import MainGrad
+    from microfloat.torch.observing import Listener
     from microfloat.torch.program import Program
 
 __all__ = [
@@ -49,7 +50,6 @@ __all__ = [
     "layouts_of", "parts_of", "remember", "saved_parts", "weights_of",
 ]  # fmt: skip
 
-Parts = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -220,7 +220,7 @@ class CastStep:
 
     def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Parts:
         casts = [None if entry is None else entry.cast for entry in self.entries]
-        options: dict[str, Any] = {"batch": self._batch, "amax": inputs.amax}
+        options: Options = {"batch": self._batch, "amax": inputs.amax}
         if any(cast is not None and cast.is_delayed for cast in casts):
             options["scale_enc"] = inputs.scale_enc
             if inputs.record is not None:
@@ -341,8 +341,8 @@ class Schedule:
 
     late = False
     number = 0  # of the groups of a grouped one
-    observer: Any = None  # of a watched call (`microfloat.torch.observing`)
-    cast_step: Any = CastStep  # makes the step that casts x, w or dy
+    observer: "Listener | None" = None  # of a watched call (`microfloat.torch.observing`)
+    cast_step: Callable[..., Any] = CastStep  # makes the step that casts x, w or dy
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
@@ -535,7 +535,7 @@ class Schedule:
 
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> list[Any]:
+    ) -> Parts:
         """The parts that `forward` makes of x and of w, one after the other, without those that are the tensors."""
         x_made = self.x_cast(self._matrix(x), *self.resources(), x_inputs)[:6]
         w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
@@ -592,7 +592,7 @@ class Schedule:
 
     def gradients(
         self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
-        into: "MainGrad | None" = None,
+        into: "Sink | None" = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dx in x's shape and dw, each if it is asked for, from what `cast_dy` and `forward` returned.
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,9 +20,13 @@ from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
+from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.packing import pack_fp6, unpack_fp6
 from microfloat.torch.reference._elements import codes_dtype
+
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Record
 
 __all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to"]
 
@@ -130,7 +134,7 @@ class QuantizedTensor(torch.Tensor):
         return cls(codes, scale, tensor_scale, cast, axis=axis, shape=shape, dtype=dtype)
 
     @classmethod
-    def from_record(cls, record: Any, *, dtype: torch.dtype = torch.float32) -> "QuantizedTensor":
+    def from_record(cls, record: "Record", *, dtype: torch.dtype = torch.float32) -> "QuantizedTensor":
         """The tensor of a quantized `microfloat.checkpoint.Record`, over the mapped file where the layout allows it.
 
         `dtype`: what `dequantize` returns. Raises CheckpointError for a record whose scales are missing or do not fit,
@@ -143,7 +147,7 @@ class QuantizedTensor(torch.Tensor):
             axis=record.axis, shape=record.logical_shape, dtype=dtype, packed=fmt.element.bits == 6,
         )  # fmt: skip
 
-    def to_record(self, name: str) -> Any:
+    def to_record(self, name: str) -> "Record":
         """The `microfloat.checkpoint.Record` of this tensor under `name`; it shares memory on a CPU."""
         from microfloat.checkpoint import Record
 
@@ -273,7 +277,7 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: torch._ops.OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
     ) -> object:
         from microfloat.torch._tensor_ops import dispatch
 
@@ -391,7 +395,7 @@ class QuantizedTensor(torch.Tensor):
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
 
-def attached_to(q: QuantizedTensor) -> dict[str, Any]:
+def attached_to(q: QuantizedTensor) -> dict[str, object]:
     """Attributes that are no part of the tensor: the copy of its initial value, and those that a user has set."""
     return {name: value for name, value in vars(q).items() if name not in _OWN}
 
@@ -400,16 +404,16 @@ class Decoded(torch.autograd.Function):
     """The values of a stored weight, whose gradient goes to it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: object, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
         return weight.dequantize(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
 def _rebuild_quantized_tensor(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: dict[str, Any]
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: Options
 ) -> QuantizedTensor:
     """The tensor that a file or a pickle describes; checks the parts, since a file may be damaged."""
     cast = cast_from_data(description["cast"])

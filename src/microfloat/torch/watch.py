@@ -17,14 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from microfloat.arguments import check_int
+from microfloat.formats import ScaledFormat
 from microfloat.operands import TENSORS, Operand, operands_of
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
+from microfloat.torch._typing import Result, Takes
+from microfloat.torch.backends.base import Backend
 from microfloat.torch.measuring import (
     Reading,
     quantized,
@@ -75,8 +79,8 @@ class watch(RecordLog):
 
     def __init__(
         self, model: nn.Module, every: int = 100, tensors: Sequence[str] = TENSORS,
-        metrics: Sequence[str] = DEFAULT_METRICS, what_if: Sequence[Any] = ("nvfp4",), *, rows: int = 128,
-        ema: float = 0.9,
+        metrics: Sequence[str] = DEFAULT_METRICS, what_if: Sequence[Cast | ScaledFormat | str] = ("nvfp4",), *,
+        rows: int = 128, ema: float = 0.9,
     ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(metrics, ema)
@@ -89,12 +93,12 @@ class watch(RecordLog):
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def __enter__(self) -> "watch":
-        root: Any = getattr(self._model, "_orig_mod", self._model)
+        root = getattr(self._model, "_orig_mod", self._model)
         self._names = {module: name for name, module in root.named_modules()}
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
@@ -122,10 +126,10 @@ class watch(RecordLog):
         self._explicit = True
         self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
 
-    def _caller(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _caller(self, call: Callable[Takes, Result]) -> Callable[Takes, Result]:
         """The call of the model, before which a step begins."""
 
-        def run(*arguments: Any, **options: Any) -> Any:
+        def run(*arguments: Takes.args, **options: Takes.kwargs) -> Result:
             if not (self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1):
                 with_grad = torch.is_grad_enabled()
                 self._trains |= with_grad
@@ -164,7 +168,7 @@ class watch(RecordLog):
     # -------------------------------------------------------------------------------------------------------- listening
 
     def listener(
-        self, schedule: Schedule, layers: Sequence[Any], weight: torch.Tensor | None, is_backward: bool
+        self, schedule: Schedule, layers: Sequence[RecipeLayer], weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
         """The listener of one call; see `microfloat.torch.observing`."""
         if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
@@ -208,7 +212,7 @@ class watch(RecordLog):
         self._calls[name] = count + 1
         return f"{name}#{count}" if count else name
 
-    def _owners(self, weight: torch.Tensor) -> list[Any]:
+    def _owners(self, weight: torch.Tensor) -> list[RecipeLayer]:
         """The layers whose weights this tensor is, or which a compiler has joined in it."""
         layers = [module for module in self._names if isinstance(module, RecipeLayer)]
         parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
@@ -271,7 +275,8 @@ class _Call:
     """
 
     def __init__(
-        self, session: watch, name: str, layers: Sequence[Any], schedule: Any, is_again: bool = False
+        self, session: watch, name: str, layers: Sequence[Any], schedule: Schedule | None,
+        is_again: bool = False,
     ) -> None:  # fmt: skip
         self.session, self.name, self.layers, self.schedule = session, name, layers, schedule
         self.step, self.is_again = session._count, is_again
@@ -428,7 +433,7 @@ class _Call:
         dtype = w.dtype if self.schedule is None else self.schedule.dtype
         return w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype)
 
-    def _backend(self, device: torch.device) -> Any:
+    def _backend(self, device: torch.device) -> Backend:
         return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
 
     @contextlib.contextmanager

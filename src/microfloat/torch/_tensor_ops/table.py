@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import _operators
+from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
@@ -18,8 +19,6 @@ __all__ = [
 ]  # fmt: skip
 
 Operator: TypeAlias = torch._ops.OpOverload
-Arguments: TypeAlias = Sequence[Any]  # as torch passes them: of any type
-Options: TypeAlias = dict[str, Any]
 _Run: TypeAlias = Callable[[Operator, Arguments, Options], object]
 Implementation = TypeVar("Implementation", bound=Callable[..., object])
 

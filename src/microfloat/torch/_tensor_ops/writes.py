@@ -1,7 +1,6 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
 import math
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -219,7 +218,7 @@ def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
         raise refusal(func, args, kwargs)
     quantized = [isinstance(target, QuantizedTensor) for target in targets]
 
-    def widened(value: Any) -> Any:
+    def widened(value: object) -> object:
         if not isinstance(value, list | tuple):
             return value
         pairs = zip(value, quantized, strict=True)

@@ -23,6 +23,7 @@ from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Cast, Current, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._checks import check_tensor
+from microfloat.torch._typing import Context
 from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.grouped import groups_of
 from microfloat.torch.ops import quantize
@@ -121,23 +122,23 @@ def _row_parts(q: QuantizedTensor, rows: int) -> list[torch.Tensor]:
 
 class _Outward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
         ctx.route = route
         return route.outward(x, cast)
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return ctx.route.inward(dx), None, None
 
 
 class _Inward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
+    def forward(ctx: Context, y: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
         ctx.route, ctx.cast = route, cast
         return route.inward(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return ctx.route.outward(dy, ctx.cast), None, None
 
 

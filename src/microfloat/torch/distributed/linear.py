@@ -7,7 +7,8 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import _functional_collectives as collectives
@@ -17,6 +18,7 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch import backends
 from microfloat.torch._checks import check_linear
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
 from microfloat.torch.distributed.schedule import (
     CASES,
@@ -32,6 +34,11 @@ from microfloat.torch.failures import agree
 from microfloat.torch.linear import apply, backend_name, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, entries_of, remember
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from microfloat.torch.nn.linear import Linear
 
 __all__ = ["find_sharded", "run_sharded"]
 
@@ -59,13 +66,20 @@ class _Case(NamedTuple):
 
 
 def run_sharded(
-    layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: Ambient | None, first: bool | None
+    layer: "Linear",
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Maybe,
+    recipe: Recipe,
+    state: Ambient | None,
+    first: bool | None,
 ) -> torch.Tensor | None:
     """``x @ weight.T + bias`` of DTensors under `recipe`; None where there are no elements to multiply.
 
     y is a DTensor: sharded by columns for a weight that is sharded by its rows (N), partial sums for one that is
     sharded by its columns (K), as from torch's own operators.
     """
+    x, weight, bias = _checked(x, weight, bias)
     case = _case_of(layer, x, weight, bias, recipe, state)
     if case is None:
         return None
@@ -76,7 +90,7 @@ def run_sharded(
         )
     if tuple(x.placements) != case.x:
         x = x.redistribute(placements=case.x)
-    schedule: Any = case.schedule
+    schedule = case.schedule
     if schedule.shards.gathers("x") is not None:
         x_local = _gathering(x, case)
     else:
@@ -98,7 +112,10 @@ def run_sharded(
     return DTensor.from_local(y_local, x.device_mesh, case.y, run_check=False, **whole)
 
 
-def _run(layer: Any, schedule: Any, x: Any, weight: Any, bias: Any, state: Ambient | None, first: bool | None) -> Any:
+def _run(
+    layer: "Linear", schedule: ShardedSchedule, x: torch.Tensor, weight: torch.Tensor, bias: Maybe,
+    state: Ambient | None, first: bool | None,
+) -> torch.Tensor:  # fmt: skip
     if OBSERVERS:
         schedule = observed(schedule, (layer,))
     run = begin(layer, schedule, weight, state, first, apart=True)
@@ -108,18 +125,19 @@ def _run(layer: Any, schedule: Any, x: Any, weight: Any, bias: Any, state: Ambie
     return y
 
 
-def find_sharded(layer: Any, x: Any, recipe: Recipe, state: Ambient | None) -> ShardedSchedule | None:
+def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> ShardedSchedule | None:
     """The schedule that a call of `layer` with the DTensor `x` would run; None where there are no elements."""
-    case = _case_of(layer, x, layer.weight, layer.bias, recipe, state)
+    case = _case_of(layer, *_checked(x, layer.weight, layer.bias), recipe, state)
     return None if case is None else case.schedule
 
 
 # ------------------------------------------------------------------------------------------------------- one case
 
 
-def _case_of(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: Ambient | None) -> _Case | None:
+def _case_of(
+    layer: "Linear", x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, state: Ambient | None
+) -> _Case | None:
     """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
-    _check(x, weight, bias)
     _unwrap_buffers(getattr(layer, "_buffers", {}))
     x._local_tensor = arrived(x._local_tensor)
     grad, kind = torch.is_grad_enabled(), x.device.type
@@ -142,9 +160,10 @@ def _case_of(layer: Any, x: Any, weight: Any, bias: Any, recipe: Recipe, state: 
     return found
 
 
-def _check(x: Any, weight: Any, bias: Any) -> None:
-    """Raise for tensors of which some are DTensors and some are not, or on different meshes."""
+def _checked(x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> tuple[DTensor, DTensor, DTensor | None]:
+    """The tensors; raises where some are DTensors and some are not, or on different meshes."""
     if not isinstance(weight, DTensor):
+        assert isinstance(x, DTensor)
         placed = f"a DTensor on {x.device_mesh}, while the weight is a plain tensor"
         raise invalid_type("x", placed, "a plain tensor, or a weight on the same mesh", _REMEDY)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -154,9 +173,12 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
         raise invalid_type(name, f"{got}, while the weight is on {weight.device_mesh}", _NEEDED, _REMEDY)
     if weight.device_mesh.get_coordinate() is None:
         raise invalid_value("weight", f"a DTensor on {weight.device_mesh}", "a mesh that this rank is part of")
+    assert isinstance(x, DTensor)
+    assert bias is None or isinstance(bias, DTensor)
+    return x, weight, bias
 
 
-def _unwrap_buffers(buffers: dict[str, Any]) -> None:
+def _unwrap_buffers(buffers: dict[str, Maybe]) -> None:
     """Make buffers plain again, which torch's styles replicate: scaling state is one rank's, and casts read memory."""
     for name, buffer in buffers.items():
         if isinstance(buffer, DTensor):
@@ -164,8 +186,8 @@ def _unwrap_buffers(buffers: dict[str, Any]) -> None:
 
 
 def _decided(
-    x: Any, weight: Any, bias: Any, recipe: Recipe, name: str, compute: torch.dtype, needs: tuple[bool, bool],
-    scatter: int | None, path: str,
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
+    needs: tuple[bool, bool], scatter: int | None, path: str,
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
     facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
@@ -190,11 +212,11 @@ def _decided(
     return made
 
 
-def _placed(tensor: Any) -> str:
+def _placed(tensor: DTensor) -> str:
     return f"{tuple(tensor.shape)} as {tensor.placements}"
 
 
-def _letter(of_x: Any, of_w: Any, last: int) -> str:
+def _letter(of_x: Placement, of_w: Placement, last: int) -> str:
     """The case of one dimension of the mesh."""
     by_rows = type(of_x) is Shard and of_x.dim < last
     if type(of_w) is Shard:
@@ -207,8 +229,8 @@ def _letter(of_x: Any, of_w: Any, last: int) -> str:
 
 
 def _make(
-    x: Any, weight: Any, bias: Any, recipe: Recipe, name: str, compute: torch.dtype, needs: tuple[bool, bool],
-    scatter: int | None, cases: list[str],
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
+    needs: tuple[bool, bool], scatter: int | None, cases: list[str],
 ) -> "_Case | str":  # fmt: skip
     """A decided call; a text that says why codes cannot be gathered."""
     mesh, last = weight.device_mesh, x.dim() - 1
@@ -227,8 +249,8 @@ def _make(
         for key, placement in zip(placed, row, strict=True):
             placed[key].append(placement)
     local, inner = _local_shape(x.shape, placed["x"], mesh), x.shape[-1]
-    of_x: list[Any] = placed["x"]
-    sharded_dim = next((one.dim for one, case in zip(of_x, cases, strict=True) if case in ("M", "G")), None)
+    along = zip(placed["x"], cases, strict=True)
+    sharded_dim = next((one.dim for one, case in along if isinstance(one, Shard) and case in ("M", "G")), None)
     sharded_dim = scatter if "S" in cases else sharded_dim
     y_shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     rows = None
@@ -243,6 +265,7 @@ def _make(
                                       ("y", y_shape, placed["y"])):  # fmt: skip
         _refuse_empty(tensor, shape, placements, mesh)
     coordinate = mesh.get_coordinate()
+    assert coordinate is not None
     axes = tuple(
         Axis(case, mesh.get_group(i).group_name, mesh.size(i), coordinate[i]) for i, case in enumerate(cases) if case
     )
@@ -282,9 +305,10 @@ def _make(
     )
 
 
-def _local_shape(shape: Any, placements: Any, mesh: Any) -> list[int]:
+def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
     """The shape of this rank's part."""
     local, coordinate = list(shape), mesh.get_coordinate()
+    assert coordinate is not None
     for i, placement in enumerate(placements):
         if isinstance(placement, Shard):
             size = local[placement.dim]
@@ -293,7 +317,7 @@ def _local_shape(shape: Any, placements: Any, mesh: Any) -> list[int]:
     return local
 
 
-def _refuse_empty(tensor: str, shape: Any, placements: Any, mesh: Any) -> None:
+def _refuse_empty(tensor: str, shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> None:
     """Raise, on every rank, where a rank has no elements of a tensor: it could not take part in what the others do."""
     for i, placement in enumerate(placements):
         if (
@@ -306,7 +330,7 @@ def _refuse_empty(tensor: str, shape: Any, placements: Any, mesh: Any) -> None:
             )  # fmt: skip
 
 
-def _seed_ranks(mesh: Any, coordinate: Any, cases: list[str]) -> tuple[int, int, int]:
+def _seed_ranks(mesh: "DeviceMesh", coordinate: Sequence[int], cases: list[str]) -> tuple[int, int, int]:
     """The first ranks of the mesh that hold the same shard of x, w and dy."""
     found = []
     for tensor in ("x", "w", "dy"):
@@ -322,7 +346,7 @@ def _dim_of(placements: _Placements) -> int:
     return next(placement.dim for placement in placements if isinstance(placement, Shard))
 
 
-def _gathering(x: Any, case: _Case) -> torch.Tensor:
+def _gathering(x: DTensor, case: _Case) -> torch.Tensor:
     """x as the layer takes it under G: the shape of the whole, without memory, and this rank's part as its `shard`.
 
     Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
@@ -336,12 +360,12 @@ def _gathering(x: Any, case: _Case) -> torch.Tensor:
     assert axis is not None
     local = x.to_local(grad_placements=case.dx)
     made = _Gathered.apply(local, case.x_shape, _dim_of(case.x), axis.group)
-    made.shard, made.gathered = x._local_tensor.detach(), {}
-    x._gathering = state, made
+    vars(made).update(shard=x._local_tensor.detach(), gathered={})
+    vars(x)["_gathering"] = state, made
     return made
 
 
-def _without_memory(like: torch.Tensor, shape: Any) -> torch.Tensor:
+def _without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return like.new_zeros(()).expand(shape)
 
 
@@ -349,12 +373,12 @@ class _Gathered(torch.autograd.Function):
     """A shard as the whole tensor that casts gather: backward sums the gradients of all ranks and keeps its part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, dim: int, group: str) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, shape: torch.Size, dim: int, group: str) -> torch.Tensor:
         ctx.settings = dim, group
         return _without_memory(x, shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         dim, group = ctx.settings
         return _scatter(gradients[0], dim, group), None, None, None
 
@@ -363,19 +387,21 @@ class _Scattered(torch.autograd.Function):
     """Partial sums, added up and scattered; in backward the schedule gets the shard of dy, and gathers its codes."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    def forward(ctx: Context, y: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         ctx.shape = y.shape
         return _scatter(y, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        dy: Any = _without_memory(gradients[0], ctx.shape)
-        dy.shard = gradients[0]
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        dy = _without_memory(gradients[0], ctx.shape)
+        vars(dy)["shard"] = gradients[0]
         return dy, None, None
 
 
 # The name in newer versions of torch, and in older ones.
-_reduce_scatter: Any = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+_reduce_scatter: Callable[..., torch.Tensor] = (
+    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+)
 
 
 def _scatter(partial: torch.Tensor, dim: int, group: str) -> torch.Tensor:

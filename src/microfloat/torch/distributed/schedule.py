@@ -16,7 +16,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ from microfloat.errors import invalid_value
 from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Routes
 from microfloat.torch import reduction, reference
 from microfloat.torch.backends.base import Backend
 from microfloat.torch.failures import in_collective
@@ -48,7 +49,7 @@ CASES: dict[str, dict[str, str]] = {
 _GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
 # Rows and contraction length of both operands of a tensor.
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
-_group_named: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+_group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
 
 
@@ -89,7 +90,7 @@ class Shards(NamedTuple):
         return next((axis for axis in self.axes if _GATHERED.get(axis.case) == tensor), None)
 
 
-def arrived(tensor: Any) -> torch.Tensor:
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, in memory: casts read addresses, and torch's collectives return promises."""
     tensor = getattr(tensor, "shard", tensor)
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
@@ -294,7 +295,7 @@ def _differing(part: Part, goal: Part) -> int:
 
 
 # The name in newer versions of torch, and in older ones.
-_all_gather_bytes: Any = (
+_all_gather_bytes: Callable[..., object] = (
     getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 )
 
@@ -407,7 +408,7 @@ class ShardedSchedule(Schedule):
     """
 
     def __init__(
-        self, shards: Shards, x_shard: torch.Tensor, note: str, recipe: Any, backend: Backend, routes: Any,
+        self, shards: Shards, x_shard: torch.Tensor, note: str, recipe: Recipe, backend: Backend, routes: Routes,
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
         wants_dw: bool,
     ) -> None:  # fmt: skip
@@ -458,7 +459,7 @@ class ShardedSchedule(Schedule):
 
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> list[Any]:
+    ) -> Parts:
         """See `Schedule.cast_operands`."""
         return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
 

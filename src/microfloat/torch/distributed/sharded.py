@@ -11,8 +11,8 @@ why.
 Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map
 
 from microfloat.errors import NotSupportedError
 from microfloat.layout import Part, layout_of
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_model
-from microfloat.torch.backends.base import Operand
+from microfloat.torch._typing import Arguments, Options, StateDict
+from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
 from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
@@ -37,11 +38,15 @@ from microfloat.torch.nn.fused import LayerNormLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 __all__ = ["ShardedWeight", "low_precision_all_gather", "precompute_scales"]
 
 aten = torch.ops.aten
 # The name since torch 2.13, which warns of the former one.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def low_precision_all_gather(model: nn.Module) -> nn.Module:
@@ -82,7 +87,7 @@ def precompute_scales(model: nn.Module) -> None:
     all-reduce of its own. It changes no byte. Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
-    meshes: dict[Any, list[tuple[Shards, Any, torch.Tensor]]] = {}
+    meshes: dict[DeviceMesh, list[tuple[Shards, DTensor, torch.Tensor]]] = {}
     for layer in model.modules():
         state = layer.__dict__.get("_shards")
         weight = layer._parameters.get("weight")
@@ -107,7 +112,7 @@ class Shards:
     """
 
     def __init__(self) -> None:
-        self.casts: tuple[Any, Any] = (None, None)
+        self.casts: tuple[Cast, ...] = ()
         self.reason = ""
         self.mesh: Any = None
         self.dtype: torch.dtype | None = None
@@ -120,14 +125,14 @@ class Shards:
         """The values in the dtype in which FSDP2 would gather them."""
         return values if self.dtype is None or values.dtype == self.dtype else values.to(self.dtype)
 
-    def amax_of_all(self, weight: Any, values: torch.Tensor, backend: Any) -> torch.Tensor:
+    def amax_of_all(self, weight: DTensor, values: torch.Tensor, backend: Backend) -> torch.Tensor:
         """The amax of all shards, measured once for each value of the weight."""
         stamp = _stamp(weight)
         if self.amax is None or self.stamp != stamp:
             self.amax, self.stamp = _largest(backend.amax(values), self.mesh), stamp
         return self.amax
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Shards":
         made = memo[id(self)] = Shards()
         made.casts, made.reason = self.casts, self.reason
         return made
@@ -180,8 +185,8 @@ class ShardedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: torch._ops.OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         made = func(*tree_map(_values_of, args), **tree_map(_values_of, kwargs or {}))
         if func not in _KEEPING:
             is_in_place = func._schema.name.endswith("_") and args and isinstance(args[0], ShardedWeight)
@@ -194,8 +199,9 @@ class ShardedWeight(torch.Tensor):
         return tree_map(lambda one: ShardedWeight(one, state) if isinstance(one, torch.Tensor) else one, made)
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Metadata]:
+        self, mesh: "DeviceMesh", outer_size: torch.Size, outer_stride: tuple[int, ...], module: Linear,
+        mp_policy: "MixedPrecisionPolicy",
+    ) -> tuple[tuple[torch.Tensor, ...], Metadata]:  # fmt: skip
         """Codes and scales of this shard for the pass that asks, as bytes, and what is the same on all ranks."""
         state, recipe = self.state, module._pinned
         if not isinstance(recipe, Recipe) or _casts_of(recipe) != state.casts:
@@ -208,7 +214,7 @@ class ShardedWeight(torch.Tensor):
         values, is_backward = state.cast_from(self.plain), torch._C._current_graph_task_id() != -1
         backend = backends.choose(module.backend, values.device)
         gather = Gather(state.casts, values.dtype, Source(self, mesh, backend, outer_size))
-        weight = module._parameters["weight"]
+        weight: Any = module._parameters["weight"]
         if any(cast.is_delayed for cast in state.casts):
             if state.scale_enc is None or not is_backward:
                 state.scale_enc = scaling.encode_scale(module, "w").clone()
@@ -222,8 +228,9 @@ class ShardedWeight(torch.Tensor):
         return _cast_shard(values, gather, transposed)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+        self, outputs: tuple[torch.Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Gathered, tuple] | None:  # fmt: skip
         """The weight that layers see: a `Gathered` over what was gathered."""
         gather = metadata.gather
         gather.gathered[metadata.transposed] = outputs, metadata
@@ -232,7 +239,8 @@ class ShardedWeight(torch.Tensor):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if out is None:
             return Gathered(gather, metadata.shape, self.device), ()
-        seen: Any = out._local_tensor if isinstance(out, DTensor) else out
+        seen = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(seen, Gathered)
         vars(seen.contents).update(vars(gather))
         return None
 
@@ -245,13 +253,13 @@ _KEEPING = {
 }  # fmt: skip
 
 
-def _values_of(value: Any) -> Any:
+def _values_of(value: object) -> object:
     return value.plain if isinstance(value, ShardedWeight) else value
 
 
-def _unwrap(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+def _unwrap(layer: nn.Module, state_dict: StateDict, prefix: str, metadata: object) -> None:
     """After ``state_dict()``: plain tensors, of the same memory."""
-    weight: Any = state_dict.get(prefix + "weight")
+    weight = state_dict.get(prefix + "weight")
     own: Any = layer._parameters["weight"]
     if isinstance(weight, DTensor) and isinstance(weight._local_tensor, ShardedWeight):
         with torch.no_grad():
@@ -277,10 +285,11 @@ def _wrap(layer: Any, keys: object) -> None:
 # ------------------------------------------------------------------------------------------------ what serves
 
 
-def _casts_of(recipe: Recipe) -> tuple[Any, Any]:
-    """The casts of the weight in fprop and in dgrad, which may read the operand of fprop."""
+def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
+    """The casts of the weight in fprop and in dgrad, which may read the operand of fprop; none if one is None."""
     same = recipe.dgrad.from_fprop or recipe.dgrad.path == "refused"
-    return recipe.fprop.rhs, recipe.fprop.rhs if same else recipe.dgrad.rhs
+    first, second = recipe.fprop.rhs, recipe.fprop.rhs if same else recipe.dgrad.rhs
+    return () if first is None or second is None else (first, second)
 
 
 def _refusal(layer: Linear) -> str:
@@ -292,9 +301,10 @@ def _refusal(layer: Linear) -> str:
         return "it is stored as codes"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
-    for cast in _casts_of(recipe):
-        if cast is None:
-            return "a GEMM reads it in high precision"
+    casts = _casts_of(recipe)
+    if not casts:
+        return "a GEMM reads it in high precision"
+    for cast in casts:
         if cast.is_stochastic or cast.hadamard is not None or cast.is_static:
             return f"the cast of a weight by {cast} depends on more than its shard"
         if cast.format.block == (1, None) or cast.tensor_scale == "row":
@@ -330,7 +340,7 @@ def _elements(part: Part | None) -> int:
 def _joint_layers(model: nn.Module) -> Iterator[Linear]:
     """Layers whose weights are multiplied as one matrix, with the scales of that."""
     for module in model.modules():
-        attention: Any = getattr(module, "self_attn", None) if isinstance(module, Fused) else module
+        attention = getattr(module, "self_attn", None) if isinstance(module, Fused) else module
         if isinstance(module, LayerNormLinear):
             layers = module.layers
         elif isinstance(attention, MultiheadAttention) or attention is not module:
@@ -349,8 +359,8 @@ class Source(NamedTuple):
     """The source from which a `Gather` takes a weight that FSDP2 has not gathered."""
 
     shard: ShardedWeight
-    mesh: Any
-    backend: Any
+    mesh: "DeviceMesh"
+    backend: Backend
     shape: torch.Size
 
     def operand(self, gather: Gather, transposed: bool) -> Operand:
@@ -364,7 +374,7 @@ class Source(NamedTuple):
         values = self.shard.state.cast_from(self.shard.plain)
         return self._gather(values.reshape(-1)).view(self.shape)
 
-    def operand_of(self, gathered: Any) -> Operand:
+    def operand_of(self, gathered: tuple[Sequence[torch.Tensor], Metadata]) -> Operand:
         """See `operand_of`."""
         return operand_of(*gathered)
 
@@ -376,7 +386,7 @@ class Source(NamedTuple):
         return whole
 
 
-def _reads_transposed(recipe: Recipe, casts: tuple[Any, Any], backend: Any, device: torch.device) -> bool:
+def _reads_transposed(recipe: Recipe, casts: Sequence[Cast], backend: Backend, device: torch.device) -> bool:
     """True where backward gathers the transposed operand: it differs, or saves transposing codes of one byte."""
     if recipe.dgrad.from_fprop or recipe.dgrad.path == "refused":
         return False
@@ -423,7 +433,7 @@ def _side_by_side(shards: torch.Tensor) -> torch.Tensor:
     return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
-def _largest(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
+def _largest(amax: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
     """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
     bits = amax.contiguous().clone().view(torch.int32)
     group = mesh.get_group()
@@ -435,7 +445,7 @@ def _largest(amax: torch.Tensor, mesh: Any) -> torch.Tensor:
 def _reduces_later(casts: Sequence[Cast]) -> bool:
     """True where delayed scaling takes the maximum over all ranks when it updates its scales."""
     state = ambient()
-    delayed: Any = next(cast.scaling for cast in casts if cast.is_delayed)
+    delayed = next(cast.scaling for cast in casts if isinstance(cast.scaling, Delayed))
     return delayed.reduce_amax and (state is None or state.group is None)
 
 

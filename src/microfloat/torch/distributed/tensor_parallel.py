@@ -4,15 +4,16 @@ torch's own styles serve converted layers too. These gather under sequence paral
 scales: x of a column-parallel layer in forward, dy of a row-parallel one in backward.
 """
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, parallel
+from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
+from microfloat.torch._typing import Arguments
 from microfloat.torch.nn.linear import Linear
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+
+Layouts = tuple[Placement, ...]
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
@@ -25,8 +26,9 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
+        input_layouts: Layouts, desired_input_layouts: Layouts, mod: nn.Module, inputs: Arguments,
+        device_mesh: DeviceMesh,
+    ) -> DTensor:  # fmt: skip
         x = inputs[0]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)

@@ -9,7 +9,6 @@ of a head.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch.types import Device
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Recipe, as_cast
+from microfloat.torch._typing import Options
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
 from microfloat.torch.joined import call_layer, join_
@@ -215,7 +215,7 @@ class MultiheadAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, size
         self.window, self.causal, self.dropout, self.interleaved = window, causal, dropout, interleaved
         source = hidden_size if kv_hidden_size is None else kv_hidden_size
-        options: dict[str, Any] = {
+        options: Options = {
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
@@ -246,7 +246,7 @@ class MultiheadAttention(nn.Module):
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
+        cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`.
 
@@ -304,9 +304,13 @@ class MultiheadAttention(nn.Module):
         return f"{heads}, causal={self.causal}{window}"
 
 
+HeadNorm = Callable[[torch.Tensor], torch.Tensor] | None
+
+
 def heads_of(
     qkv: tuple[torch.Tensor, ...], counts: tuple[int, int], size: int,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, norms: tuple[Any, Any], interleaved: bool = False,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, norms: tuple[HeadNorm, HeadNorm],
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """q, k and v as heads; `qkv`: three tensors, or all in one; `norms`: of the heads of q and k, or None."""
     split = [counts[0], counts[1], counts[1]]
@@ -314,7 +318,7 @@ def heads_of(
     is_joint = len(parts) == 1
     if is_joint and (position_embeddings is None or norms[0] is not None):
         parts, is_joint = list(parts[0].split(split, 2)), False
-    if norms[0] is not None:
+    if norms[0] is not None and norms[1] is not None:
         parts[:2] = norms[0](parts[0]), norms[1](parts[1])
     if position_embeddings is None:
         return tuple(parts)

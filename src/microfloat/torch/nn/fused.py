@@ -16,6 +16,7 @@ from torch.types import Device
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
+from microfloat.torch._typing import Options
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
 from microfloat.torch.joined import call_layer, join_
@@ -152,7 +153,7 @@ def _check_bias(bias: object) -> None:
 
 def _build_mlp(
     module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
-    dtype: torch.dtype | None, options: dict[str, Any],
+    dtype: torch.dtype | None, options: Options,
 ) -> None:  # fmt: skip
     """Give `module` the Linears of an MLP."""
     _check_bias(bias)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.types import Device
 
 from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
@@ -14,6 +15,7 @@ from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
+from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import Gathered, Values
@@ -43,7 +45,7 @@ class _Unpinned:
 
 
 UNPINNED = _Unpinned()
-_dynamo_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
+_dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "_shards")  # fmt: skip
@@ -56,16 +58,16 @@ class RecipeLayer(nn.Module):
     """
 
     backend: str = "auto"
-    _pinned: Any = UNPINNED
+    _pinned: Any = UNPINNED  # a Recipe, None, or UNPINNED
     _pin_token: str | None = None
     _path: str = ""  # the layer's name in the model that was converted, for messages
     # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
     fuse_wgrad_accumulation: bool = False
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
-    weight: Any
-    bias: Any
-    _check_input: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    _check_input: Callable[[torch.Tensor], None]
 
     @property
     def pinned(self) -> Any:
@@ -73,8 +75,8 @@ class RecipeLayer(nn.Module):
         return self._pinned
 
     @pinned.setter
-    def pinned(self, recipe: Any) -> None:
-        self.unpin() if recipe is UNPINNED else self.pin(recipe)
+    def pinned(self, recipe: Recipe | str | _Unpinned | None) -> None:
+        self.unpin() if isinstance(recipe, _Unpinned) else self.pin(recipe)
 
     def pin(self, recipe: Recipe | str | None) -> Self:
         """Fix the recipe of this layer (None = high precision); it wins over the autocast's. Returns the layer.
@@ -127,7 +129,7 @@ class RecipeLayer(nn.Module):
                 "the recipe with microfloat.torch.convert."
             )
 
-    def _slow_forward(self, *arguments: Any, **options: Any) -> Any:
+    def _slow_forward(self, *arguments: object, **options: object) -> object:
         """The forward that nn.Module takes while torch.jit traces."""
         if self.effective_recipe() is not None:
             raise NotSupportedError(
@@ -163,13 +165,13 @@ class RecipeLayer(nn.Module):
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = dict(super().__getstate__())
         for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
             state.pop(name, None)
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         if self._pinned is not UNPINNED:
             self._pin_token = token_of(self._pinned)
@@ -194,11 +196,11 @@ class RecipeLayer(nn.Module):
                 setattr(self._parameters[name], attribute, value)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: StateDict, prefix: str, keep_vars: bool) -> None:
         scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:  # type: ignore[override]
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
@@ -223,8 +225,9 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None, backend: str = "auto",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
@@ -345,10 +348,15 @@ class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
     _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
-    _load_state_dict_post_hooks: Any = ()
+    _load_state_dict_post_hooks = ()
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, pinned: Any, token: str | None, backend: str
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pinned: Recipe | _Unpinned | None,
+        token: str | None,
+        backend: str,
     ) -> None:
         self.weight, self.bias, self.backend = weight, bias, backend
         self._parameters = {"weight": weight, "bias": bias}
@@ -398,7 +406,7 @@ def linear(
             "linear: got a recipe of delayed scaling, needed one without state between calls. Use "
             "microfloat.torch.Linear, or another recipe."
         )
-    call: Any = _Call(weight, bias, pinned, token, backend)
+    call = _Call(weight, bias, pinned, token, backend)
     return call.forward(x)
 
 
@@ -417,7 +425,7 @@ def _delayed_of(recipe: Recipe) -> Delayed:
     )
 
 
-def _adapt_scaling_keys(layer: RecipeLayer, state_dict: dict[str, Any], prefix: str, load: list[str]) -> None:
+def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     if state_dict.pop(prefix + "_extra_state", None) is not None:
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")

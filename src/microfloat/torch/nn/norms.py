@@ -1,7 +1,5 @@
 """`LayerNorm` and `RMSNorm`: torch's, with weights that may be stored around zero."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +13,7 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 class _ZeroCentred(nn.Module):
     """The keyword `zero_centered_gamma` of both norms: weights start at 0 instead of 1."""
 
-    weight: Any
+    weight: nn.Parameter
     zero_centered_gamma: bool
 
     def reset_parameters(self) -> None:
@@ -81,7 +79,7 @@ class RMSNorm(_ZeroCentred, nn.RMSNorm):
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def make_norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, **where: Any) -> nn.Module:
+def make_norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, **where: object) -> nn.Module:
     """The norm of this name over `size` features."""
     if normalization not in _NORMS:
         raise unknown_name("normalization", normalization, _NORMS)

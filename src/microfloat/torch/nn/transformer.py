@@ -7,15 +7,14 @@
 Every norm is cast as it is computed.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.types import Device
 
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
-from microfloat.torch.nn.attention import MultiheadAttention
+from microfloat.torch._typing import Options
+from microfloat.torch.nn.attention import KVCache, MultiheadAttention
 from microfloat.torch.nn.fused import MLP
 from microfloat.torch.nn.norms import make_norm
 
@@ -43,10 +42,10 @@ class TransformerLayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {
+        options: Options = {
             **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
-        attention: dict[str, Any] = {
+        attention: Options = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
         }  # fmt: skip
         norm = normalization, hidden_size, eps, zero_centered_gamma
@@ -72,7 +71,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, context: torch.Tensor | None = None,
-        context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: Any = None,
+        context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`."""

@@ -34,6 +34,7 @@ from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import program, reference
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, Values
 from microfloat.torch.folding import routes_of
 from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
@@ -270,7 +271,7 @@ def _empty(
     column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """Operands of a matrix without elements: shapes and unit scales, no launch."""
-    options: dict[str, Any] = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
+    options: Options = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
     row, column = (
         None if cast is None else reference.quantize(x, cast, transposed=transposed, stream=stream, **options)
         for cast, transposed, stream in ((row_cast, False, row_stream), (column_cast, True, column_stream))

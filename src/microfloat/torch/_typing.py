@@ -1,0 +1,63 @@
+"""Types of what torch itself leaves untyped, each written once. Type checkers alone read most of them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from microfloat.recipes import Cast
+    from microfloat.torch.distributed.expert_parallel import _Route
+    from microfloat.torch.linear import Run
+    from microfloat.torch.produced_linear import ActivationRun, NormRun
+
+__all__ = ["Arguments", "Context", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes"]
+
+Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
+Result = TypeVar("Result")
+
+Maybe: TypeAlias = torch.Tensor | None
+Parts: TypeAlias = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row; or None
+Seed: TypeAlias = int | Sequence[int] | Maybe
+Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
+Options: TypeAlias = dict[str, Any]  # the same by name
+StateDict: TypeAlias = dict[str, Any]  # a QuantizedTensor lies in one, or what another library put there
+
+
+class Sink(Protocol):
+    """The receiver of a weight's gradient in float32."""
+
+    def add(self, dw: torch.Tensor, /) -> Maybe:
+        """Take it; returns what autograd is to pass on."""
+        ...
+
+
+class Context(Protocol):
+    """The `ctx` of an autograd Function: torch's part of it, and what the Functions of this library keep there."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    run: "Run | NormRun | ActivationRun"
+    dy_state: tuple  # encode scale and history of delayed scaling
+    settings: tuple
+    stored: str
+    bias_dtype: torch.dtype | None
+    shape: torch.Size
+    rows: list[int]
+    split: Sequence[int] | None
+    interleaved: bool
+    route: "_Route"
+    cast: "Cast | None"
+
+    def save_for_backward(self, *tensors: Maybe) -> None:
+        """Keep tensors for backward."""
+        ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Name results that have no gradient."""
+        ...
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """False: gradients that do not exist come as None."""
+        ...
