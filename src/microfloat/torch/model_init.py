@@ -17,6 +17,7 @@ from microfloat.torch._tensor_ops import quantize_stored, store_shard, store_unl
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
     from microfloat.torch.reduction import Group
 
 __all__ = [
@@ -80,13 +81,13 @@ def weight_cast(recipe: Recipe) -> Cast | None:
     return None if cast is None else dataclasses.replace(cast, scaling=Current())
 
 
-def quantize_parameter(layer: nn.Module) -> None:
+def quantize_parameter(layer: "RecipeLayer") -> None:
     """Under `quantized_model_init`, replace ``layer.weight`` by a parameter that holds codes and scales only."""
     request = active_model_init()
     cast = None if request is None else weight_cast(request.recipe)
     if request is None or cast is None:
         return
-    weight: Any = layer.weight
+    weight = layer.weight
     original, height = weight.detach(), cast.format.block[0] or 1
     are_experts = original.dim() == 3
     if are_experts and cast.format.is_tile and original.shape[1] % height:
