@@ -28,7 +28,7 @@ def local(path: Path, hub: bool, argument: str = "PATH") -> Path:
             raise invalid_value(argument, f"{path} without such a file", "a folder with *.safetensors files", fix)
         return path
     try:
-        import huggingface_hub
+        import huggingface_hub  # pyright: ignore[reportMissingImports]  # of the extra `hub`
     except ModuleNotFoundError:
         raise missing_package("huggingface_hub", "--hub", "hub") from None
     try:

@@ -17,7 +17,7 @@ Legend: M, N = rows of the operands, K = contraction length, R = rows of one ope
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ Level = torch.Tensor | None  # of what an operand may lack, such as a tensor sca
 
 _scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 # What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
+_Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 _scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
 _BYTES = 16  # what addresses are multiples of
@@ -636,5 +637,5 @@ def _parts(one: Operand | Values, turned: bool) -> tuple[torch.Tensor, torch.Ten
     return _aligned(codes.t() if turned else codes), _aligned(scale), _aligned(one.tensor_scale)
 
 
-def _aligned(tensor: Any) -> Any:
+def _aligned(tensor: _Kept) -> _Kept:
     return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()

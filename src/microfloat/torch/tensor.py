@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from microfloat.arguments import check_sizes, normalize_axis
@@ -458,7 +459,7 @@ _refuse_methods()
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor])
 
 
-def _wrapped(array: Any) -> torch.Tensor:
+def _wrapped(array: np.ndarray) -> torch.Tensor:
     """A tensor over the memory of a NumPy array, which is private to this process; a copy of read-only memory."""
     view = array.view()
     try:

@@ -87,7 +87,8 @@ def multiply_stored(
     x_MK: Array, matrix: Matrix, codes: DecodeCodes, bias: Array | None, out: np.dtype, capability: tuple[int, int]
 ) -> Array:
     """``x @ w.T + bias`` [M, N] in `out`, a few rows by a weight whose codes are decoded in registers."""
-    shape, scale, level = (*x_MK.shape, matrix.codes.shape[0]), matrix.scale, matrix.tensor_scale
+    shape = x_MK.shape[0], x_MK.shape[1], matrix.codes.shape[0]
+    scale, level = matrix.scale, matrix.tensor_scale
     dtypes = x_MK.dtype.name, jnp.dtype(out).name, None if bias is None else bias.dtype.name
     strides = (scale.shape[1], 1) if scale.size > 1 else (0, 0)
     stride = int(level is not None and level.ndim > 0)

@@ -69,6 +69,13 @@ class ScaleState(nnx.Variable):
     """Delayed-scaling state: never a parameter; its gradient is its new value."""
 
 
+class StateVariables(NamedTuple):
+    """The `ScaleState` variables of one tensor, named as in `microfloat.jax.scaling.Slot`."""
+
+    scale_enc: ScaleState
+    amax_history: ScaleState
+
+
 # Per module, the slots that earlier uses handed through. nnx transforms make modules anew; an entry lives no longer
 # than its module.
 _THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -107,7 +114,7 @@ class DotGeneral(nnx.Module):
         """The recipe of this op; None is that of the autocast."""
         return self.op.recipe
 
-    def variables(self) -> dict[str, Slot]:
+    def variables(self) -> dict[str, StateVariables]:
         """The scale and the history of each tensor, as variables; empty for stateless recipes."""
         return self._variables()
 
@@ -116,11 +123,11 @@ class DotGeneral(nnx.Module):
         return self._state({})
 
     # nnx.tabulate gives every public method that a call enters a row of its own.
-    def _variables(self) -> dict[str, Slot]:
+    def _variables(self) -> dict[str, StateVariables]:
         if self.recipe is None or not self.recipe.is_delayed:
             return {}
         return {
-            tensor: Slot(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
+            tensor: StateVariables(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
             for (tensor, name), rule in zip(SLOT_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
             if rule is not None
         }
