@@ -103,10 +103,15 @@ def test_a_front_end_does_not_load_the_other_framework(fresh_python, repository,
     if not (repository / "src" / "microfloat" / front_end).is_dir():
         pytest.skip(f"microfloat.{front_end} is not in the source tree")
     pytest.importorskip(front_end, reason=f"{front_end} is not installed")
-    unused = [other, "torch._dynamo"]  # the compiler of torch is loaded when it is used
-    done = fresh_python(f"import sys, microfloat.{front_end}; print(*(name in sys.modules for name in {unused!r}))")
+    # torch's compiler and what shards tensors are loaded when they are used.
+    unused = [other, "torch._dynamo", "microfloat.torch.distributed"]
+    code = f"import sys, microfloat.{front_end}; print(*(name in sys.modules for name in {unused!r}))"
+    if front_end == "torch":
+        code += "; print(microfloat.torch.distributed.ColwiseParallel.__name__, hasattr(microfloat.torch, 'nothing'))"
+    done = fresh_python(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "False"]
+    reached = ["ColwiseParallel", "False"] if front_end == "torch" else []
+    assert done.stdout.split() == ["False", "False", "False", *reached]
 
 
 WITHOUT = """

@@ -3,7 +3,9 @@
 Needs torch >= 2.11; never imports JAX. Every recipe runs on every device; `explain` says what is accelerated.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from microfloat.errors import missing_package
 
@@ -64,3 +66,10 @@ __all__ = [
     "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4",
     "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`distributed` is imported when it is asked for: most programs run in one process."""
+    if name == "distributed":
+        return import_module(f"{__name__}.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
