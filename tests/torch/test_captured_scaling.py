@@ -100,3 +100,28 @@ def test_a_pinned_layer_outside_any_autocast(capture):
     capture(False)
     one(x)
     assert rolled(one) == [2.0, 5.0]
+
+
+WITHOUT_A_DRIVER = """
+import torch
+
+def refuse():
+    raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+torch.backends.cuda.is_built = lambda: True
+torch.cuda.is_current_stream_capturing = refuse
+import microfloat.torch as mf
+
+layer = mf.Linear(32, 32)
+for _ in range(2):
+    with mf.autocast(recipe="delayed"):
+        y = layer(torch.randn(4, 32))
+    y.sum().backward()
+print(float(layer.scaling_x_scale) != 1.0)
+"""
+
+
+def test_a_cuda_build_of_torch_without_a_driver_is_not_asked_for_captures(fresh_python):
+    """Features B3. The default wheel for Linux is a CUDA build, and raises when it is asked."""
+    done = fresh_python(WITHOUT_A_DRIVER)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -236,6 +236,7 @@ def test_a_dispatch_mode_sees_the_operators_and_changes_nothing():
 
 
 # features G2
+@pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf:UserWarning")  # of torch's checks
 def test_torchs_own_checks_of_the_operators():
     """Schemas, fakes, dynamic shapes and autograd registration, as torch.library.opcheck sees them."""
     product, tensor = q(X, "nvfp4"), torch.ops.microfloat

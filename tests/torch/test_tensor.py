@@ -811,7 +811,7 @@ TRANSFORMED = {
 
 
 # features G7
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_are_refused_by_name(name):
     x = randn(32, 64)

@@ -56,8 +56,8 @@ class autocast:
         *,
         backend: str = "auto",
     ) -> None:
+        self._arguments = enabled, recipe, calibrating, amax_reduction_group, backend
         if torch.compiler.is_dynamo_compiling():
-            self._arguments = enabled, recipe, calibrating, amax_reduction_group, backend
             self._traced = _trace(*self._arguments)
             return
         if not (isinstance(enabled, bool) and isinstance(calibrating, bool)):
@@ -102,8 +102,9 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         if torch.compiler.is_dynamo_compiling():
-            self._outside = context.TRACED
-            context.TRACED = self._traced
+            # Some versions of Dynamo also trace into an instance that eager code has made.
+            traced = _trace(*self._arguments) if self._traced is None else self._traced
+            context.TRACED = traced._replace(outer=context.TRACED)
             return self
         if self._traced is not None:  # compiled code has made it, and ended its graph before this
             self.__init__(*self._arguments[:4], backend=self._arguments[4])
@@ -134,7 +135,7 @@ class autocast:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            context.TRACED = self._outside
+            context.TRACED = context.TRACED.outer  # type: ignore[union-attr]
             return
         if self._entered is None:
             raise NotSupportedError(

@@ -226,6 +226,7 @@ class Traced(NamedTuple):
     ISLAND: bool
     BACKEND: str
     CALIBRATED: str = PLAIN
+    outer: "Traced | None" = None
 
 
 TRACED: Traced | None = None

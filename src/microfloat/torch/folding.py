@@ -16,6 +16,7 @@ from microfloat.operands import GEMMS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Gemm, Recipe
 from microfloat.routes import Route, Routes, route_of
+from microfloat.torch.backends.base import capturing
 
 __all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_of"]
 
@@ -40,7 +41,7 @@ class _Pool:
     def take(self) -> torch.Tensor:
         """int64 words, zero."""
         with self._lock:
-            if not self._free and len(self._left) >= 512 and not torch.cuda.is_current_stream_capturing():
+            if not self._free and len(self._left) >= 512 and not capturing():
                 for device in range(torch.cuda.device_count()):
                     torch.cuda.synchronize(device)
                 self._free, self._left = self._left, []

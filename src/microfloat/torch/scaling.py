@@ -20,7 +20,7 @@ from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
-from microfloat.torch.backends.base import record_amax_
+from microfloat.torch.backends.base import capturing, record_amax_
 from microfloat.torch.reduction import Group, Key, reduces
 from microfloat.torch.rolling import NAMES, Batch, Job, Pending, Slot, batches_of
 
@@ -78,7 +78,6 @@ LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
 _DDP = nn.parallel.DistributedDataParallel
-_MAY_CAPTURE = torch.backends.cuda.is_built()
 
 
 class Region:
@@ -525,11 +524,6 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
         ensure_buffers(layer, entry.delayed)
         found.append(((layer, slot, entry), amax))
     return found
-
-
-def capturing() -> bool:
-    """True while the current stream records a CUDA graph: what is launched runs at every replay, and not now."""
-    return _MAY_CAPTURE and torch.cuda.is_current_stream_capturing()
 
 
 def _closed(entry: Pending) -> bool:

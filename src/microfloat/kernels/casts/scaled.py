@@ -123,7 +123,7 @@ def converts_once(row, column, source, even, rows):
 
     Of tiles so large, of which long columns of codes are written at once, a thread could not keep codes of both kinds.
     """
-    if row is None or row != column or ScaledCast(*row).STOCHASTIC or not even:
+    if row is None or column is None or row != column or ScaledCast(*row).STOCHASTIC or not even:
         return False
     return rows == 256 and source in (GIVEN, AMAX)
 

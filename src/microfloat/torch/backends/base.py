@@ -17,7 +17,7 @@ from microfloat.routes import Routes
 if TYPE_CHECKING:
     from microfloat.torch.folding import FoldCounts
 
-__all__ = ["Backend", "Operand", "Values", "record_amax_"]
+__all__ = ["Backend", "Operand", "Values", "capturing", "record_amax_"]
 
 
 class Backend(Protocol):
@@ -115,3 +115,11 @@ def record_amax_(history: torch.Tensor, amax: torch.Tensor) -> None:
     """``history[0] = max(history[0], amax)`` in place; a non-finite amax records nothing (docs/numerics.md 3.3)."""
     live = history[0]
     live.copy_(torch.where(torch.isfinite(amax), torch.maximum(live, amax), live))
+
+
+def capturing() -> bool:
+    """True while the current stream records a CUDA graph: what is launched runs at every replay, and not now.
+
+    Nobody records before CUDA is initialized, and a CUDA build of torch raises when it is asked without a driver.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
