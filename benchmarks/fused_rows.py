@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.quantize_rows import Case, State, delayed_state
+from benchmarks.quantize_rows import Case, State, delayed_state, specs
+from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import reference
 from microfloat.torch.backends import triton as backend
+from microfloat.torch.producers import Activation, ActivationGradient, Norm, Producer
 
 EPS = 1e-5
 
@@ -20,6 +22,11 @@ EPS = 1e-5
 def known(state: State) -> State:
     """The options of a delayed cast, none for others."""
     return {name: state[name] for name in ("scale_enc", "record") if name in state}
+
+
+def written(producer: Producer, cast: Cast, *given: State) -> Any:
+    """Both operands of each value of a producer, and its statistics."""
+    return backend.codes(producer, *specs(cast, cast), *(CastInputs(**one) for one in given))
 
 
 def maybe_compiled(function: Any, x: torch.Tensor) -> Any:
@@ -47,9 +54,9 @@ def norm(row_id: str, cast: Cast, size: float, instructions: float) -> Case:
         return {**made, "weight": weight, "plain": plain}
 
     def run(x: torch.Tensor, s: State) -> Any:
-        normed = backend.norm_quantize(x, s["weight"], None, cast, cast, eps=EPS, **known(s))
-        s["inverse"] = normed.inverse
-        return normed.row, normed.column
+        (both,), statistics = written(Norm(x, s["weight"], None, EPS, "rms"), cast, known(s))
+        s["inverse"] = statistics.inverse
+        return both
 
     def expected(x: torch.Tensor, s: State) -> Any:
         # Sums of another order give other statistics: the codes are those of the statistics that came back.
@@ -76,11 +83,11 @@ def swiglu(row_id: str, cast: Cast, size: float, instructions: float) -> Case:
         return {**swiglu_state(x, cast), "plain": maybe_compiled(lambda gate, up: F.silu(gate) * up, x)}
 
     def expected(x: torch.Tensor, s: State) -> Any:
-        values, _ = backend.activation_values(x, s["up"])
-        return reference.quantize_both(values, cast, cast, scale_enc=s.get("scale_enc"))
+        ((value, _),), _ = backend.values(Activation(x, s["up"], "silu"))
+        return reference.quantize_both(value, cast, cast, scale_enc=s.get("scale_enc"))
 
     return Case(
-        row_id, lambda x, s: backend.activation_quantize(x, s["up"], cast, cast, **known(s)), expected, size,
+        row_id, lambda x, s: written(Activation(x, s["up"], "silu"), cast, known(s))[0], expected, size,
         instructions=instructions, state=state,
         unfused=lambda x, s: backend.quantize_both(s["plain"](x, s["up"]), cast, cast, **known(s)),
     )  # fmt: skip
@@ -101,13 +108,12 @@ def swiglu_backward(row_id: str, cast: Cast, size: float, instructions: float) -
         return {**made, "record2": torch.zeros_like(made["record"]), "plain": maybe_compiled(swiglu_gradients, x)}
 
     def run(x: torch.Tensor, s: State) -> Any:
-        options = {"scale_enc": (s["scale_enc"],) * 2, "record": (s["record"], s["record2"])}
-        return backend.activation_backward_quantize(s["grad"], x, s["up"], cast, cast, **options)
+        second = {"scale_enc": s["scale_enc"], "record": s["record2"]}
+        return written(ActivationGradient(s["grad"], x, s["up"], "silu"), cast, known(s), second)[0]
 
     def expected(x: torch.Tensor, s: State) -> Any:
-        (gate, _), second = backend.activation_backward_values(s["grad"], x, s["up"])
-        assert second is not None
-        return [reference.quantize_both(grad, cast, cast, scale_enc=s["scale_enc"]) for grad in (gate, second[0])]
+        made, _ = backend.values(ActivationGradient(s["grad"], x, s["up"], "silu"))
+        return [reference.quantize_both(one.value, cast, cast, scale_enc=s["scale_enc"]) for one in made]
 
     def unfused(x: torch.Tensor, s: State) -> Any:
         gate, up = s["plain"](s["grad"], x, s["up"])

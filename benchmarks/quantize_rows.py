@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from microfloat import reference as oracle
+from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import reference
 from microfloat.torch.backends import triton as backend
-from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.base import Operand
 
 SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336))
 WEIGHT = ((4096, 14336),)
@@ -73,8 +74,6 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
         return [result]
     if isinstance(result, Operand):
         return [result.codes, result.scale, *([] if result.tensor_scale is None else [result.tensor_scale])]
-    if isinstance(result, Values):
-        return [result.values, *([] if result.tensor_scale is None else [result.tensor_scale])]
     if isinstance(result, np.ndarray):
         return [torch.from_numpy(np.ascontiguousarray(result).view(np.uint8))]
     return [tensor for part in result for tensor in tensors_of(part)]
@@ -133,12 +132,20 @@ def delayed(row_id: str, cast: Cast, size: float, instructions: float) -> Case:
     return Case(row_id, run, expected, size, instructions=instructions, state=delayed_state)
 
 
+def specs(
+    row: Cast, column: Cast, form: str = "codes", row_stream: int = 0, column_stream: int = 0
+) -> tuple[OperandSpec, OperandSpec]:
+    """Both operands of a matrix in one form."""
+    return OperandSpec(row, form, stream=row_stream), OperandSpec(column, form, stream=column_stream)
+
+
 def decoded(row_id: str, row: Cast, column: Cast, size: float, instructions: float, stochastic: bool = False) -> Case:
     """Quantized and dequantized in one pass, both axes, without codes."""
     streams: State = STREAMS if stochastic else {}
 
     def run(x: torch.Tensor, state: State) -> Any:
-        return [part.values for part in backend.quantize_to_bf16(x, row, column, **state, **streams) if part]
+        made = backend.cast_parts(x, *specs(row, column, "values", **streams), CastInputs(**state))
+        return [made[0], made[3]]
 
     def expected(x: torch.Tensor, state: State) -> Any:
         values = []
@@ -177,10 +184,10 @@ def folded(x: torch.Tensor, cast: Cast) -> Any:
 
 
 def flat_fold(x: torch.Tensor, cast: Cast) -> Any:
-    row, column, lossy = backend.fold_both(x, cast, cast)
-    assert row is not None
-    assert column is not None
-    return [(operand.codes, operand.scale) for operand in (row, column)], lossy
+    lossy = torch.empty(2, dtype=torch.int64, device=x.device)
+    made = backend.cast_parts(x, *specs(cast, cast, "folded"), CastInputs(folded=lossy))
+    scales = (made[at][:, : -(-length // 128)] for at, length in ((1, x.shape[1]), (4, x.shape[0])))
+    return list(zip((made[0], made[3]), scales, strict=True)), lossy
 
 
 def cases() -> list[Case]:

@@ -90,8 +90,8 @@ def test_a_table_file_and_a_picture(microfloat, tmp_path):
 
 
 def test_shapes_by_name():
-    assert bench.Shape(4096, 28672, 4096) in bench._shapes("llama8b,8x8x8")
-    assert bench._shapes("8x16x32,8x16x32") == [bench.Shape(8, 16, 32)]
+    assert bench.Shape(4096, 28672, 4096) in bench.shapes_of("llama8b,8x8x8")
+    assert bench.shapes_of("8x16x32,8x16x32") == [bench.Shape(8, 16, 32)]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_figures_are_those_of_the_metrics(microfloat, pair, monkeypatch):
 
     a, b, other, noisy = pair
     for elements in (1 << 22, 1000):  # in one window, and in several
-        monkeypatch.setattr(diff, "_ELEMENTS", elements)
+        monkeypatch.setattr(diff, "ELEMENTS", elements)
         done = microfloat("diff", a, b, "--json")
         assert done.code == 0
         rows = {row["name"]: row for row in done.json["tensors"]}

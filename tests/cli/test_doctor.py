@@ -49,7 +49,7 @@ def test_a_device_that_does_not_fit_is_wrong_usage(microfloat, words):
 
 
 def test_a_front_end_that_cannot_be_imported_is_an_answer(microfloat, monkeypatch):
-    monkeypatch.setattr(doctor, "_import", lambda name: f'{name} is broken: pip install "microfloat[{name}]"')
+    monkeypatch.setattr(doctor, "import_front_end", lambda name: f'{name} is broken: pip install "microfloat[{name}]"')
     document = microfloat("doctor", "--json").json
     rows = {row["front_end"]: row for row in document["support"]}
     assert not rows["torch"]["available"]

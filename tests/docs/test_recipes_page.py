@@ -21,7 +21,7 @@ def test_the_table_names_every_recipe(page):
 
 def test_the_names_of_other_libraries_resolve_as_the_page_says(page):
     pairs = re.findall(r"`(\w+)` is `([^`]+)`", " ".join(page.read_text().split()))
-    assert {alias for alias, _ in pairs} == set(recipes.names._ALIASES)
+    assert {alias for alias, _ in pairs} == set(recipes.names.ALIASES)
     for alias, meaning in pairs:
         meant = eval(meaning, vars(recipes)) if "(" in meaning else recipes.from_name(meaning)
         assert recipes.from_name(alias) == meant, alias

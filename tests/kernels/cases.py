@@ -22,6 +22,8 @@ from microfloat.recipes import Cast, Delayed, Hadamard, from_name
 from microfloat.torch import attention, backends, fused, program, reference, schedule
 from microfloat.torch.backends import triton
 from microfloat.torch.gathered import Gather, Gathered
+from microfloat.torch.producers import Activation, ActivationGradient, Norm
+from tests.kernels import calls
 from tests.torch.scheduled.setting import native_on
 
 SEED = 0x89ABCDEF01234567
@@ -112,13 +114,13 @@ def sides(device, row, column):
     x = matrix((400, 72), "bfloat16", special=True)
     x[x.isinf()] = 1.0
     x[80:112] *= torch.where(torch.arange(32)[:, None] % 3 == 0, -0.0, 0.0).to(x.dtype)
-    both, enough = (make_cast("nvfp4", row), make_cast("nvfp4", column)), casts._ENOUGH_PROGRAMS
+    both, enough = (make_cast("nvfp4", row), make_cast("nvfp4", column)), casts.ENOUGH_PROGRAMS
     try:
-        casts._ENOUGH_PROGRAMS = 1
+        casts.ENOUGH_PROGRAMS = 1
         program.forget_programs()
         made = triton.quantize_both(x.to(device), *both, seed=seed_words(device), row_stream=2, column_stream=4)
     finally:
-        casts._ENOUGH_PROGRAMS = enough
+        casts.ENOUGH_PROGRAMS = enough
         program.forget_programs()
     for got, cast, axis, stream in zip(made, both, (-1, -2), (2, 4), strict=True):
         want = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED, stream=stream)
@@ -169,7 +171,8 @@ def delayed(device):
             check_operand(got, want, f"delayed {shape}")
         largest = largest if special else max(largest, float(x.float().abs().max()))
         assert history.tolist() == [largest, 0.0, 0.0, 0.0]
-    assert all(not bool(words.any()) for words in program._SCRATCH.values()), "scratch words were left behind"
+    index = torch.zeros(1, device=device).get_device()
+    assert not program.scratch(index).any(), "scratch words were left behind"
 
 
 def told_of_overflow(want, x, transposed):
@@ -231,14 +234,15 @@ def delayed_gradients(device):
                             check_operand(got, told_of_overflow(want, x, transposed), f"{shape} {special} {transposed}")
                     if history is not None:
                         assert float(history[0]) == (0.0 if special else float(x.float().abs().max()))
-    assert all(not bool(words.any()) for words in program._SCRATCH.values()), "scratch words were left behind"
+    index = torch.zeros(1, device=device).get_device()
+    assert not program.scratch(index).any(), "scratch words were left behind"
 
 
 def converted_once(device):
     """Codes of whole tiles of large matrices, each element converted once for both operands."""
-    history, known, enough = torch.zeros(2, device=device), torch.tensor(0.3), casts._ENOUGH_PROGRAMS
+    history, known, enough = torch.zeros(2, device=device), torch.tensor(0.3), casts.ENOUGH_PROGRAMS
     try:
-        casts._ENOUGH_PROGRAMS = 1
+        casts.ENOUGH_PROGRAMS = 1
         program.forget_programs()
         for shape, dtype in (((512, 256), "bfloat16"), ((256, 128), "float16"), ((256, 128), "float32")):
             x = matrix(shape, dtype, special=True)
@@ -254,7 +258,7 @@ def converted_once(device):
                 check_operand(got, want, f"delayed {shape}")
             assert float(history[0]) >= float(x[~x.isnan()].float().abs().max())
     finally:
-        casts._ENOUGH_PROGRAMS = enough
+        casts.ENOUGH_PROGRAMS = enough
         program.forget_programs()
 
 
@@ -346,7 +350,7 @@ def special_words_folded(device, name, tile):
     cast = make_cast(name, ())
     for which in ("finite", "Inf", "NaN"):
         x = matrix_of_words("bfloat16", which)
-        *both, lossy = triton.fold_both(x.to(device), cast, cast, tile=tile)
+        *both, lossy = calls.folded(x.to(device), cast, cast, tile=tile)
         for got, axis, count in zip(both, (-1, -2), lossy.tolist(), strict=True):
             quantized = oracle.quantize(x.float().numpy(), cast, axis=axis)
             want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
@@ -379,16 +383,15 @@ def values_in_bf16(device, name, options=()):
     for shape, kind in (((33, 47), {"special": True}), ((64, 48), {}), ((40, 24), {"transposed": True})):
         x = matrix(shape, "bfloat16", **kind)
         seed = seed_words(device)
-        both = triton.quantize_to_bf16(x.to(device), cast, cast, seed=seed, row_stream=1, column_stream=1)
-        for got, transposed in zip(both, (False, True), strict=True):
+        *both, _ = calls.cast_to("values", x.to(device), cast, cast, seed=seed, row_stream=1, column_stream=1)
+        for (values, _, level), transposed in zip(both, (False, True), strict=True):
             operand = reference.quantize(x, cast, transposed=transposed, seed=seed.cpu(), stream=1)
             bare = replace(operand, tensor_scale=None, hadamard=None, length=operand.stored_length)
-            check_values(got.values, reference.dequantize(bare, torch.bfloat16), f"{name} transposed {transposed}")
-            assert (got.rows, got.length) == (operand.rows, operand.length)
-            assert (got.tensor_scale is None) == (operand.tensor_scale is None)
+            check_values(values, reference.dequantize(bare, torch.bfloat16), f"{name} transposed {transposed}")
+            assert (level is None) == (operand.tensor_scale is None)
             if operand.tensor_scale is not None:
-                check_values(got.tensor_scale, operand.tensor_scale, name)
-        assert (both[0].values.data_ptr() == both[1].values.data_ptr()) is cast.format.is_tile
+                check_values(level, operand.tensor_scale, name)
+        assert (both[0][0].data_ptr() == both[1][0].data_ptr()) is cast.format.is_tile
 
 
 def folded(device, name, tile, options=()):
@@ -404,7 +407,7 @@ def folded(device, name, tile, options=()):
             for k in range(8):
                 x[:, 32 * k : 32 * k + 32] *= 2.0 ** (-3 * k)
             x[32:64] *= 2.0**-9
-        *both, lossy = triton.fold_both(x.to(device), cast, cast, tile=tile, seed=seed)
+        *both, lossy = calls.folded(x.to(device), cast, cast, tile=tile, seed=seed)
         for got, axis, count in zip(both, (-1, -2), lossy.tolist(), strict=True):
             quantized = oracle.quantize(x.float().numpy(), cast, axis=axis, seed=SEED)
             want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
@@ -532,11 +535,10 @@ def activations(device, activation, dtype):
     (plain(leaf) * other).backward(grad)
     alone = gate.clone().requires_grad_()
     plain(alone).backward(grad)
-    product, product_amax = triton.activation_values(gate, up, activation=activation)
-    single, _ = triton.activation_values(gate, None, activation=activation)
-    first, second = triton.activation_backward_values(grad, gate, up, activation=activation)
-    only, nothing = triton.activation_backward_values(grad, gate, None, activation=activation)
-    assert nothing is None
+    ((product, product_amax),), _ = triton.values(Activation(gate, up, activation))
+    ((single, _),), _ = triton.values(Activation(gate, None, activation))
+    (first, second), _ = triton.values(ActivationGradient(grad, gate, up, activation))
+    (only,), _ = triton.values(ActivationGradient(grad, gate, None, activation))
     # One unit of the last place of the dtype, relative to the largest value: order of operations, approximate exp.
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
     for got, want in (
@@ -563,7 +565,7 @@ def rotary(device, dtype, interleaved):
         cos, sin, split = angles.cos(), angles.sin(), [heads, kv, kv]
         leaf = joint.clone().requires_grad_()
         parts = leaf.split(split, 2)
-        want = torch.cat([*(attention._rotated(x, cos, sin, interleaved) for x in parts[:2]), parts[2]], 2)
+        want = torch.cat([*(attention.rotated_by_torch(x, cos, sin, interleaved) for x in parts[:2]), parts[2]], 2)
         want.backward(grad)
         for inputs, inverse, wanted in ((joint, False, want.detach()), (grad, True, leaf.grad)):
             outputs = inputs.new_empty(inputs.shape)
@@ -613,27 +615,31 @@ def fused_casts(device, name):
             return {"scale_enc": scale_enc, "record": live}
         return {"amax": amax} if cast.format.is_per_tensor else {}
 
-    product, _ = triton.activation_values(gate, up)
-    check(triton.activation_quantize(gate, up, cast, cast, **known(product), **noise), product)
+    swiglu = Activation(gate, up, "silu")
+    ((product, _),), _ = triton.values(swiglu)
+    (both,), _ = calls.codes(swiglu, cast, cast, **known(product), **noise)
+    check(both, product)
     if is_delayed:
         assert float(live[0]) == float(product.float().abs().max())
-    (first, first_amax), (second, second_amax) = triton.activation_backward_values(grad, gate, up)
-    options = {}
+    gradients_ = ActivationGradient(grad, gate, up, "silu")
+    ((first, first_amax), (second, second_amax)), _ = triton.values(gradients_)
+    options, others = {}, {}
     if is_delayed:
         live.zero_()
-        options = {"scale_enc": (scale_enc, scale_enc), "record": (live, live2)}
+        options, others = {"scale_enc": scale_enc, "record": live}, {"scale_enc": scale_enc, "record": live2}
     elif cast.format.is_per_tensor:
-        options = {"amax": (first_amax, second_amax)}
+        options, others = {"amax": first_amax}, {"amax": second_amax}
     if noisy:  # the gradients belong to two layers, each with a seed of its own
-        options |= {"seed": (words, other_words), **streams}
-    both, both2 = triton.activation_backward_quantize(grad, gate, up, cast, cast, **options)
+        options, others = {"seed": words, **streams}, {"seed": other_words}
+    (both, both2), _ = calls.codes(gradients_, cast, cast, **options, second=others)
     check(both, first)
     check(both2, second, other_words)
     if is_delayed:
         assert (float(live[0]), float(live2[0])) == (float(first_amax), float(second_amax))
     for kind in ("rms", "layer"):
-        values, _, _, _ = triton.norm_values(gate, weight, bias, eps=1e-5, kind=kind)
-        normed = triton.norm_quantize(gate, weight, bias, cast, cast, eps=1e-5, kind=kind, **known(values), **noise)
+        norm = Norm(gate, weight, bias, 1e-5, kind)
+        ((values, _),), _ = triton.values(norm)
+        (both,), normed = calls.codes(norm, cast, cast, **known(values), **noise)
         # Sums of another order may give another last bit of the statistics: the codes are those of the ones returned.
         rows = gate.float()
         if kind == "layer":
@@ -643,7 +649,7 @@ def fused_casts(device, name):
             again = rows * normed.inverse[:, None] * weight.float()
             plain = functional.rms_norm(gate.float(), (92,), weight.float(), 1e-5)
         again = again.to(torch.bfloat16)
-        check((normed.row, normed.column), again)
+        check(both, again)
         for got in (values, again):
             assert float((got.float() - plain).abs().max()) <= 2.0**-8 * float(plain.abs().max())
 
@@ -685,14 +691,14 @@ def fused_gradients(device, name):
             gate[7, 9], up[7, 9], grad[7, 9] = 0.0, 1.0, float("inf")  # that of up is Inf * silu(0), which is NaN
         else:
             grad[7, 9] = 1.0
-        inputs = [tensor.to(device) for tensor in (grad, gate, up)]
-        first, second = (values.cpu() for values, _ in triton.activation_backward_values(*inputs))
+        producer = ActivationGradient(*(tensor.to(device) for tensor in (grad, gate, up)), "silu")
+        first, second = (one.value.cpu() for one in triton.values(producer)[0])
         assert (bool(first.isinf().any()), bool(second.isinf().any())) == (infinite, False)
-        options = {}
+        options, others = {}, {}
         if name == "delayed":
-            known, live = (torch.tensor(0.3, device=device),) * 2, (torch.zeros(2, device=device), None)
-            options = {"scale_enc": known, "record": live}
-        made = triton.activation_backward_quantize(*inputs, cast.of_gradient, cast.of_gradient, **options)
+            others = {"scale_enc": torch.tensor(0.3, device=device)}
+            options = {**others, "record": torch.zeros(2, device=device)}
+        made, _ = calls.codes(producer, cast.of_gradient, cast.of_gradient, **options, second=others)
         for both, values in zip(made, (first, second), strict=True):
             for got, transposed in zip(both, (False, True), strict=True):
                 scale_enc = torch.tensor(0.3) if name == "delayed" else None
@@ -705,13 +711,11 @@ def fused_squares(device):
     cast, generator = Cast("mxfp8"), torch.Generator().manual_seed(9)
     gate, up, grad = (torch.randn(256, 128, generator=generator).to(torch.bfloat16).to(device) for _ in range(3))
     gate[3, 5], up[40, 7], up[64:96, 32:64] = float("nan"), float("inf"), 0.0
-    product, _ = triton.activation_values(gate, up)
-    written = triton.activation_quantize(gate, up, cast, cast)
-    (first, _), (second, _) = triton.activation_backward_values(grad, gate, up)
-    both = triton.activation_backward_quantize(grad, gate, up, cast, cast)
-    for operands_, values in ((written, product), (both[0], first), (both[1], second)):
-        for got, want in zip(operands_, reference.quantize_both(values, cast, cast), strict=True):
-            check_operand(got, want, "fused mxfp8")
+    for producer in (Activation(gate, up, "silu"), ActivationGradient(grad, gate, up, "silu")):
+        written, _ = calls.codes(producer, cast, cast)
+        for both, (value, _) in zip(written, triton.values(producer)[0], strict=True):
+            for got, want in zip(both, reference.quantize_both(value, cast, cast), strict=True):
+                check_operand(got, want, "fused mxfp8")
 
 
 def traced(device):
@@ -773,9 +777,9 @@ def refusals(device):
         lambda: triton.quantize(x, odd),
         lambda: triton.quantize_packed(x, Cast("mxfp4")),
         lambda: triton.quantize_packed(x, Cast("mxfp6_e3m2", hadamard=Hadamard())),
-        lambda: triton.fold_both(x, Cast("fp8_1x128"), None),
-        lambda: triton.activation_quantize(x, None, Cast("nvfp4"), None),
-        lambda: triton.activation_quantize(x, None, Cast("fp8_tensor"), None),
+        lambda: calls.folded(x, Cast("fp8_1x128"), None),
+        lambda: calls.codes(Activation(x, None, "silu"), Cast("nvfp4"), None),
+        lambda: calls.codes(Activation(x, None, "silu"), Cast("fp8_tensor"), None),
     ):
         with pytest.raises(NotSupportedError):
             call()
@@ -785,7 +789,7 @@ def fused_linears(device, backend, name, **options):
     """Linears fused with a norm and an activation have the bits of their parts (tests/torch/fused_cases.py)."""
     from tests.torch import fused_cases
 
-    with fused_cases.on_cpu_too(backend) if device == "cpu" else contextlib.nullcontext():
+    with fused_cases.on_cpu_too() if device == "cpu" else contextlib.nullcontext():
         fused_cases.check(device, backend, name, **options)
 
 
@@ -809,7 +813,7 @@ def forms_of_gathered_weights(device, names):
             for row in (True, False):
                 entries = schedule.entries_of(recipe, routes, "w", row, not row)
                 wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
-                step = schedule._GatheredCast(backend, w.shape, entries, w.dtype)
+                step = schedule.GatheredCast(backend, w.shape, entries, w.dtype)
                 made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())
                 for ours, theirs in zip(made, wanted, strict=True):
                     assert (ours is None) == (theirs is None), (name, row)

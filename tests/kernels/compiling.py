@@ -183,12 +183,14 @@ def compile_norms_of_one_column():
 
     program.Kernel.compile = program.ClusterKernel.compile = compile_only
     from microfloat.torch.backends import triton
+    from microfloat.torch.producers import Norm
+    from tests.kernels import calls
 
     x, weight, casts = torch.zeros(5, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), _casts()
     known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
-    triton.norm_quantize(x, weight, weight, casts["delayed"], casts["delayed"], eps=1e-5, kind="layer", **known)
-    triton.norm_quantize(x, weight, None, casts["mxfp8"], casts["mxfp8"], eps=1e-5)
-    triton.norm_values(x, weight, None, eps=1e-5)
+    calls.codes(Norm(x, weight, weight, 1e-5, "layer"), casts["delayed"], casts["delayed"], **known)
+    calls.codes(Norm(x, weight, None, 1e-5, "rms"), casts["mxfp8"], casts["mxfp8"])
+    triton.values(Norm(x, weight, None, 1e-5, "rms"))
     return len(compiled)
 
 
@@ -200,7 +202,9 @@ def _every_launch(x, stream):
 
     from microfloat.recipes import Cast
     from microfloat.torch.backends import triton
+    from microfloat.torch.producers import Activation, ActivationGradient, Norm
     from tests.contract.cases import EVERY_CAST, cast_id
+    from tests.kernels import calls
 
     usual = [cast for cast in EVERY_CAST if cast == Cast(cast.format, None, cast.rounding, cast.hadamard)]
     weight, one, record = torch.zeros(x.shape[1], dtype=x.dtype), torch.ones(()), torch.zeros(4)
@@ -211,21 +215,19 @@ def _every_launch(x, stream):
             yield cast_id(cast), functools.partial(triton.quantize_both, x, cast, cast, **options)
     casts = _casts()
     for name, known in (("delayed", {"scale_enc": one, "record": record}), ("mxfp8", {}), ("mxfp4", {})):
-        cast, twice = casts[name], {key: (value, value) for key, value in known.items()}
+        both = casts[name], casts[name]
         for kind in ("rms", "layer"):
-            bias = weight if kind == "layer" else None
-            yield f"{kind} norm, {name}", functools.partial(
-                triton.norm_quantize, x, weight, bias, cast, cast, eps=1e-5, kind=kind, **known
-            )  # fmt: skip
-        yield f"swiglu, {name}", functools.partial(triton.activation_quantize, x, x, cast, cast, **known)
-        yield f"its gradients, {name}", functools.partial(
-            triton.activation_backward_quantize, x, x, x, cast, cast, **twice
-        )  # fmt: skip
+            norm = Norm(x, weight, weight if kind == "layer" else None, 1e-5, kind)
+            yield f"{kind} norm, {name}", functools.partial(calls.codes, norm, *both, **known)
+        yield f"swiglu, {name}", functools.partial(calls.codes, Activation(x, x, "silu"), *both, **known)
+        gradients = ActivationGradient(x, x, x, "silu")
+        yield f"its gradients, {name}", functools.partial(calls.codes, gradients, *both, **known, second=known)
         if name != "delayed":
-            yield f"{name} folded", functools.partial(triton.fold_both, x, cast, cast)
-            yield f"{name} to bfloat16", functools.partial(triton.quantize_to_bf16, x, cast, cast)
+            yield f"{name} folded", functools.partial(calls.folded, x, *both)
+            yield f"{name} to bfloat16", functools.partial(calls.cast_to, "values", x, *both)
     for name in ("nvfp4 sr", "nvfp4 rht sr"):
-        yield f"{name} to bfloat16", functools.partial(triton.quantize_to_bf16, x, casts[name], casts[name], **random)
+        both = casts[name], casts[name]
+        yield f"{name} to bfloat16", functools.partial(calls.cast_to, "values", x, *both, **random)
 
 
 def _casts():
@@ -259,26 +261,25 @@ def _fused(name):
     def workload(x):
         import torch
 
-        from microfloat.torch.backends import triton
+        from microfloat.torch.producers import Activation, ActivationGradient, Norm
+        from tests.kernels import calls
 
-        cast = _casts()["mxfp8"]
-        if name == "swiglu":
-            triton.activation_quantize(x, x, cast, cast)
-        elif name == "swiglu rows":
-            triton.activation_quantize(x, x, cast, None)
+        cast, delayed = _casts()["mxfp8"], _casts()["delayed"]
+        known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
+        if name.startswith("swiglu"):
+            calls.codes(Activation(x, x, "silu"), cast, None if name == "swiglu rows" else cast)
         elif name == "gradients":
-            one, record, delayed = torch.ones(()), torch.zeros(4), _casts()["delayed"]
-            known = {"scale_enc": (one, one), "record": (record, record)}
-            triton.activation_backward_quantize(x, x, x, delayed, delayed, **known)
+            calls.codes(ActivationGradient(x, x, x, "silu"), delayed, delayed, **known, second=known)
         elif name.startswith("norm"):
-            cast, known = _casts()[name.split()[1]], {}
-            if cast.is_delayed:
-                known = {"scale_enc": torch.ones(()), "record": torch.zeros(4)}
-            triton.norm_quantize(x, torch.zeros(1024, dtype=torch.bfloat16), None, cast, cast, eps=1e-5, **known)
+            norm, is_delayed = (
+                Norm(x, torch.zeros(1024, dtype=torch.bfloat16), None, 1e-5, "rms"),
+                name[5:] == "delayed",
+            )
+            calls.codes(norm, *((delayed, delayed) if is_delayed else (cast, cast)), **(known if is_delayed else {}))
         elif name.startswith("fold"):
-            triton.fold_both(x, cast if name != "fold columns" else None, cast if name != "fold rows" else None)
+            calls.folded(x, cast if name != "fold columns" else None, cast if name != "fold rows" else None)
         else:
-            triton.quantize_to_bf16(x, cast, cast)
+            calls.cast_to("values", x, cast, cast)
 
     return workload
 

@@ -12,6 +12,8 @@ import torch
 from microfloat.recipes import Cast, Hadamard
 from microfloat.torch import program, reference
 from microfloat.torch.backends import triton
+from microfloat.torch.producers import Activation, ActivationGradient, Norm
+from tests.kernels import calls
 
 ZONE, MARK = 512, 0xA5
 INPUTS = (((1, 1), "float32"), ((37, 75), "float32"), ((40, 72), "bfloat16"))
@@ -74,9 +76,9 @@ def check(device):
 def _forms_for_gemms(x):
     """Folded codes, values in bfloat16, packed codes, swizzled scales: their bytes have cases of their own."""
     with guard_zones():
-        triton.fold_both(x, Cast("mxfp8"), Cast("mxfp8"))
-        triton.quantize_to_bf16(x, Cast("mxfp8"), Cast("mxfp8"))
-        triton.quantize_to_bf16(x, Cast("nvfp4_2d"), Cast("nvfp4_2d"))
+        calls.folded(x, Cast("mxfp8"), Cast("mxfp8"))
+        for name in ("mxfp8", "nvfp4_2d"):
+            calls.cast_to("values", x, Cast(name), Cast(name))
         packed, scale = triton.quantize_packed(x, Cast("mxfp6_e2m3"))
         triton.dequantize_packed(packed, scale, Cast("mxfp6_e2m3").format, x.shape[1])
         triton.swizzle_scales(scale)
@@ -85,12 +87,12 @@ def _forms_for_gemms(x):
 def _producers(x):
     weight = among_nan(torch.ones_like(x[0]))
     cast, delayed = Cast("mxfp8"), Cast("fp8_tensor")
+    swiglu, gradients = Activation(x, x, "silu"), ActivationGradient(x, x, x, "silu")
     with guard_zones():
         for row in (cast, Cast("mxfp4")):
-            triton.activation_quantize(x, x, row, row)
-            triton.activation_backward_quantize(x, x, x, row, row)
-            triton.norm_quantize(x, weight, weight, row, row, eps=1e-5, kind="layer")
-        _, amax = triton.activation_values(x, x)
-        triton.activation_quantize(x, x, delayed, delayed, amax=amax)
-        triton.activation_backward_values(x, x, x)
-        triton.norm_values(x, weight, None, eps=1e-5)
+            for producer in (swiglu, gradients, Norm(x, weight, weight, 1e-5, "layer")):
+                calls.codes(producer, row, row)
+        ((_, amax),), _ = triton.values(swiglu)
+        calls.codes(swiglu, delayed, delayed, amax=amax)
+        triton.values(gradients)
+        triton.values(Norm(x, weight, None, 1e-5, "rms"))

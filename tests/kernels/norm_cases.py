@@ -9,7 +9,9 @@ from microfloat.passes import producers
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import program, reference
 from microfloat.torch.backends import triton
+from microfloat.torch.producers import Norm
 from microfloat.torch.program import ClusterKernel, ClusterRefused
+from tests.kernels import calls
 from tests.kernels.cases import check_operand
 
 
@@ -39,7 +41,7 @@ def one(x, weight, name, kind, at_once, cluster):
         by_clusters = by_clusters | {("scaled", produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
 
     def largest(device):
-        return 0 if device in program._WITHOUT_CLUSTERS else cluster
+        return 0 if device in program.WITHOUT_CLUSTERS else cluster
 
     program.forget_programs()
     with (
@@ -47,10 +49,10 @@ def one(x, weight, name, kind, at_once, cluster):
         mock.patch.object(program, "largest_cluster", largest),
         mock.patch.object(triton, "largest_cluster", largest),
     ):
-        normed = triton.norm_quantize(x, weight, weight, cast, cast, eps=1e-5, kind=kind, **known, **recorded)
+        (both,), normed = calls.codes(Norm(x, weight, weight, 1e-5, kind), cast, cast, **known, **recorded)
     values = values_of(x, weight, normed)
     wanted = reference.quantize_both(values, cast, cast, **known)
-    for got, want in zip((normed.row, normed.column), wanted, strict=True):
+    for got, want in zip(both, wanted, strict=True):
         check_operand(got, want, f"{kind} norm of {tuple(x.shape)}, {cluster} in a cluster")
     if delayed:
         assert float(live[0]) == float(values.float().abs().max())
@@ -75,10 +77,10 @@ def refused(device):
     """Two launches give the bytes on a GPU that starts no clusters, and nobody asks again."""
     x = matrix_of(64, 128, device)
     asked = mock.Mock(side_effect=ClusterRefused)
-    with mock.patch.object(ClusterKernel, "prepared", asked), mock.patch.object(program, "_WITHOUT_CLUSTERS", set()):
+    with mock.patch.object(ClusterKernel, "prepared", asked), mock.patch.object(program, "WITHOUT_CLUSTERS", set()):
         for _ in range(2):
             one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, 1)
-        assert asked.call_count == len(program._WITHOUT_CLUSTERS) == 1
+        assert asked.call_count == len(program.WITHOUT_CLUSTERS) == 1
 
 
 def check(device, kind, name):
@@ -93,4 +95,4 @@ def check(device, kind, name):
         one(x, torch.linspace(0.5, 2, columns).to(x), name, kind, at_once, cluster)
     if (kind, name) == ("rms", "mxfp8"):
         refused(device)
-    assert not program._WITHOUT_CLUSTERS
+    assert not program.WITHOUT_CLUSTERS

@@ -14,6 +14,7 @@ from microfloat.chips import Chip  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
 from microfloat.torch import backends, gemms, own_gemm, reference  # noqa: E402
+from microfloat.torch import program as programs  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 from tests.processes import other_process  # noqa: E402
@@ -47,11 +48,11 @@ def _compile(tiles, dtype):
 
     a, b = (torch.zeros(1024, 1024).to(torch.float8_e4m3fn) for _ in range(2))
     scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
-    start = own_gemm._start
+    start = own_gemm.start
     with pytest.MonkeyPatch.context() as patch:  # the process serves other tests afterwards
-        patch.setattr(own_gemm, "_processors", lambda device: 132)
+        patch.setattr(programs, "multiprocessors", lambda device: 132)
         patch.setattr(torch.cuda, "device", Anywhere)
-        patch.setattr(own_gemm, "_start", lambda function, *rest: start(Compiler(), *rest))
+        patch.setattr(own_gemm, "start", lambda function, *rest: start(Compiler(), *rest))
         own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
@@ -91,7 +92,7 @@ def test_the_assembler_is_swapped_for_this_kernel_alone(program):
 class TestChoice:
     @pytest.fixture(autouse=True)
     def _products_are_made_anew(self):
-        gemms._stored_product.cache_clear()
+        gemms.stored_product.cache_clear()
 
     def test_large_products_on_hopper(self):
         large = (16384, 4096, 14336)
@@ -111,7 +112,7 @@ class TestChoice:
     def test_only_where_the_kernel_can_be_built_and_gives_bfloat16(self, monkeypatch):
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(own_gemm, "_processors", lambda device: 132)
+        monkeypatch.setattr(programs, "multiprocessors", lambda device: 132)
         for is_there in (False, True):
             monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda is_there=is_there: is_there)
             assert own_gemm.own_gemm_serves(device, large, False, torch.bfloat16) is is_there
@@ -135,7 +136,7 @@ class TestChoice:
         monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda: True)
         monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(own_gemm, "_processors", lambda device: 132 + device)
+        monkeypatch.setattr(programs, "multiprocessors", lambda device: 132 + device)
         monkeypatch.setattr(
             own_gemm, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
         )
@@ -151,7 +152,7 @@ class TestChoice:
             assert (a_kind, b_kind) == (kinds.BlockWise1x128, kinds.BlockWise128x128 if tiles else a_kind)
             return _as_documented(a, a_scale, b, b_scale, output_dtype, tiles)
 
-        monkeypatch.setattr(gemms, "_scaled_mm_v2", None)
+        monkeypatch.setattr(gemms, "scaled_mm_v2", None)
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
         torch.testing.assert_close(*self._product((40, 512, 144), torch.device("cpu"), tiles))
 
@@ -163,7 +164,7 @@ class TestChoice:
         assert multiply.direct
         a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
         b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
-        y = multiply(a.codes, a.scale.t().contiguous().t(), None, b.codes.t(), b_scale, None, None)
+        y = multiply((a.codes, a.scale.t().contiguous().t(), None), (b.codes.t(), b_scale, None), None)
         return y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16)
 
 

@@ -18,7 +18,7 @@ from microfloat.formats import (
     NVFP4,
 )  # fmt: skip
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
-from microfloat.reference._operand import hadamard_transform
+from microfloat.reference import hadamard_transform
 from tests import digests
 from tests.digests import (
     APPENDIX_A,

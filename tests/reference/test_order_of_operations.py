@@ -10,8 +10,7 @@ import pytest
 from microfloat import reference
 from microfloat.formats import E2M1, E4M3, NVFP4, decode, encode
 from microfloat.recipes import Cast, Hadamard
-from microfloat.reference import quantize
-from microfloat.reference._operand import hadamard_transform
+from microfloat.reference import hadamard_transform, quantize
 from microfloat.scale_rules import SCALE_RULES
 
 f32 = np.float32

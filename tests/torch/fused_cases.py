@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import microfloat.torch as mf
-from microfloat.chips import Chip
 from microfloat.recipes import Cast, CustomRecipe, Gemm, from_name
 from microfloat.torch import backends, fused, scaling
+from microfloat.torch.folding import FoldCounts
 from microfloat.torch.produced_linear import NormRun
-from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, norm_gradients
+from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, norm_gradients, values_of
 from tests.torch.scheduled.setting import block_gemms
 
 TOKENS, WIDTH, HIDDEN, OUT = 40, 48, 80, 32
@@ -43,13 +43,14 @@ class _Activated(torch.autograd.Function):
     def forward(ctx, x, up, activation, kernels):
         ctx.save_for_backward(x, up)
         ctx.activation, ctx.kernels = activation, kernels
-        return Activation(x, up, activation).values(kernels)[0]
+        ((value, _),), _ = values_of(Activation(x, up, activation), kernels)
+        return value
 
     @staticmethod
     def backward(ctx, grad):
         x, up = ctx.saved_tensors
-        values = ActivationGradient(grad, x, up, ctx.activation).values(ctx.kernels)
-        return values[0][0], values[1][0] if up is not None else None, None, None
+        values, _ = values_of(ActivationGradient(grad, x, up, ctx.activation), ctx.kernels)
+        return values[0].value, values[1].value if up is not None else None, None, None
 
 
 class Mlp(nn.Module):
@@ -92,19 +93,9 @@ RECIPES = {
 
 
 @contextlib.contextmanager
-def on_cpu_too(backend):
-    """In Triton's interpreter a backend with kernels runs on CPU tensors too.
-
-    The native one as on a Hopper chip, with a stand-in for the vendor's GEMM of blocks.
-    """
-    from microfloat.torch.backends import native, triton
-
-    chosen = {(backend, torch.device("cpu")): {"native": native, "triton": triton}[backend]}
-    with (
-        mock.patch.dict(backends._CHOSEN, chosen), block_gemms("cpu", []),
-        mock.patch.object(backends, "chip_of", return_value=Chip((9, 0))),
-        mock.patch.object(native.FoldCounts, "note"),
-    ):  # fmt: skip
+def on_cpu_too():
+    """In Triton's interpreter kernels run on CPU tensors as on a Hopper, with a stand-in for its GEMM of blocks."""
+    with backends.pretend(chip="h200"), block_gemms("cpu", []), mock.patch.object(FoldCounts, "note"):
         yield
 
 

@@ -428,14 +428,13 @@ def test_torchs_own_checks_of_the_layers_operators() -> None:  # features G2
         token = context.token_of(recipe)
         seed = torch.tensor([1, 2]) if context.is_stochastic(token) else None
         scales = (scale, scale) if records else (None, None)
-        tail = "reference", torch.float32, True, True, records
-        call = x, [weight], "", None, seed, *scales, token, "layer", *tail
+        settings = "", token, "layer", "reference", torch.float32, torch.float32, True, True, records
+        call = x, [weight], None, seed, *scales, *settings
         torch.library.opcheck(operators.linear_forward.default, call, test_utils=checks)
         _, *saved = operators.linear_forward(*call)
         saved = saved[1:] if records else saved
-        settings = token, "reference", torch.float32, torch.float32, True, True, records
-        call = dy, x, [weight], "", saved, seed, scales[0], *settings
+        call = dy, x, [weight], saved, seed, scales[0], *settings
         torch.library.opcheck(operators.linear_backward.default, call, test_utils=checks)
         ends = torch.tensor([10, 40], dtype=torch.int32)
-        call = x, [weight.expand(2, 32, 64).clone()], "", None, ends, seed, *scales, token, "layer", *tail[:2], records
+        call = x, [weight.expand(2, 32, 64).clone()], None, ends, seed, *scales, *settings
         torch.library.opcheck(operators.grouped_forward.default, call, test_utils=checks)

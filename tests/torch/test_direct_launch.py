@@ -41,50 +41,49 @@ def compiled():
     )
 
 
-def both_ways(start: program.Start) -> None:
-    start.start(6, 1234, ADDRESSES, REST)
-    start.bind(6, REST)(1234, *ADDRESSES)
+def launched(bind: program.Bind) -> None:
+    bind(6, REST)(1234, *ADDRESSES)
 
 
-def both_ways_under_a_hook(start: program.Start) -> None:
+def launched_under_a_hook(bind: program.Bind) -> None:
     hook = lambda about: None  # noqa: E731
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        both_ways(start)
+        launched(bind)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
 
 
 @needs_known_launcher
 def test_the_launcher_gets_what_triton_would_give_it(compiled) -> None:
-    start = program.starter(compiled)
-    assert start is not None
-    both_ways(start)
+    bind = program.starter(compiled)
+    assert bind is not None
+    launched(bind)
     # Triton's own call, by its wrapper.
     compiled.run(6, 1, 1, 1234, 99, (4, 1, 0), None, None, None, *ADDRESSES, *REST)
-    direct, bound, ordinary = compiled.run.launch.calls
-    assert direct == bound == ordinary
+    direct, ordinary = compiled.run.launch.calls
+    assert direct == ordinary
 
 
 @needs_known_launcher
 def test_installed_hooks_are_called_tritons_way(compiled) -> None:
-    start = program.starter(compiled)
-    assert start is not None
-    both_ways_under_a_hook(start)
+    bind = program.starter(compiled)
+    assert bind is not None
+    launched_under_a_hook(bind)
     for call in compiled.run.launch.calls:
         assert call[9:13] == ((4, 1, 0), "about", knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
         assert call[13:] == (*ADDRESSES, *REST)
-    both_ways(start)
+    launched(bind)
     assert compiled.run.launch.calls[-1][10:13] == (None, None, None)
 
 
 @needs_known_launcher
 def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled) -> None:
-    start = program.starter(compiled, 8)
-    assert start is not None
-    both_ways(start)
-    both_ways_under_a_hook(start)
-    assert [call[9] for call in compiled.run.launch.calls] == [(4, 8, 0)] * 4
+    bind = program.starter(compiled, 8)
+    assert bind is not None
+    launched(bind)
+    launched_under_a_hook(bind)
+    assert [call[9] for call in compiled.run.launch.calls] == [(4, 8, 0)] * 2
 
 
 @needs_known_launcher
@@ -100,21 +99,21 @@ def test_clusters_are_refused_where_their_size_has_no_place(compiled) -> None:
 
 def test_scratch_memory_and_other_launchers_go_through_their_wrapper(compiled) -> None:
     compiled.run = Recorder()  # some other version's launcher
-    start = program.starter(compiled)
-    assert start is not None
-    both_ways(start)
-    assert len(compiled.run.calls) == 2
+    bind = program.starter(compiled)
+    assert bind is not None
+    launched(bind)
+    assert len(compiled.run.calls) == 1
     assert compiled.run.calls[0][:6] == (6, 1, 1, 1234, 99, (4, 1, 0))
 
 
 @needs_known_launcher
 def test_a_launcher_of_another_signature_is_not_called_directly(compiled, monkeypatch) -> None:
     monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT", "iiiKK")
-    assert not program._is_known(compiled.run)
+    assert not program.is_known(compiled.run)
     monkeypatch.undo()
-    assert program._is_known(compiled.run)
+    assert program.is_known(compiled.run)
     compiled.run.global_scratch_size = 64
-    assert not program._is_known(compiled.run)
+    assert not program.is_known(compiled.run)
 
 
 @pytest.mark.parametrize("missing", ["run", "function", "packed_metadata", "launch_metadata"])

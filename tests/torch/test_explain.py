@@ -201,7 +201,7 @@ def test_gpus_of_other_makers_run_the_reference_backend_and_are_told_so(monkeypa
     monkeypatch.setattr(torch.version, "hip", "7.0" if device == "cuda" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
-    monkeypatch.setattr(backends, "_CHOSEN", {})
+    monkeypatch.setattr(backends, "CHOSEN", {})
     explanation = mf.explain("mxfp8", device, shape=(8192, 4096, 4096))
     assert {row.backend for row in explanation.rows} == {"reference"}
     assert {row.kernel for row in explanation.casts} == {"plain torch ops"}

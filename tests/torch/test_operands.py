@@ -123,7 +123,7 @@ def test_shapes_without_values(name: str, device: str) -> None:
         with mf.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
             assert layer(x).shape == (8, 3, 48)
         assert fused.norm_linear(x, nn.RMSNorm(64, dtype=torch.bfloat16), layer).shape == (8, 3, 48)
-        assert all(slot.pending is None for slot in scaling._state(layer).slots.values())
+        assert all(slot.pending is None for slot in scaling.state_of(layer).slots.values())
         with pytest.raises(InvalidValueError, match=r"^x: "):
             layer(x[..., :32])
 

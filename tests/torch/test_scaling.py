@@ -456,7 +456,7 @@ def two_ranks(monkeypatch):
 @pytest.mark.parametrize("pinned", [True, False], ids=["alone", "autocast"])
 def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, two_ranks, reduce_amax, pinned) -> None:
     kernel = _PlayedKernel()
-    monkeypatch.setattr(rolling, "_update_kernel", lambda device: kernel)
+    monkeypatch.setattr(rolling, "update_kernel", lambda device: kernel)
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
     layer = mf.Linear(8, 8, recipe=recipe if pinned else None)
     with contextlib.nullcontext() if pinned else mf.autocast(recipe=recipe):
@@ -473,7 +473,7 @@ def test_the_kernel_is_given_what_all_processes_have_seen(monkeypatch, two_ranks
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_region_updates_all_its_layers_in_one_launch_prepared_once(monkeypatch, layers) -> None:
     kernel = _PlayedKernel()
-    monkeypatch.setattr(rolling, "_update_kernel", lambda device: kernel)
+    monkeypatch.setattr(rolling, "update_kernel", lambda device: kernel)
     recipe = DelayedScaling(amax_history_len=4)
     model = torch.nn.Sequential(*[mf.Linear(8, 8) for _ in range(layers)])
     for _ in range(4):

@@ -97,7 +97,7 @@ def bench(
     if device not in ("", "cpu", "cuda") or (device == "cuda" and not measure.has_cuda()):
         raise invalid_value("--device", repr(device), "cpu, or cuda on a machine with an NVIDIA GPU")
     device = device or ("cuda" if measure.has_cuda() else "cpu")
-    chosen = _shapes(shapes or ("llama8b" if device == "cuda" else _ON_CPU))
+    chosen = shapes_of(shapes or ("llama8b" if device == "cuda" else _ON_CPU))
     _machine(output, device)
     if earlier is not None and earlier.get("device") != output.document["device"]:
         needed = f"a run on {output.document['device']}: times of different devices do not compare"
@@ -146,7 +146,7 @@ def _plain(gemm: Gemm) -> Gemm:
     return Gemm(lhs, rhs, accumulate=gemm.accumulate, path=gemm.path)
 
 
-def _shapes(text: str) -> list[Shape]:
+def shapes_of(text: str) -> list[Shape]:
     found: list[Shape] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         if word in SHAPES:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 _MOST_LINES = 24
-_ELEMENTS = 1 << 22  # that are compared at a time
+ELEMENTS = 1 << 22  # that are compared at a time
 
 
 def _three(value: float | None) -> str:
@@ -194,7 +194,7 @@ def _windows(a: "Record", b: "Record") -> Iterator[tuple[np.ndarray, np.ndarray]
         if record.format is not None and len(record.logical_shape) == 2:
             tile = math.lcm(tile, record.format.block[0] or 1)
     per_row = math.prod(a.logical_shape[1:])
-    step = max(_ELEMENTS // max(per_row, 1), 1)
+    step = max(ELEMENTS // max(per_row, 1), 1)
     step = -(-step // tile) * tile
     if rows <= step:
         yield a.dequantize(), b.dequantize()
@@ -252,7 +252,7 @@ def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) ->
     where: tuple[int, ...] | None = None
     length = ours.shape[-1] if ours.ndim else 1
     flat = [np.ascontiguousarray(array).view(bits).reshape(-1, length) for array in (ours, theirs)]
-    step = max(_ELEMENTS // flat[0].shape[1], 1)
+    step = max(ELEMENTS // flat[0].shape[1], 1)
     for start in range(0, len(flat[0]), step):
         unequal = flat[0][start : start + step] != flat[1][start : start + step]
         differing += int(unequal.sum())

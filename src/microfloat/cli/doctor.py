@@ -57,7 +57,7 @@ def doctor(
         raise invalid_value("--device", repr(device), "cpu, cuda, or the name of a GPU such as h200, b200 or sm_100")
     if check and chip_named(device):
         raise invalid_value("--device", device, "a device of this machine for --check, such as cpu or cuda")
-    front_ends = {name: _import(name) for name in _FRONT_ENDS}
+    front_ends = {name: import_front_end(name) for name in _FRONT_ENDS}
     _packages(output, front_ends)
     output.put(gpus=gpus())
     if output.document["gpus"]:
@@ -71,7 +71,7 @@ def doctor(
     return _check(output, rows, device) if check else 0
 
 
-def _import(name: str) -> ModuleType | str:
+def import_front_end(name: str) -> ModuleType | str:
     """The front end, or why it cannot be imported."""
     try:
         return importlib.import_module(f"microfloat.{name}")

@@ -145,8 +145,8 @@ def cast_passes(
     numbers = _check(row and row.cast, column and column.cast)
     if numbers.family == "scaled" and not given:
         raise NotSupportedError(
-            f"a fused cast to {numbers.cast.format.name} needs scale_enc= or amax=; without them use the *_values "
-            "function, which measures the amax, and cast its result."
+            f"a fused cast to {numbers.cast.format.name} needs scale_enc= or amax=; without them use "
+            "`values`, which measures the amax, and cast its result."
         )
     results = 12 if work.two else 6
     passes = Passes(results + (2 if work.parameter_dtype else 0))

@@ -21,9 +21,9 @@ from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
-    "AMAX_PIECES", "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div", "kernel_cast",
-    "pieces_of_norm", "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks",
-    "tile_of_scaled",
+    "AMAX_PIECES", "ENOUGH_PROGRAMS", "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div",
+    "kernel_cast", "pieces_of_norm", "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4",
+    "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
 
 MOST_CASTS = 512
@@ -78,7 +78,7 @@ TILES = {
 # The number of tiles that a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of
 # them: what it computes once for all its tiles costs as much as an eighth of one.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
-_ENOUGH_PROGRAMS = 1024
+ENOUGH_PROGRAMS = 1024
 # Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
 # as many as fit; its warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
@@ -159,7 +159,7 @@ def tile_of_scaled(
     if source == TILE:
         return TILES["cast_tiles"]
     rows, columns, warps = TILES["cast_once"]
-    enough = ceil_div(shape[0], rows) * ceil_div(shape[1], columns) >= _ENOUGH_PROGRAMS
+    enough = ceil_div(shape[0], rows) * ceil_div(shape[1], columns) >= ENOUGH_PROGRAMS
     if enough and converts_once(row, column, source, fills(rows, columns), rows):
         return rows, columns, warps
     return TILES["cast"]
@@ -229,7 +229,7 @@ def tile_of_nvfp4(
     if values or column is None:
         name = "nvfp4_values" if values else "nvfp4_rows"
     (rows, columns, warps), steps = TILES[name], NVFP4_STEPS[name]
-    enough = ceil_div(shape[0], rows * steps) * ceil_div(shape[1], columns) >= _ENOUGH_PROGRAMS
+    enough = ceil_div(shape[0], rows * steps) * ceil_div(shape[1], columns) >= ENOUGH_PROGRAMS
     return rows, columns, warps, steps if enough else 1
 
 

@@ -25,7 +25,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 FAMILIES = tuple(maker for maker in RECIPES.values() if isinstance(maker, type))
 
 # Names that users of torchao and Megatron-LM know (docs/recipes.md).
-_ALIASES: dict[str, Callable[[], Recipe]] = {
+ALIASES: dict[str, Callable[[], Recipe]] = {
     "tensorwise": Float8CurrentScaling,
     "rowwise": Float8RowScaling,
     "rowwise_with_gw_hp": lambda: Float8RowScaling(wgrad="high_precision"),
@@ -45,9 +45,9 @@ def from_name(name: str) -> Recipe:
 def _named(name: str, argument: str) -> Recipe:
     if not isinstance(name, str):
         raise invalid_type(argument, type(name), "a recipe name such as 'mxfp8'")
-    maker = RECIPES.get(name) or _ALIASES.get(name)
+    maker = RECIPES.get(name) or ALIASES.get(name)
     if maker is None:
-        raise unknown_name(argument, name, [*RECIPES, *_ALIASES], hint_of_format(name))
+        raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name))
     return maker()
 
 
@@ -91,7 +91,7 @@ def hint_of_format(name: str) -> str:
 
 def hint_of_recipe(name: str) -> str:
     """A hint for the name of a recipe given as a format; "" for a name that is none."""
-    make = RECIPES.get(name) or _ALIASES.get(name)
+    make = RECIPES.get(name) or ALIASES.get(name)
     if make is None:
         return ""
     return f"{name!r} is a recipe; the formats that it uses: {', '.join(map(repr, _formats_of(make())))}."

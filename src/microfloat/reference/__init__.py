@@ -5,6 +5,7 @@ One idea per private module: `_operand` (arrays as the matrix a GEMM sees), `_sc
 """
 
 from microfloat.reference._delayed import record_amax, update_delayed
+from microfloat.reference._operand import hadamard_inverse, hadamard_transform
 from microfloat.reference._packing import (
     from_blocked,
     pack_fp4,
@@ -20,7 +21,7 @@ from microfloat.reference._quantize import Quantized, quantize
 from microfloat.reference._values import dequantize, fold, scaled_matmul
 
 __all__ = [
-    "Quantized", "dequantize", "derive", "fold", "from_blocked", "pack_fp4", "pack_fp6", "philox", "quantize",
-    "random_bytes", "record_amax", "scaled_matmul", "swizzle_scales", "to_blocked", "unpack_fp4", "unpack_fp6",
-    "unswizzle_scales", "update_delayed",
+    "Quantized", "dequantize", "derive", "fold", "from_blocked", "hadamard_inverse", "hadamard_transform", "pack_fp4",
+    "pack_fp6", "philox", "quantize", "random_bytes", "record_amax", "scaled_matmul", "swizzle_scales", "to_blocked",
+    "unpack_fp4", "unpack_fp6", "unswizzle_scales", "update_delayed",
 ]  # fmt: skip

@@ -28,7 +28,6 @@ from microfloat.recipes import (
 from microfloat.support import Support
 from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast, get_autocast_recipe, is_autocast_enabled
-from microfloat.torch.compiled import export
 from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
 from microfloat.torch.explain import (
     explain,
@@ -38,6 +37,7 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from microfloat.torch.exported import export
 from microfloat.torch.inference import calibrate, quantize_
 from microfloat.torch.loading import load_quantized, save_quantized
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from microfloat.torch.linear import Run
     from microfloat.torch.produced_linear import ActivationRun, NormRun
 
-__all__ = ["Arguments", "Context", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes"]
+__all__ = [
+    "Arguments", "Context", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes", "Triple",
+]  # fmt: skip
 
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
 Result = TypeVar("Result")
 
 Maybe: TypeAlias = torch.Tensor | None
 Parts: TypeAlias = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row; or None
+Triple: TypeAlias = Sequence[Any]  # those of one operand
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
 Options: TypeAlias = dict[str, Any]  # the same by name

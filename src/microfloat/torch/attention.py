@@ -19,7 +19,9 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe
 
-__all__ = ["apply_rotary", "attend", "attention_kernel", "joint_mask", "rotate_heads", "split_heads"]
+__all__ = [
+    "apply_rotary", "attend", "attention_kernel", "joint_mask", "rotate_heads", "rotated_by_torch", "split_heads",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- rotary
@@ -57,7 +59,7 @@ def rotate_heads(
     if not plain and backends.choose("auto", first.device).producers is not None:
         return _Rotate.apply(cos, sin, split, interleaved, *made)  # type: ignore[no-any-return]
     parts = list(first.split(list(split), 2) if split is not None else made)
-    return *(_rotated(part, cos, sin, interleaved) for part in parts[:2]), *parts[2:]
+    return *(rotated_by_torch(part, cos, sin, interleaved) for part in parts[:2]), *parts[2:]
 
 
 def _table(name: str, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +78,8 @@ def _table(name: str, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """By torch operations."""
+def rotated_by_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x rotated by torch operations."""
     count = cos.shape[-1]
     cos, sin, wide = cos[:, :, None].float(), sin[:, :, None].float(), x[..., :count].float()
     if interleaved:

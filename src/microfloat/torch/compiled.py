@@ -11,7 +11,7 @@ Legend: M = rows of x, K = in features, N = out features.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,12 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
 from microfloat.routes import Routes
-from microfloat.torch import backends, context, scaling
-from microfloat.torch._checks import check_model
+from microfloat.torch import backends, context, exported, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
-from microfloat.torch._typing import Context, Maybe, Options
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
-from microfloat.torch.schedule import Schedule, entries_of, laid, layouts_of, saved_parts
+from microfloat.torch.schedule import Schedule, autocast_dtype, entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -36,27 +35,58 @@ if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
-    "MAIN_GRAD", "MARKER", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
-    "delayed_state", "describe", "export", "live_amaxes", "named", "rebuilt", "recorded", "token_of_high_precision",
+    "MAIN_GRAD", "MARKER", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
+    "describe", "live_amaxes", "named", "rebuilt", "recorded", "settings_in", "settings_of", "state_of",
+    "token_of_high_precision",
 ]  # fmt: skip
 
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "linear_forward(Tensor x, Tensor[] weight, str stored, Tensor? bias, Tensor? seed, Tensor? x_scale, "
-    "Tensor? w_scale, str token, str origin, str backend, ScalarType compute, bool wants_dx, bool wants_dw, "
-    "bool records) -> Tensor[]"
+
+
+class Settings(NamedTuple):
+    """All of a compiled call besides its tensors. Operators take it flat behind their tensors (`SETTINGS`).
+
+    `stored`: the description of a stored weight (`describe`), whose parts are given in its place. `origin`: who has
+    named the recipe (`check_caller`). `records`: a float32 [8] comes with the results, whose elements `_LIVE` are the
+    amaxes of the call's delayed casts, taken by the casts themselves.
+    """
+
+    stored: str
+    token: str
+    origin: str
+    backend: str
+    compute: torch.dtype
+    x_dtype: torch.dtype
+    wants_dx: bool
+    wants_dw: bool
+    records: bool
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that the token names."""
+        return context.recipe_of(self.token)
+
+
+def settings_in(flat: Sequence[object]) -> Settings:
+    """The settings that an operator was given."""
+    return Settings(*flat)  # type: ignore[arg-type]
+
+
+SETTINGS = (
+    "str stored, str token, str origin, str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, "
+    "bool wants_dw, bool records"
 )
-# `weight`: the weight alone, or the parts of a QuantizedTensor, which `stored` describes (`describe`).
+_LIVE = {"x": 0, "w": 4, "dy": 0}
+_library.define(
+    "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, "
+    f"{SETTINGS}) -> Tensor[]"
+)
 # x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`, and x itself can go.
 _library.define(
-    "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, str stored, Tensor[] saved, Tensor? seed, "
-    "Tensor? dy_scale, str token, str backend, ScalarType compute, ScalarType x_dtype, bool wants_dx, bool wants_dw, "
-    "bool records) -> Tensor[]"
+    "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, "
+    f"{SETTINGS}) -> Tensor[]"
 )
-# With `records` both give a float32 [8] besides, whose elements `_LIVE` are the amaxes of this call's delayed casts,
-# taken by the casts themselves.
-_LIVE = {"x": 0, "w": 4, "dy": 0}
 _library.define("record_forward_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor live, str token, int layer) -> ()")
 _library.define("record_backward_(Tensor(a!) history, Tensor live, str token, int layer) -> ()")
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
@@ -108,18 +138,18 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return _EAGER_FORWARD(layer, x)
     token, origin = context.recipe_here(layer._pin_token)
     weight = layer.weight
-    stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
+    is_stored = isinstance(weight, QuantizedTensor)
     if token == context.PLAIN:
         calibrated = context.asked().CALIBRATED
         calibrated = calibrated and (layer._pin_token or calibrated)
         if calibrated and context.is_delayed(calibrated):
             check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
-            operands = x.detach(), weight.dequantize() if stored else weight.detach()
+            operands = x.detach(), weight.dequantize() if is_stored else weight.detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
-        if not _exports_plainly and origin != "code" and layer._pin_token != context.PLAIN:
+        if not exported.PLAINLY and origin != "code" and layer._pin_token != context.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, origin)
-        if not stored:
+        if not is_stored:
             return layer._plain(x)
         token = token_of_high_precision()
     if hasattr(weight, "placements"):
@@ -129,37 +159,42 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     layer._check_input(x)
     if weight.numel() == 0:
         return layer._plain(x)
-    compute = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        compute = torch.get_autocast_dtype(x.device.type)
-    if _exports_plainly:
+    if exported.PLAINLY:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
         if context.is_static(token):
             scales = static_amax(layer), None
-        return _in_torch_operations(x, weight, layer.bias, token, scales, compute)
-    backend = context.asked().BACKEND if layer.backend == "auto" else layer.backend
+        return exported.in_torch_operations(x, weight, layer.bias, token, scales)
+    state, number = state_of(layer, x, token)
+    settings = settings_of(x, weight, token, origin, layer.backend, state)
+    return recorded(layer, _CompiledLinear.apply(x, weight, layer.bias, *state, number, *settings), token, number)
+
+
+def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:
+    """Call seed, encode scales of x and w as they are now, scale and history of dy, which backward reads; and the
+    number of the layer. Each None, or -1, where the recipe has no use for it; `layer` None: a function.
+    """
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
-    state: tuple[Maybe, ...] = (None, None, None, None)
-    number = -1
     if context.is_delayed(token):
-        state = delayed_state(layer)
-        number = layer._number  # a constant of compiled code, which only state makes one layer's own
-    elif context.is_static(token):
-        state = (static_amax(layer), None, None, None)
-    outputs = _CompiledLinear.apply(
-        x, weight, layer.bias, seed, *state, stored, token, origin, backend, compute, number,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
-    return recorded(layer, outputs, token, number)
+        if layer is None:
+            raise NotSupportedError("recipe: got delayed scaling for a function. Use microfloat.torch.GroupedLinear.")
+        check_buffers(layer)
+        scales = layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale
+        # The number is a constant of compiled code, which only state makes one layer's own.
+        return (seed, *scales, layer.scaling_dy_amax_history), layer._number
+    return (seed, static_amax(layer) if context.is_static(token) else None, None, None, None), -1
 
 
-def delayed_state(layer: Any) -> tuple[torch.Tensor, ...]:
-    """Encode scales of x and w as they are now, and the scale and history of dy, which backward reads."""
-    check_buffers(layer)
-    return (
-        layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale,
-        layer.scaling_dy_amax_history,
-    )  # fmt: skip
+def settings_of(
+    x: torch.Tensor, weight: torch.Tensor, token: str, origin: str, backend: str, state: tuple[Maybe, ...]
+) -> Settings:
+    """The settings of a call of operators; `state`: as `state_of` gives it."""
+    backend = context.asked().BACKEND if backend == "auto" else backend
+    stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
+    grad = torch.is_grad_enabled()
+    wants = x.requires_grad and grad, weight.requires_grad and grad
+    records = grad and state[-1] is not None
+    compute = autocast_dtype(x.device.type) or x.dtype
+    return Settings(stored, token, origin, backend, compute, x.dtype, *wants, records)
 
 
 def recorded(
@@ -181,11 +216,9 @@ def abstract_linear(
     token = context.token_of(recipe)
     seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
-    stored = describe(weight) if isinstance(weight, QuantizedTensor) else ""
-    return _CompiledLinear.apply(
-        x, weight, bias, seed, scale, scale, scale, None, stored, token, "layer", backend, compute, -1,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
+    state = seed, scale, scale, scale, None
+    settings = settings_of(x, weight, token, "layer", backend, state)._replace(backend=backend, compute=compute)
+    return _CompiledLinear.apply(x, weight, bias, *state, -1, *settings)
 
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -227,35 +260,17 @@ class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-        dy_scale: Maybe, dy_history: Maybe, stored: str, token: str, origin: str, backend: str, compute: torch.dtype,
-        number: int, has_grad: bool,
+        dy_scale: Maybe, dy_history: Maybe, number: int, *settings: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wants_dx, wants_dw = x.requires_grad and has_grad, weight.requires_grad and has_grad
-        records = has_grad and dy_history is not None
+        call = settings_in(settings)
         weights = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
-        y, *saved = torch.ops.microfloat.linear_forward(
-            x,
-            weights,
-            stored,
-            bias,
-            seed,
-            x_scale,
-            w_scale,
-            token,
-            origin,
-            backend,
-            compute,
-            wants_dx,
-            wants_dw,
-            records,
-        )
-        live, saved = (saved[0], saved[1:]) if records else (None, saved)
-        again = context.keeps_x(token) or _is_made_again(token, backend, "wgrad", x.device.type, x.device.index)
-        kept = x if wants_dw and again else None
-        ctx.save_for_backward(kept, seed, *weights, *saved)
+        y, *saved = torch.ops.microfloat.linear_forward(x, weights, bias, seed, x_scale, w_scale, *settings)
+        live, saved = (saved[0], saved[1:]) if call.records else (None, saved)
+        keeps_x = call.wants_dw and _keeps_x(call.token, call.backend, x.device.type, x.device.index)
+        ctx.save_for_backward(x if keeps_x else None, seed, *weights, *saved)
         # Not saved, which would refuse a backward after that of another call, whose amax went into the history since.
         ctx.dy_state = dy_scale, dy_history
-        ctx.settings = (len(weights), stored, token, backend, compute, x.dtype, wants_dx, wants_dw, number)
+        ctx.settings = (len(weights), number, *settings)
         ctx.bias_dtype = None if bias is None else bias.dtype
         if live is None:
             return y
@@ -267,20 +282,19 @@ class _CompiledLinear(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             refuse_double_backward()
         x, seed, *saved = ctx.saved_tensors
-        dy_scale, dy_history = ctx.dy_state
-        parts, stored, token, backend, compute, x_dtype, wants_dx, wants_dw, number = ctx.settings
-        weight, saved = saved[:parts], saved[parts:]
-        records = dy_history is not None and (wants_dx or wants_dw)
+        (dy_scale, dy_history), (parts, number, *settings) = ctx.dy_state, ctx.settings
+        call = settings_in(settings)
+        records = dy_history is not None and (call.wants_dx or call.wants_dw)
         scale = dy_scale.clone() if records else None
         gradients = torch.ops.microfloat.linear_backward(
-            dy, x, weight, stored, saved, seed, scale, token, backend, compute, x_dtype, wants_dx, wants_dw, records
+            dy, x, saved[:parts], saved[parts:], seed, scale, *settings[:-1], records
         )
         if records:
-            torch.ops.microfloat.record_backward_(dy_history, gradients[0], token, number)
-        dx = gradients[1 if records else 0] if wants_dx else None
-        dw = gradients[-1] if wants_dw else None
+            torch.ops.microfloat.record_backward_(dy_history, gradients[0], call.token, number)
+        dx = gradients[1 if records else 0] if call.wants_dx else None
+        dw = gradients[-1] if call.wants_dw else None
         db = bias_gradient(dy, ctx.bias_dtype) if ctx.bias_dtype is not None else None
-        return (dx, dw, db, *(None,) * 12)
+        return (dx, dw, db, *(None,) * (6 + len(settings)))
 
 
 def _name(error: MicrofloatError, layer: torch.nn.Module) -> None:
@@ -308,29 +322,27 @@ def named(function: Callable) -> Callable:
     return run
 
 
-def _is_made_again(token: str, backend: str, gemm: str, device: str, index: int | None) -> bool:
+def _keeps_x(token: str, backend: str, device: str, index: int | None) -> bool:
+    """True where backward reads x itself: in high precision, or to cast it once more."""
+    on = torch.device(device if index is None else f"{device}:{index}")
+    recipe, module = context.recipe_of(token), backends.choose(backend, on)
+    return context.keeps_x(token) or _makes_again(module.routes(recipe, on, None), recipe, "wgrad")
+
+
+# As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
+_keeps_x._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
     """True where backward casts the right operand of a GEMM itself, because the GEMM reads decoded values.
 
     These take two bytes an element, as x and the weight do, which are there (or can be had again by a compiler) for
     others who read them too; codes take one.
     """
-    on = torch.device(device if index is None else f"{device}:{index}")
-    recipe, module = context.recipe_of(token), backends.choose(backend, on)
-    return _makes_again(module.routes(recipe, on, None), recipe, gemm)
-
-
-# As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
-_is_made_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
     return getattr(recipe, gemm).rhs is not None and getattr(routes, gemm).rhs == "values"
 
 
-def _schedule(
-    token: str, backend: str, shape: Sequence[int], x: Maybe, weight: torch.Tensor, bias: Maybe,
-    compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool,
-) -> Schedule:  # fmt: skip
+def _schedule(call: Settings, shape: Sequence[int], x: Maybe, weight: torch.Tensor, bias: Maybe) -> Schedule:
     """The schedule of a call.
 
     No fold counts: the outputs of what is compiled once cannot change with what a step before has counted. Where x is
@@ -338,10 +350,11 @@ def _schedule(
     """
     if x is None:
         strides = (weight.shape[1], 1) if len(shape) == 2 else torch.empty(shape, device="meta").stride()
-        key = (shape, strides, x_dtype, weight.get_device(), 0, False)
+        key = (shape, strides, call.x_dtype, weight.get_device(), 0, False)
     else:
         key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
-    schedule = find(key, x, weight, bias, context.recipe_of(token), backend, compute, wants_dx, wants_dw)
+    wants = call.wants_dx, call.wants_dw
+    schedule = find(key, x, weight, bias, call.recipe, call.backend, call.compute, *wants)
     assert schedule is not None
     return schedule
 
@@ -362,19 +375,23 @@ def cast_inputs(
 
 
 def _linear_forward(
-    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-    token: str, origin: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    check_caller(token, origin)
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    bias: Maybe,
+    seed: Maybe,
+    x_scale: Maybe,
+    w_scale: Maybe,
+    *settings: object,
+) -> list[torch.Tensor]:
+    call = settings_in(settings)
+    check_caller(call.token, call.origin)
     if x.numel() == 0:  # no schedule: nothing is multiplied
-        shapes = (x, parts, stored, bias, seed, x_scale, w_scale, token, origin, backend, compute)
-        return [tensor.zero_() for tensor in _fake_forward(*shapes, wants_dx, wants_dw, records)]
-    weight = rebuilt(parts, stored)
-    wants_dx, wants_dw = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
-    schedule = _schedule(token, backend, x.shape, x, weight, bias, compute, x.dtype, wants_dx, wants_dw)
+        return [tensor.zero_() for tensor in _fake_forward(x, parts, bias, seed, x_scale, w_scale, *settings)]
+    weight = rebuilt(parts, call.stored)
+    schedule = _schedule(_saving(call, x.device), x.shape, x, weight, bias)
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, False)
-    live = live_amaxes(records, x.device)
+    live = live_amaxes(call.records, x.device)
     x_inputs = cast_inputs(x_scale, seed, live, "x", schedule.is_static)
     w_inputs = cast_inputs(w_scale, seed, live, "w")
     with schedule.scope():
@@ -394,38 +411,36 @@ def _linear_forward(
     return [y, *live, *saved]
 
 
-def _saves(
-    token: str, backend: str, device: torch.device, wants_dx: bool, wants_dw: bool, stored: str
-) -> tuple[bool, bool]:
-    """True for dx where forward makes the operand of w that backward reads, and for dw likewise that of x.
+def _saving(call: Settings, device: torch.device) -> Settings:
+    """The call that wants dx where forward makes the operand of w that backward reads, and dw likewise for x.
 
     A stored weight has its codes already; its scales alone would do for delayed scaling.
     """
-    recipe = context.recipe_of(token)
-    wants_dx = wants_dx and not (stored and not recipe.is_delayed)
-    routes = backends.choose(backend, device).routes(recipe, device, None)
-    return (
-        wants_dx and recipe.dgrad.rhs is not None and not _makes_again(routes, recipe, "dgrad"),
-        wants_dw and recipe.wgrad.rhs is not None and not _makes_again(routes, recipe, "wgrad"),
+    recipe = call.recipe
+    routes = backends.choose(call.backend, device).routes(recipe, device, None)
+    wants_dx = call.wants_dx and not (call.stored and not recipe.is_delayed)
+    return call._replace(
+        wants_dx=wants_dx and recipe.dgrad.rhs is not None and not _makes_again(routes, recipe, "dgrad"),
+        wants_dw=call.wants_dw and recipe.wgrad.rhs is not None and not _makes_again(routes, recipe, "wgrad"),
     )
 
 
 def _linear_backward(
-    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], stored: str, saved: list[torch.Tensor], seed: Maybe,
-    dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool,
-    wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
+    *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
+    call = settings_in(settings)
+    wants_dx, wants_dw = call.wants_dx, call.wants_dw
     if dy.numel() == 0:
-        shapes = (dy, x, parts, stored, saved, seed, dy_scale, token, backend, compute, x_dtype)
-        return [tensor.zero_() for tensor in _fake_backward(*shapes, wants_dx, wants_dw, records)]
-    weight = rebuilt(parts, stored)
-    shape = (*dy.shape[:-1], weight.shape[1])
-    schedule = _schedule(token, backend, shape, x, weight, None, compute, x_dtype, wants_dx, wants_dw)
+        return [tensor.zero_() for tensor in _fake_backward(dy, x, parts, saved, seed, dy_scale, *settings)]
+    weight = rebuilt(parts, call.stored)
+    schedule = _schedule(call, (*dy.shape[:-1], weight.shape[1]), x, weight, None)
     if OBSERVERS:
         schedule = observed_by_weight(schedule, weight, True)
-    live = live_amaxes(records, dy.device)
+    live = live_amaxes(call.records, dy.device)
     inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
-    saves_w, saves_x = _saves(token, backend, dy.device, wants_dx, wants_dw, stored)
+    saving = _saving(call, dy.device)
+    saves_w, saves_x = saving.wants_dx, saving.wants_dw
     x_layout, w_layout = schedule.saved_layouts()
     if wants_dw and schedule.recipe.wgrad.path == "refused":
         raise NotSupportedError(schedule.routes.wgrad.reason)
@@ -445,7 +460,7 @@ def _linear_backward(
         x_column = column("x", x, x_layout, wants_dw, saves_x) if saves_x else None
         w_column = column("w", weight, w_layout, wants_dx, saves_w) if saves_w else None
         dx = dw = None
-        if x_column is None and w_column is None and wants_dx and wants_dw and not records:
+        if x_column is None and w_column is None and wants_dx and wants_dw and not call.records:
             # One GEMM after the other, so that only its operands exist.
             w_column = column("w", weight, w_layout, True, False)
             made = schedule.cast_dy(dy, inputs, True, False)
@@ -526,15 +541,21 @@ def _calibrate_(
 
 
 def _fake_forward(
-    x: torch.Tensor, parts: list[torch.Tensor], stored: str, bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
-    token: str, origin: str, backend: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool, records: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    weight = rebuilt(parts, stored)
-    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=compute)]
-    outputs += [x.new_empty(8, dtype=torch.float32)] if records else []
-    module, recipe = backends.choose(backend, x.device), context.recipe_of(token)
-    routes = module.routes(recipe, x.device, None)
-    saves_w, saves_x = _saves(token, backend, x.device, wants_dx, wants_dw, stored)
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    bias: Maybe,
+    seed: Maybe,
+    x_scale: Maybe,
+    w_scale: Maybe,
+    *settings: object,
+) -> list[torch.Tensor]:
+    call = settings_in(settings)
+    weight, recipe = rebuilt(parts, call.stored), call.recipe
+    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=call.compute)]
+    outputs += [x.new_empty(8, dtype=torch.float32)] if call.records else []
+    module = backends.choose(call.backend, x.device)
+    routes, saving = module.routes(recipe, x.device, None), _saving(call, x.device)
+    saves_w, saves_x = saving.wants_dx, saving.wants_dw
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
     for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
         layouts = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)
@@ -546,88 +567,27 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], stored: str, saved: list[torch.Tensor], seed: Maybe,
-    dy_scale: Maybe, token: str, backend: str, compute: torch.dtype, x_dtype: torch.dtype, wants_dx: bool,
-    wants_dw: bool, records: bool,
+    dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], saved: list[torch.Tensor], seed: Maybe, dy_scale: Maybe,
+    *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
-    weight = rebuilt(parts, stored)
-    made = [dy.new_empty(8, dtype=torch.float32)] if records else []
-    made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=x_dtype)] if wants_dx else []
-    return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if wants_dw else [])
+    call = settings_in(settings)
+    weight = rebuilt(parts, call.stored)
+    made = [dy.new_empty(8, dtype=torch.float32)] if call.records else []
+    made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=call.x_dtype)] if call.wants_dx else []
+    return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if call.wants_dw else [])
 
 
-_library.impl("linear_forward", named(_linear_forward), "CompositeExplicitAutograd")
-_library.impl("linear_backward", named(_linear_backward), "CompositeExplicitAutograd")
-_library.impl("draw_seed_for", lambda x: draw_seed(x.device), "CompositeExplicitAutograd")
-_library.impl("record_forward_", _record_forward_, "CompositeExplicitAutograd")
-_library.impl("record_backward_", _record_backward_, "CompositeExplicitAutograd")
-_library.impl("check_autocast_", _check_autocast_, "CompositeExplicitAutograd")
-_library.impl("calibrate_", _calibrate_, "CompositeExplicitAutograd")
-torch.library.register_fake("microfloat::linear_forward", _fake_forward, lib=_library)
-torch.library.register_fake("microfloat::linear_backward", _fake_backward, lib=_library)
-torch.library.register_fake("microfloat::draw_seed_for", lambda x: x.new_empty(2, dtype=torch.int64), lib=_library)
-torch.library.register_fake("microfloat::record_forward_", lambda *_: None, lib=_library)
-torch.library.register_fake("microfloat::record_backward_", lambda *_: None, lib=_library)
-torch.library.register_fake("microfloat::check_autocast_", lambda *_: None, lib=_library)
-torch.library.register_fake("microfloat::calibrate_", lambda *_: None, lib=_library)
-refuse_batches(
-    _library,
-    "linear_forward",
-    "linear_backward",
-    "draw_seed_for",
-    "record_forward_",
-    "record_backward_",
-    "check_autocast_",
-    "calibrate_",
-)
+def _no_result(*_: object) -> None:
+    """The fake of an operator that changes its arguments alone."""
 
 
-# ------------------------------------------------------------------------------------------------- exported programs
-
-
-_exports_plainly = False  # True while `export` traces
-
-
-def export(
-    model: torch.nn.Module,
-    args: tuple[object, ...],
-    kwargs: Options | None = None,
-    *,
-    dynamic_shapes: Options | tuple | list | None = None,
-) -> torch.export.ExportedProgram:
-    """``torch.export`` of a converted model for inference, as a program of torch's own operations alone.
-
-    It quantizes, decodes and multiplies by plain operations, to the codes of the layers, and runs where this library is
-    not installed. ``torch.export.export`` itself keeps the layers as operators of this library, which are faster.
-    Parameters as there. Raises InvalidTypeError for anything but a module, NotSupportedError for a recipe whose fprop
-    rounds stochastically. Source: docs/training.md.
-    """
-    global _exports_plainly
-    check_model(model)
-    # Their codes become parameters of the program, and integers cannot ask for a gradient.
-    stored = [one for one in model.parameters() if isinstance(one, QuantizedTensor) and one.requires_grad]
-    _exports_plainly = True
-    try:
-        for parameter in stored:
-            parameter.requires_grad_(False)
-        with torch.no_grad():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-            return program.run_decompositions()
-    finally:
-        _exports_plainly = False
-        for parameter in stored:
-            parameter.requires_grad_(True)
-
-
-def _in_torch_operations(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe], compute: torch.dtype
-) -> torch.Tensor:
-    recipe, module = context.recipe_of(token), backends.choose("reference", x.device)
-    if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):
-        raise NotSupportedError(
-            "export: got a recipe whose fprop rounds stochastically, needed nearest rounding in an exported program."
-        )
-    routes = module.routes(recipe, x.device, None)
-    schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
-    inputs = CastInputs(amax=scales[0]) if schedule.is_static else CastInputs(scales[0])
-    return schedule.forward(x, weight, bias, inputs, CastInputs(scales[1]))[0]
+for _operator, _run, _fake in (
+    ("linear_forward", named(_linear_forward), _fake_forward),
+    ("linear_backward", named(_linear_backward), _fake_backward),
+    ("draw_seed_for", lambda x: draw_seed(x.device), lambda x: x.new_empty(2, dtype=torch.int64)),
+    ("record_forward_", _record_forward_, _no_result), ("record_backward_", _record_backward_, _no_result),
+    ("check_autocast_", _check_autocast_, _no_result), ("calibrate_", _calibrate_, _no_result),
+):  # fmt: skip
+    _library.impl(_operator, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"microfloat::{_operator}", _fake, lib=_library)
+    refuse_batches(_library, _operator)

@@ -66,14 +66,9 @@ class Ambient(NamedTuple):
 _AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
 
 
-def ambient() -> Ambient | None:
-    """The innermost autocast of this thread and task, or None."""
-    return _AMBIENT.get()
-
-
-def set_ambient(state: Ambient) -> Token:
-    """Make `state` the innermost autocast; returns the token that `reset_ambient` takes."""
-    return _AMBIENT.set(state)
+# The innermost autocast of this thread and task, or None; and a function that sets it, and returns the token that
+# `reset_ambient` takes. Methods of the variable itself, since every call of a layer asks.
+ambient, set_ambient = _AMBIENT.get, _AMBIENT.set
 
 
 def reset_ambient(token: Token, owner: object) -> tuple[Ambient | None, bool]:

@@ -1,8 +1,8 @@
 """Products: every GEMM of quantized operands, with all decided but its tensors.
 
-A product is a function ``(a, a_scale, a_level, b, b_scale, b_level, bias) -> [M, N]`` of the parts of both operands:
-codes or values, scales, tensor scale (None where there is none), in the layouts of `microfloat.layout`; `b` is turned
-where `Route.turned` says so. It is *direct* where a GEMM takes them as they are, and says why not otherwise.
+A product is a function ``(a, b, bias) -> [M, N]`` of the parts of both operands: each is codes or values, scales and
+tensor scale (None where there is none), in the layouts of `microfloat.layout`; `b` is turned where `Route.turned` says
+so. It is *direct* where a GEMM takes them as they are, and says why not otherwise.
 
 * **fp8**, **blocks**: the vendor's GEMMs of Ada and Hopper take a K and N of multiples of 16, and of 8 rows where
   scales are 1x128; other operands are filled up with codes of zero. Large products with 1x128 scales run on a kernel of
@@ -29,24 +29,28 @@ from microfloat.passes import is_stock
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, route_between
 from microfloat.torch import backends, reference
-from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch._typing import Triple
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.block_scaled import block_scaled_arguments
 from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
 
-__all__ = ["Product", "high_precision_product", "product", "scaled_matmul"]
+__all__ = [
+    "Product", "float32_product_on_cpu", "high_precision_product", "product", "scaled_matmul", "scaled_mm",
+    "scaled_mm_v2", "stored_product",
+]  # fmt: skip
 
 Shape = tuple[int, int, int]
 Tensor = torch.Tensor
 Level = torch.Tensor | None  # of what an operand may lack, such as a tensor scale
 
-_scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-# What F.scaled_mm calls, with less host time. A torch that has it no more is asked through F.scaled_mm.
 _Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
-_scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
+# The vendor's GEMMs. The second is what F.scaled_mm calls, with less host time; a torch without it goes through that.
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
 _BYTES = 16  # what addresses are multiples of
 # Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
-_LARGEST_SUM, _ROWS = 1 << 28, 256
+LARGEST_SUM, _ROWS = 1 << 28, 256
 
 
 class Product(Protocol):
@@ -55,9 +59,7 @@ class Product(Protocol):
     direct: bool
     reason: str
 
-    def __call__(
-        self, a: Tensor, a_scale: Level, a_level: Level, b: Tensor, b_scale: Level, b_level: Level, bias: Level, /
-    ) -> torch.Tensor:
+    def __call__(self, a: Triple, b: Triple, bias: Level, /) -> torch.Tensor:
         """[M, N]."""
         ...
 
@@ -137,14 +139,14 @@ def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Prod
     return made
 
 
-def _refuse(reason: str, *parts: Level) -> torch.Tensor:
+def _refuse(reason: str, a: Triple, b: Triple, bias: Level) -> torch.Tensor:
     raise NotSupportedError(reason)
 
 
-def _empty(task: _Task, *parts: Level) -> torch.Tensor:
+def _empty(task: _Task, a: Triple, b: Triple, bias: Level) -> torch.Tensor:
     """Sums of no products."""
     y = torch.zeros((task.shape[0], task.shape[2]), dtype=torch.float32, device=task.device)
-    return (y if parts[-1] is None else y + parts[-1].float()).to(task.out_dtype)
+    return (y if bias is None else y + bias.float()).to(task.out_dtype)
 
 
 # FP8 tensor cores with a scale per tensor or row.
@@ -159,16 +161,11 @@ def _fp8(task: _Task) -> Product:
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
     if task.adds_bias:
-        return _as_product(
-            lambda a, a_scale, a_level, b, b_scale, b_level, bias: _scaled_mm(
-                a, b, a_scale, b_scale, bias, None, dtype, fast
-            )
-        )
+        return _as_product(lambda a, b, bias: scaled_mm(a[0], b[0], a[1], b[1], bias, None, dtype, fast))
     finish = _epilogue(m, n, (None, None), task.bias, dtype, task.device)
+    sums = torch.float32, fast
     return _as_product(
-        lambda a, a_scale, a_level, b, b_scale, b_level, bias: finish(
-            _scaled_mm(a, b, a_scale, b_scale, None, None, torch.float32, fast), None, None, bias
-        )
+        lambda a, b, bias: finish(scaled_mm(a[0], b[0], a[1], b[1], None, None, *sums), None, None, bias)
     )
 
 
@@ -181,12 +178,11 @@ def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
     multiply = _fp8(task._replace(lhs=by_row, rhs=by_row))
     m, _, n = task.shape
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        a_scale, b_scale = a[1], b[1]
         a_scale = a_scale if a_scale.dim() else a_scale.expand(m, 1).contiguous()
         b_scale = b_scale if b_scale.dim() else b_scale.expand(1, n).contiguous()
-        return multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
+        return multiply((a[0], a_scale, a[2]), (b[0], b_scale, b[2]), bias)
 
     return _as_product(multiplied, "the scale of a tensor is repeated for its rows")
 
@@ -201,10 +197,9 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
     aligned = None if bias is None else bias._replace(aligned=bias.aligned or columns != n)
     multiply = make(task._replace(lhs=lhs, rhs=rhs, shape=sizes, bias=aligned))
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        a, b = _fill(a, rows, length), _fill(b.t(), columns, length).t()
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        (a_codes, a_scale, a_level), (b_codes, b_scale, b_level) = a, b
+        a_codes, b_codes = _fill(a_codes, rows, length), _fill(b_codes.t(), columns, length).t()
         if rows != m:
             a_scale = F.pad(a_scale.t(), (0, rows - m), value=1.0).t()
         if columns != n:
@@ -213,7 +208,7 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
             elif axis == 0:
                 b_scale = F.pad(b_scale.t(), (0, columns - n), value=1.0).t()
             bias = None if bias is None else F.pad(bias, (0, columns - n))
-        y = multiply(a, a_scale, a_level, b, b_scale, b_level, bias)
+        y = multiply((a_codes, a_scale, a_level), (b_codes, b_scale, b_level), bias)
         return y if y.shape == (m, n) else y[:m, :n].contiguous()
 
     axes = (("M", m, rows, 8), ("K", task.length, length, 16), ("N", n, columns, 16))
@@ -239,19 +234,14 @@ def _blocks(task: _Task) -> Product:
     # Rows of 128x128 scales are filled up to a multiple of four, as folded ones already are.
     more = (-k // _SIDE) % 4 if tiles and task.route.rhs == "codes" else 0
     if task.bias is None and not more:
-        return _as_product(
-            lambda a, a_scale, a_level, b, b_scale, b_level, bias: multiply(a, a_scale, b, b_scale, dtype)
-        )
+        return _as_product(lambda a, b, bias: multiply(a[0], a[1], b[0], b[1], dtype))
     finish = None if task.bias is None else _epilogue(m, n, (None, None), task.bias, dtype, task.device)
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        if more:
-            b_scale = F.pad(b_scale.t(), (0, more)).t()
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        b_scale = F.pad(b[1].t(), (0, more)).t() if more else b[1]
         if finish is None:
-            return multiply(a, a_scale, b, b_scale, dtype)
-        return finish(multiply(a, a_scale, b, b_scale, torch.float32), None, None, bias)
+            return multiply(a[0], a[1], b[0], b_scale, dtype)
+        return finish(multiply(a[0], a[1], b[0], b_scale, torch.float32), None, None, bias)
 
     return _as_product(multiplied)
 
@@ -261,11 +251,11 @@ _BY_BLOCKS, _BY_TILES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.Blo
 
 
 def _block_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_BLOCKS, _NONE, None, dtype)
+    return scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_BLOCKS, _NONE, None, dtype)
 
 
 def _tile_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
+    return scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
 
 
 def _public_matmul(tiles: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -277,7 +267,7 @@ def _public_matmul(tiles: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: 
 def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
     """``(a, a_scale, b, b_scale, dtype) -> a @ b`` by the vendor's kernel or our own, asked once."""
     vendor: Callable[..., Tensor] = functools.partial(_public_matmul, tiles)
-    if _scaled_mm_v2 is not None:
+    if scaled_mm_v2 is not None:
         vendor = _tile_matmul if tiles else _block_matmul
     e4m3 = all(one.format.element.name != "E5M2" for one in (task.lhs, task.rhs))
     if not (e4m3 and own_gemm_serves(task.device, task.shape, tiles, dtype)):
@@ -307,15 +297,13 @@ def _values(task: _Task) -> Product:
     decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
     decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
         if decode_a is not None:
-            a, a_level = decode_a(a, a_scale, a_level)
+            a = decode_a(*a)
         if decode_b is not None:
-            b, b_level = decode_b(b, b_scale, b_level)
-            b = b.t()
-        return multiply(a, None, a_level, b, None, b_level, bias)
+            values, _, level = decode_b(*b)
+            b = values.t(), None, level
+        return multiply(a, b, bias)
 
     return _as_product(multiplied, "codes are decoded to bfloat16 first")
 
@@ -327,14 +315,14 @@ def _is_outer(one: Encoding) -> bool:
 
 def _decoder(
     one: Encoding, rows: int, length: int, device: torch.device
-) -> Callable[[Tensor, Tensor, Level], tuple[Tensor, Level]]:
-    """(codes, scale, level) -> element times block scale in bfloat16, exact where normal; the scale that is left."""
+) -> Callable[[Tensor, Tensor, Level], tuple[Tensor, None, Level]]:
+    """Codes, scale and level -> bfloat16 values without an outer scale (exact where normal), None, the outer scale."""
     dequantize, is_outer = _dequantizer(one, device), _is_outer(one)
 
-    def decode(codes: Tensor, scale: Tensor, level: Level) -> tuple[Tensor, Level]:
+    def decode(codes: Tensor, scale: Tensor, level: Level) -> tuple[Tensor, None, Level]:
         if is_outer:
             scale, level = torch.ones_like(scale), scale
-        return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), level
+        return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), None, level
 
     return decode
 
@@ -353,37 +341,34 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
     unscaled = levels == (None, None)
     if unscaled and dtype == torch.bfloat16 and task.adds_bias:
         if bias is None:
-            return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: torch.mm(a, b))
-        return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: torch.addmm(bias, a, b))
-    multiply = _float32_product if task.device.type == "cuda" else _float32_product_on_cpu
+            return _as_product(lambda a, b, bias: torch.mm(a[0], b[0]))
+        return _as_product(lambda a, b, bias: torch.addmm(bias, a[0], b[0]))
+    multiply = float32_product if task.device.type == "cuda" else float32_product_on_cpu
     if unscaled and bias is None and dtype == torch.float32:
-        return _as_product(lambda a, a_scale, a_level, b, b_scale, b_level, bias: multiply(a, b))
-    step = _up(-(-m // -(-m * n // _LARGEST_SUM)), _ROWS)
+        return _as_product(lambda a, b, bias: multiply(a[0], b[0]))
+    step = _up(-(-m // -(-m * n // LARGEST_SUM)), _ROWS)
     if m <= step:
         finish = _epilogue(m, n, levels, bias, dtype, task.device)
-        return _as_product(
-            lambda a, a_scale, a_level, b, b_scale, b_level, bias: finish(multiply(a, b), a_level, b_level, bias)
-        )
+        return _as_product(lambda a, b, bias: finish(multiply(a[0], b[0]), a[2], b[2], bias))
     parts = [slice(begin, min(begin + step, m)) for begin in range(0, m, step)]
     finishes = [_epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
 
-    def in_parts(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        y = torch.empty((m, n), dtype=dtype, device=a.device)
+    def in_parts(a: Triple, b: Triple, bias: Level) -> Tensor:
+        (values, _, level), (b_values, _, b_level) = a, b
+        y = torch.empty((m, n), dtype=dtype, device=values.device)
         for rows, finish in zip(parts, finishes, strict=True):
-            level = a_level[rows] if a_level is not None and levels[0] == "row" else a_level
-            finish(multiply(a[rows], b), level, b_level, bias, y[rows])
+            own = level[rows] if level is not None and levels[0] == "row" else level
+            finish(multiply(values[rows], b_values), own, b_level, bias, y[rows])
         return y
 
     return _as_product(in_parts)
 
 
-def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _float32_product_on_cpu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def float32_product_on_cpu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float() @ b.float()
 
 
@@ -441,11 +426,8 @@ def _plain_epilogue(
 def _block_scaled(task: _Task) -> Product:
     (m, k, n), dtype = task.shape, task.out_dtype
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        left = _operand(task.lhs, m, k, a, a_scale, a_level)
-        right = _operand(task.rhs, n, k, b, b_scale, b_level)
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        left, right = _operand(task.lhs, m, k, a), _operand(task.rhs, n, k, b)
         y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32))
         y = y if y.shape[1] == n else y[:, :n].contiguous()
         return y if bias is None else (y + bias.float()).to(dtype)
@@ -453,7 +435,8 @@ def _block_scaled(task: _Task) -> Product:
     return _as_product(multiplied, "torch operations fill up the codes and put the scales into tiles first")
 
 
-def _operand(one: Encoding, rows: int, length: int, codes: Tensor, scale: Tensor, level: Level) -> Operand:
+def _operand(one: Encoding, rows: int, length: int, parts: Triple) -> Operand:
+    codes, scale, level = parts
     return Operand(codes, scale, level, one.format, rows, length, one.hadamard, one.power_of_two)
 
 
@@ -464,10 +447,8 @@ def _decoded(task: _Task) -> Product:
     (m, k, n), lhs, rhs = task.shape, task.lhs, task.rhs
     options = {"out_dtype": task.out_dtype, "accumulate": task.accumulate}
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        left, right = _operand(lhs, m, k, a, a_scale, a_level), _operand(rhs, n, k, b, b_scale, b_level)
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        left, right = _operand(lhs, m, k, a), _operand(rhs, n, k, b)
         return reference.scaled_matmul(left, right, bias=bias, **options)
 
     return _as_product(multiplied, f"operands are decoded to {task.route.kind}")
@@ -477,19 +458,15 @@ def _plain(task: _Task) -> Product:
     (m, k, n), lhs, rhs, dtype = task.shape, task.lhs, task.rhs, task.out_dtype
     if lhs is None and rhs is None:
         return _as_product(
-            lambda a, a_scale, a_level, b, b_scale, b_level, bias: high_precision_product(a, b, bias, dtype),
+            lambda a, b, bias: high_precision_product(a[0], b[0], bias, dtype),
             "torch multiplies in high precision",
         )
     dequantize = _dequantizer(rhs if lhs is None else lhs, task.device)
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
         if lhs is None:
-            b = dequantize(_operand(rhs, n, k, b, b_scale, b_level), a.dtype)
-        else:
-            a = dequantize(_operand(lhs, m, k, a, a_scale, a_level), b.dtype)
-        return high_precision_product(a, b, bias, dtype)
+            return high_precision_product(a[0], dequantize(_operand(rhs, n, k, b), a[0].dtype), bias, dtype)
+        return high_precision_product(dequantize(_operand(lhs, m, k, a), b[0].dtype), b[0], bias, dtype)
 
     return _as_product(multiplied, "the quantized operand is dequantized")
 
@@ -512,12 +489,11 @@ def _stored(task: _Task) -> Product:
         return otherwise
     index, programs, rest = backends.device_index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
 
-    def multiplied(
-        a: Tensor, a_scale: Tensor, a_level: Level, b: Tensor, b_scale: Tensor, b_level: Level, bias: Level
-    ) -> Tensor:
-        if a.dtype not in (torch.bfloat16, torch.float16):
-            return otherwise(a, a_scale, a_level, b, b_scale, b_level, bias)
-        x, is_odd = _aligned(a.contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        if a[0].dtype not in (torch.bfloat16, torch.float16):
+            return otherwise(a, b, bias)
+        b_scale = b[1]
+        x, is_odd = _aligned(a[0].contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
         program = programs.get((x.dtype, b_scale.stride(), is_odd))
         if program is None:
             strides = (b_scale.stride(0), b_scale.stride(1)) if b_scale.dim() == 2 else (0, 0)
@@ -525,7 +501,7 @@ def _stored(task: _Task) -> Product:
             passes = products.decode_passes(codes, shape, dtypes, strides, level_stride, device_of(index))
             program = Program(passes, device, frozenset((products.BIAS,) if is_odd else ()))
             programs[x.dtype, b_scale.stride(), is_odd] = program
-        table = (None, x, None, b, b_scale, b_level, bias, *rest)
+        table = (None, x, None, *b, bias, *rest)
         return program.run(0 if index < 0 else torch._C._cuda_getCurrentRawStream(index), table)[0]
 
     return _as_product(multiplied)
@@ -540,20 +516,19 @@ def _of_fprop(task: _Task) -> Product:
     one, turned, (_, rows, length), dtype = task.rhs, task.route.kind == "fprop turned", task.shape, task.out_dtype
     dequantize, (block_rows, block_columns) = _dequantizer(one, task.device), one.format.block
 
-    def multiplied(
-        a: Tensor, a_scale: Level, a_level: Level, b: Tensor, b_scale: Level, b_level: Level, bias: Level
-    ) -> Tensor:
+    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+        dtype_of_a, (codes, b_scale, b_level) = a[0].dtype, b
         if turned:
-            b = b.t()
+            codes = codes.t()
         if b_scale is None:
-            values = b.to(a.dtype) if b_level is None else (b.float() * b_level).to(a.dtype)
+            values = codes.to(dtype_of_a) if b_level is None else (codes.float() * b_level).to(dtype_of_a)
         else:
             if turned and b_scale.dim() and one.format.block != (1, _SIDE):
                 b_scale = b_scale.t()
             if block_columns is not None:  # the rows of 128x128 scales are filled up
                 b_scale = b_scale[: -(-rows // (block_rows or 1)), : -(-length // block_columns)]
-            values = dequantize(_operand(one, rows, length, b, b_scale, b_level), a.dtype)
-        return high_precision_product(a, values.t(), bias, dtype)
+            values = dequantize(_operand(one, rows, length, (codes, b_scale, b_level)), dtype_of_a)
+        return high_precision_product(a[0], values.t(), bias, dtype)
 
     return _as_product(multiplied, "the operand of fprop is dequantized")
 
@@ -577,17 +552,13 @@ def high_precision_product(
 
 
 def scaled_matmul(
-    a: Operand | Values, b: Operand | Values, chip: Chip, *, bias: torch.Tensor | None, out_dtype: torch.dtype,
-    accumulate: str,
-) -> torch.Tensor:  # fmt: skip
+    a: Operand, b: Operand, chip: Chip, *, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
     """``round(a @ b.T + bias)`` on `chip`: [M, N] in `out_dtype`, one rounding; the product of both operands' parts."""
-    device = (a.codes if isinstance(a, Operand) else a.values).device
-    lhs, rhs = (_encoding_of_stored(one, chip) for one in (a, b))
-    multiply, turned = _stored_product(
-        lhs, rhs, isinstance(a, Values), isinstance(b, Values), chip, accumulate, (a.rows, a.length, b.rows),
-        _looks(bias), out_dtype, device,
-    )  # fmt: skip
-    parts = *_parts(a, False), *_parts(b, turned)
+    device, shape = a.codes.device, (a.rows, a.length, b.rows)
+    encodings = _encoding_of_stored(a, chip), _encoding_of_stored(b, chip)
+    multiply, turned = stored_product(*encodings, chip, accumulate, shape, _looks(bias), out_dtype, device)
+    parts = _parts(a, False), _parts(b, turned)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(*parts, bias)
@@ -595,25 +566,20 @@ def scaled_matmul(
 
 
 @functools.lru_cache(1024)
-def _stored_product(
-    lhs: Encoding, rhs: Encoding, a_is_decoded: bool, b_is_decoded: bool, chip: Chip, accumulate: str, shape: Shape,
-    bias: _Bias | None, out_dtype: torch.dtype, device: torch.device,
+def stored_product(
+    lhs: Encoding, rhs: Encoding, chip: Chip, accumulate: str, shape: Shape, bias: _Bias | None,
+    out_dtype: torch.dtype, device: torch.device,
 ) -> tuple[Product, bool]:  # fmt: skip
-    """The product of two stored operands, and whether it takes the second one turned."""
-    route = route_between(lhs, rhs, chip, accumulate)
-    if a_is_decoded or b_is_decoded:
-        route = route._replace(kind=route.kind if route.kind == "refused" else "values")
-    route = route._replace(lhs="values" if a_is_decoded else "codes", rhs="values" if b_is_decoded else "codes")
+    """The product of two stored operands, kept for the next ones like them; and True where it takes b turned."""
+    route = route_between(lhs, rhs, chip, accumulate)._replace(lhs="codes", rhs="codes")
     return _made(_Task(lhs, rhs, route, accumulate, shape, bias, out_dtype, device)), route.turned
 
 
 _SIGN_AND_MANTISSA = ~0x7F800000  # of a float32
 
 
-def _encoding_of_stored(one: Operand | Values, chip: Chip) -> Encoding:
+def _encoding_of_stored(one: Operand, chip: Chip) -> Encoding:
     level = None if one.tensor_scale is None else "row" if one.tensor_scale.dim() else "tensor"
-    if isinstance(one, Values):
-        return Encoding(one.format, one.hadamard, False, level)
     fmt = one.format
     unknown = one.power_of_two is None and fmt.scale.name == "FP32" and fmt.block[1] is not None
     # Scales of unknown origin, such as a checkpoint's, may be powers of two: that is asked of them where it matters.
@@ -622,10 +588,8 @@ def _encoding_of_stored(one: Operand | Values, chip: Chip) -> Encoding:
     return Encoding(fmt, one.hadamard, bool(one.power_of_two), level)
 
 
-def _parts(one: Operand | Values, turned: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Codes or values, scale and tensor scale of an operand, in the layouts that products take."""
-    if isinstance(one, Values):
-        return _aligned(one.values.t() if turned else one.values), None, _aligned(one.tensor_scale)
+def _parts(one: Operand, turned: bool) -> Triple:
+    """Codes, scale and tensor scale of an operand, in the layouts that products take."""
     codes, scale = one.codes, one.scale
     if not codes.is_contiguous():  # kernels write both as GEMMs read them, the reference as x lay
         codes, scale = codes.contiguous(), scale.contiguous()

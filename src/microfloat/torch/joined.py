@@ -17,7 +17,9 @@ from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
-__all__ = ["Unit", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of"]
+__all__ = [
+    "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
+]  # fmt: skip
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -81,7 +83,7 @@ def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]
     return whole, bias
 
 
-def _are_neighbours(weights: Sequence[torch.Tensor]) -> bool:
+def are_neighbours(weights: Sequence[torch.Tensor]) -> bool:
     """True if the memory of each begins where that of the one before ends, in one storage."""
     address = weights[0].data_ptr()
     for weight in weights:
@@ -99,7 +101,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Context, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [weight.shape[0] for weight in weights]
         ctx.set_materialize_grads(False)
-        if not _are_neighbours(weights):
+        if not are_neighbours(weights):
             return torch.cat(weights)
         first = weights[0]
         shape = (sum(ctx.rows), first.shape[1])
@@ -122,7 +124,7 @@ def join_(layers: Sequence[Linear]) -> bool:
     shared = any(weight.device.type == "cpu" and weight.is_shared() for weight in weights)  # must stay so
     if shared or not can_join(layers) or weights[0].is_meta or len({id(weight) for weight in weights}) < len(weights):
         return False
-    if _are_neighbours(weights):
+    if are_neighbours(weights):
         return True
     whole = torch.cat([weight.detach() for weight in weights])
     for weight, part in zip(weights, whole.split([w.shape[0] for w in weights]), strict=True):

@@ -457,7 +457,8 @@ def _named_forward(
             weight.part_list() if isinstance(weight, QuantizedTensor)
             else weight.contents.tensors() if isinstance(weight, Gathered) else [weight]
         )  # fmt: skip
-        operands = schedule.filled(torch.ops.microfloat.quantize_operands(x, parts, number), x, weight, run.kept)
+        made = [part if part.numel() else None for part in torch.ops.microfloat.quantize_operands(x, parts, number)]
+        operands = schedule.filled(made, x, weight, run.kept)
         y = torch.ops.microfloat.multiply_operands(operands[0:3], operands[6:9], bias, number)
     finally:
         del _CALLS[number]
@@ -468,7 +469,8 @@ def _named_forward(
 
 def _quantize_operands(x: torch.Tensor, parts: list[torch.Tensor], call: int) -> list[torch.Tensor]:
     run, x, weight = _CALLS[call]
-    return run.schedule.cast_operands(x, weight, run.x, run.w, run.kept)
+    made = run.schedule.cast_operands(x, weight, run.x, run.w, run.kept)
+    return [x.new_empty(0) if part is None else part for part in made]  # an operator returns tensors alone
 
 
 def _multiply_operands(x: Parts, w: Parts, bias: torch.Tensor | None, call: int) -> torch.Tensor:

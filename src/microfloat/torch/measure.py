@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from microfloat.recipes import Cast, Gemm
 from microfloat.routes import Route, route_of
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.ops import quantize, scaled_matmul
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
@@ -166,7 +163,7 @@ class Maker:
     def multiply(self, a: Any, b: Any) -> torch.Tensor:
         if self.backend == "reference":
             return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
-        return _product(self.gemm, self.route, (a.rows, a.length, b.rows))(*a.parts, *b.parts, None)
+        return _product(self.gemm, self.route, (a.rows, a.length, b.rows))(a.parts, b.parts, None)
 
     def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
         """Relative difference to the exact product of the reference's operands."""

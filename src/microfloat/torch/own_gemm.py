@@ -18,7 +18,7 @@ from microfloat.torch import backends
 if TYPE_CHECKING:
     from triton.runtime import JITFunction
 
-__all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves"]
+__all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves", "start"]
 
 Shape = tuple[int, int, int]
 _SIDE = 128
@@ -29,12 +29,10 @@ def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torc
     index = backends.device_index(device)
     if index < 0 or dtype != torch.bfloat16:
         return False
-    return own_gemm_is_faster(shape, tiles, backends.chip_of(device), _processors(index)) and own_gemm_is_there()
+    from microfloat.torch import program
 
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    chip, processors = backends.chip_of(device), program.multiprocessors(index)
+    return own_gemm_is_faster(shape, tiles, chip, processors) and own_gemm_is_there()
 
 
 @functools.cache
@@ -84,6 +82,7 @@ def own_block_matmul(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from microfloat.kernels.gemm import block_gemm as kernels
+    from microfloat.torch import program
 
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
@@ -108,7 +107,7 @@ def own_block_matmul(
         programs += work.number * -(-shape[1] // columns)
     with torch.cuda.device(device):
         kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
-        _start(kernels.block_gemm, min(programs, _processors(device)), arguments, kind)
+        start(kernels.block_gemm, min(programs, program.multiprocessors(device)), arguments, kind)
     return c
 
 
@@ -116,7 +115,7 @@ _LOCK = threading.Lock()
 _COMPILED: set[tuple] = set()
 
 
-def _start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple) -> None:
+def start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple) -> None:
     """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
     if kind in _COMPILED:
         function[(programs,)](*arguments, num_warps=4)

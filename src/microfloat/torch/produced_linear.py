@@ -14,13 +14,13 @@ Legend: M = rows of x (all leading dimensions), K = features of x, F = features 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from microfloat.operands import operands_of
+from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
-from microfloat.torch._typing import Context, Maybe, Options
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.linear import Run, bias_gradient
 from microfloat.torch.producers import (
     Activation,
@@ -29,6 +29,7 @@ from microfloat.torch.producers import (
     Norm,
     Statistics,
     norm_gradients,
+    values_of,
     waits_for_amax,
 )
 from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, parts_of, weights_of
@@ -37,6 +38,7 @@ __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _Saved = tuple[Maybe, ...]
+_STREAMS = "row_stream", "column_stream"
 
 
 class Reader:
@@ -80,31 +82,28 @@ class Reader:
         return schedule.recipe, schedule.routes, schedule.backend, schedule.dtype
 
 
-@dataclass(eq=False)
-class _Casts:
+class _Casts(NamedTuple):
     """The casts of one value, for kernels that produce and cast it at once."""
 
     reader: Reader
     entries: Entries
-    tensor: str
-    options: Options = field(default_factory=dict)
 
     @staticmethod
     def of(reader: Reader, tensor: str, row: bool, column: bool) -> "_Casts":
         schedule = reader.schedule
-        entries = entries_of(schedule.recipe, schedule.routes, tensor, row, column)
-        first, second = operands_of(tensor)
-        return _Casts(reader, entries, tensor, {"row_stream": first.stream, "column_stream": second.stream})
+        return _Casts(reader, entries_of(schedule.recipe, schedule.routes, tensor, row, column))
+
+    @property
+    def specs(self) -> tuple[OperandSpec | None, OperandSpec | None]:
+        """Row and column operand as kernels write them, which `parts` turns."""
+        row, column = (entry and entry.spec and entry.spec._replace(turned=False) for entry in self.entries)
+        return row, column
 
     @property
     def both(self) -> tuple[Cast | None, Cast | None]:
         """Row and column cast; None where there is none."""
         row, column = (None if entry is None else entry.cast for entry in self.entries)
         return row, column
-
-    @property
-    def delayed(self) -> Cast | None:
-        return next((cast for cast in self.both if cast is not None and cast.is_delayed), None)
 
     @property
     def is_stochastic(self) -> bool:
@@ -117,6 +116,11 @@ class _Casts:
             return None
         codes_only = all(entry is None or (entry.cast is not None and entry.form == "codes") for entry in self.entries)
         return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
+
+    def quantized(self, kernels: ModuleType, value: torch.Tensor, amax: Maybe, seed: Maybe) -> Parts:
+        """Both operands of a value whose amax is known, as GEMMs take them."""
+        streams = {name: 0 if spec is None else spec.stream for name, spec in zip(_STREAMS, self.specs, strict=True)}
+        return self.parts(kernels.quantize_both(value, *self.both, amax=amax, seed=seed, **streams), value.shape)
 
     def parts(self, made: Both, shape: Sequence[int]) -> Parts:
         """Both operands that a kernel has made of a matrix of this shape, as GEMMs take them."""
@@ -136,24 +140,21 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
     kernels = casts.kernels() if shares and producer.dtype == schedule.dtype else None
     if kernels is None:
-        value, _, statistics = producer.values(schedule.backend.producers)
+        ((value, _),), statistics = values_of(producer, schedule.backend.producers)
         value = value.to(schedule.dtype)
         made = [
             reader.schedule.x_cast(value, *schedule.resources(), reader.run.x)
             for reader in ((caster,) if shares else readers)
         ]
     elif waits_for_amax(*casts.both):
-        value, amax, statistics = producer.values(kernels)
-        both = kernels.quantize_both(value, *casts.both, amax=amax, seed=run.x.seed, **casts.options)
-        made = [casts.parts(both, value.shape)]
+        ((value, amax),), statistics = kernels.values(producer)
+        made = [casts.quantized(kernels, value, amax, run.x.seed)]
     else:
-        if casts.delayed is not None:
-            casts.options |= {"scale_enc": run.x.scale_enc, "record": run.x.record}
-        both, statistics = producer.codes(kernels, *casts.both, {"seed": run.x.seed, **casts.options})
+        (both,), statistics = kernels.codes(producer, *casts.specs, run.x)
         made = [casts.parts(both, producer.shape)]
     for reader in readers:
         if reader.schedule.observer is not None:  # kernels of it write no value, so that it is computed once more
-            value = producer.values(schedule.backend.producers)[0].to(schedule.dtype)
+            value = values_of(producer, schedule.backend.producers)[0][0].value.to(schedule.dtype)
             reader.schedule.observer.see_x(value, reader.run.x)
     if shares:
         made *= len(readers)
@@ -195,20 +196,15 @@ class GradientLink:
         """The gradients of the producer's inputs for autograd; what is known beyond them stays here."""
         casts, kernels = self.casts()
         if casts is None or self.wants_bias or waits_for_amax(*casts.both):
-            made = producer.values(self.readers[0].schedule.backend.producers)
+            made, _ = values_of(producer, self.readers[0].schedule.backend.producers)
             self.amaxes = None if casts is None or not waits_for_amax(*casts.both) else [amax for _, amax in made]
             return [value for value, _ in made]
         inputs = [reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers]
-        first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
-        pairs = [(getattr(first, name), getattr(second, name, None)) for name in ("seed", "scale_enc", "record")]
-        casts.options |= {"seed": pairs[0]}
-        if casts.delayed is not None:
-            casts.options |= {"scale_enc": pairs[1], "record": pairs[2]}
-        made = producer.codes(kernels, *casts.both, casts.options)
-        self.operands = [casts.parts(both, producer.grad_MF.shape) for both in made]
+        operands, _ = kernels.codes(producer, *casts.specs, *inputs)
+        self.operands = [casts.parts(both, producer.grad_MF.shape) for both in operands]
         for index, reader in enumerate(self.readers):
             if reader.schedule.observer is not None:
-                value = producer.values(self.readers[0].schedule.backend.producers)[index][0]
+                value = values_of(producer, self.readers[0].schedule.backend.producers)[0][index].value
                 wants = reader.schedule.wants_dx, reader.schedule.wants_dw
                 reader.schedule.observer.see_dy(value, inputs[index], *wants)
         nothing = producer.grad_MF.new_zeros(()).expand(producer.grad_MF.shape)
@@ -220,8 +216,7 @@ class GradientLink:
         assert casts is not None
         if reader.schedule.observer is not None:
             reader.schedule.observer.see_dy(dy_MN, reader.run.dy, reader.schedule.wants_dx, reader.schedule.wants_dw)
-        both = kernels.quantize_both(dy_MN, *casts.both, amax=amax, seed=reader.run.dy.seed, **casts.options)
-        return casts.parts(both, dy_MN.shape)
+        return casts.quantized(kernels, dy_MN, amax, reader.run.dy.seed)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -324,7 +319,7 @@ class ActivationRun:
                 producer = ActivationGradient(dvalue, _matrix(x), None if up is None else _matrix(up), self.activation)
                 del dvalue
                 if self.link is None:
-                    values = [value for value, _ in producer.values(self.run.schedule.backend.producers)]
+                    values = [one.value for one in values_of(producer, self.run.schedule.backend.producers)[0]]
                 else:
                     values = self.link.pass_back(producer)
                 for index, value in enumerate(values):

@@ -16,6 +16,7 @@ Legend: M = rows of x (all leading dimensions), K = features of a norm, F = feat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from microfloat.errors import unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.operands import operands_of
+from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, as_cast
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import (
@@ -40,14 +42,20 @@ from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Statistics", "activate", "norm_gradients",
-    "produce",
-    "waits_for_amax",
+    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
+    "activate", "norm_gradients", "produce", "values_of", "waits_for_amax",
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu")
 Both = tuple[Operand | None, Operand | None]
 CastLike = Cast | ScaledFormat | str
+
+
+class Valued(NamedTuple):
+    """A value, and its amax where that was measured with it."""
+
+    value: torch.Tensor
+    amax: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +92,10 @@ class Norm:
         """Of the value."""
         return self.x_MK.shape
 
-    def values(self, kernels: ModuleType | None) -> tuple[torch.Tensor, torch.Tensor | None, Statistics]:
-        """(value [M, K] in x's dtype, its amax or None where it was not measured, statistics)."""
-        if kernels is not None:
-            weight = _weight(self)
-            value, amax, mean, inverse = kernels.norm_values(
-                self.x_MK, weight, self.bias_K, eps=self.eps, kind=self.kind
-            )
-            return value, amax, Statistics(mean, inverse)
+    def by_torch(self) -> tuple[list[torch.Tensor], Statistics]:
+        """The value [M, K] in x's dtype, and its statistics."""
         statistics = self.statistics()
-        return self.value_of(statistics), None, statistics
+        return [self.value_of(statistics)], statistics
 
     def statistics(self) -> Statistics:
         """In float32, by torch."""
@@ -113,19 +115,6 @@ class Norm:
         if self.bias_K is not None:
             value = value + self.bias_K.float()
         return value.to(self.x_MK.dtype)
-
-    def codes(
-        self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options
-    ) -> tuple[Both, Statistics]:
-        """Both operands of the value in one pass."""
-        made = kernels.norm_quantize(
-            self.x_MK, _weight(self), self.bias_K, row, column, eps=self.eps, kind=self.kind, **options
-        )
-        return (made.row, made.column), Statistics(made.mean, made.inverse)
-
-
-def _weight(norm: Norm) -> torch.Tensor:
-    return torch.ones_like(norm.x_MK[0]) if norm.weight_K is None else norm.weight_K
 
 
 def norm_gradients(
@@ -217,17 +206,10 @@ class Activation:
         """Of the value."""
         return self.x_MF.shape
 
-    def values(self, kernels: ModuleType | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """(value [M, F], its amax or None where it was not measured, None)."""
-        if kernels is not None:
-            return *kernels.activation_values(self.x_MF, self.up_MF, activation=self.activation), None
+    def by_torch(self) -> tuple[list[torch.Tensor], None]:
+        """The value [M, F]."""
         value = activate(self.x_MF, self.activation)
-        return value if self.up_MF is None else value * self.up_MF, None, None
-
-    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options) -> tuple[Both, None]:
-        """Both operands of the value in one pass."""
-        both = kernels.activation_quantize(self.x_MF, self.up_MF, row, column, activation=self.activation, **options)
-        return both, None
+        return [value if self.up_MF is None else value * self.up_MF], None
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,26 +221,22 @@ class ActivationGradient:
     up_MF: torch.Tensor | None
     activation: str
 
-    def values(self, kernels: ModuleType | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """[(gradient, its amax or None)] of x, and of up."""
-        if kernels is not None:
-            first, second = kernels.activation_backward_values(
-                self.grad_MF, self.x_MF, self.up_MF, activation=self.activation
-            )
-            return [first] if second is None else [first, second]
-        x, grad = self.x_MF, self.grad_MF
-        inner = grad if self.up_MF is None else grad * self.up_MF
-        made: list[tuple[torch.Tensor, torch.Tensor | None]] = [(_through_activation(inner, x, self.activation), None)]
-        if self.up_MF is not None:
-            made.append((grad * activate(x, self.activation), None))
-        return made
+    def by_torch(self) -> tuple[list[torch.Tensor], None]:
+        """The gradient of x, and that of up."""
+        inner = self.grad_MF if self.up_MF is None else self.grad_MF * self.up_MF
+        made = [_through_activation(inner, self.x_MF, self.activation)]
+        return made if self.up_MF is None else [*made, self.grad_MF * activate(self.x_MF, self.activation)], None
 
-    def codes(self, kernels: ModuleType, row: Cast | None, column: Cast | None, options: Options) -> list[Both]:
-        """Both operands of each gradient, all in one pass; `amax`, `scale_enc` and `record` are pairs."""
-        first, second = kernels.activation_backward_quantize(
-            self.grad_MF, self.x_MF, self.up_MF, row, column, activation=self.activation, **options
-        )
-        return [first] if second is None else [first, second]
+
+Producer: TypeAlias = Norm | Activation | ActivationGradient
+
+
+def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valued], Statistics | None]:
+    """Each value that a producer makes, and the statistics of a norm: by kernels where there are any, else by torch."""
+    if kernels is not None:
+        return kernels.values(producer)
+    values, statistics = producer.by_torch()
+    return [Valued(value) for value in values], statistics
 
 
 # ----------------------------------------------------------------------------------------------------- codes of a value
@@ -320,21 +298,20 @@ def _produce_values(
     producer = _producer(kind, x, second, bias, eps)
     x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
     module = backends.choose(backend, x.device)
-    streams = [operand.stream for operand in operands_of("x")]
-    options: Options = {"seed": None, "row_stream": streams[0], "column_stream": streams[1]}
+    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), operands_of("x"), strict=True)]
+    words = None
     if row.is_stochastic or column.is_stochastic:
-        options["seed"] = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+        words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
     encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
-    if encode_scale is not None:
-        options["scale_enc"] = encode_scale
     kernels = module.producers
-    if kernels is not None and kernels.fuses(row, column) and not waits_for_amax(row, column):
-        both, statistics = producer.codes(kernels, row, column, options)
+    fusing = kernels if kernels is not None and kernels.fuses(row, column) else None
+    if fusing is not None and not waits_for_amax(row, column):
+        (both,), statistics = fusing.codes(producer, *specs, CastInputs(encode_scale, words))
     else:
-        value, amax, statistics = producer.values(kernels)
-        if kernels is not None and kernels.fuses(row, column):
-            options["amax"] = amax
-        both = module.quantize_both(value, row, column, **options)
+        ((value, amax),), statistics = values_of(producer, kernels)
+        options: Options = {"scale_enc": encode_scale, "amax": None if fusing is None else amax}
+        streams = {"row_stream": specs[0].stream, "column_stream": specs[1].stream}
+        both = module.quantize_both(value, row, column, seed=words, **streams, **options)
     first, last = (
         QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)  # type: ignore[arg-type]
         for operand, made, axis in zip(both, (row, column), (1, 0), strict=True)

@@ -29,10 +29,10 @@ from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options, Parts
 
 __all__ = [
-    "INTERPRETED", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program", "cast_program",
-    "compiled_conversions", "device_of", "fast_empty", "forget_programs", "is_one_pass", "kernel_of",
-    "largest_cluster", "matrix_of", "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch",
-    "split_words",
+    "INTERPRETED", "WITHOUT_CLUSTERS", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared",
+    "Program", "cast_program", "compiled_conversions", "device_of", "fast_empty", "forget_programs", "is_known",
+    "is_one_pass", "kernel_of", "largest_cluster", "matrix_of", "pair_program", "plan_groups", "refuse_clusters",
+    "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -41,11 +41,8 @@ _FOUR_WARPS = Warps(4)
 _PLANNED_TOGETHER = 64  # entries of a plan of groups that one program makes
 
 
-class Start(NamedTuple):
-    """Starts a compiled kernel. `rest`: scalars and constants in the kernel's order, after all addresses."""
-
-    start: Callable[[int, int, Sequence[int | None], tuple], None]  # (programs, stream, addresses, rest)
-    bind: Callable[[int, tuple], Callable[..., None]]  # (programs, rest) -> (stream, *addresses) -> None
+# The number of programs, and the scalars and constants behind all addresses -> (stream, *addresses) -> None.
+Bind = Callable[[int, tuple], Callable[..., None]]
 
 
 # The arguments before the kernel's own in the launcher of Triton 3.5 and 3.6: grid (3), stream, function, cooperative
@@ -54,10 +51,10 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any, cluster: int = 1) -> Start | None:
-    """The ways to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
+def starter(compiled: Any, cluster: int = 1) -> Bind | None:
+    """A way to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
-    Launch hooks (a profiler's) are called as Triton calls them: while any is installed, `Start` goes its way.
+    Launch hooks (a profiler's) are called as Triton calls them: while any is installed, a start goes its way.
     `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
@@ -75,25 +72,16 @@ def starter(compiled: Any, cluster: int = 1) -> Start | None:
     def bind_ordinary(programs: int, rest: tuple) -> Callable[..., None]:
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
-    is_known = _is_known(launcher)
+    knows = is_known(launcher)
     if cluster > 1:
         # Triton's launcher takes the size of a cluster from the number that a kernel was compiled for, which is 1.
-        if not is_known or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
+        if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
         metadata = (metadata[0], cluster, metadata[2])
-    if not is_known:
-        return Start(ordinary, bind_ordinary)
+    if not knows:
+        return bind_ordinary
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
     entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place
-
-    def start(programs: int, stream: int, addresses: Sequence[int | None], rest: tuple) -> None:
-        if entering or leaving:
-            ordinary(programs, stream, addresses, rest)
-            return
-        launch(
-            programs, 1, 1, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
-            *addresses, *rest,
-        )  # fmt: skip
 
     def bind(programs: int, rest: tuple) -> Callable[..., None]:
         def at(stream: int, *addresses: int | None) -> None:
@@ -107,7 +95,7 @@ def starter(compiled: Any, cluster: int = 1) -> Start | None:
 
         return at
 
-    return Start(start, bind)
+    return bind
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -121,7 +109,7 @@ def _hooks() -> tuple[Any, Any]:
     return enter, leave
 
 
-def _is_known(launcher: object) -> bool:
+def is_known(launcher: object) -> bool:
     """True if a launcher is the one of Triton 3.5 and 3.6, for a kernel that needs no scratch memory."""
     try:
         from triton.backends.nvidia import driver
@@ -145,19 +133,19 @@ class Kernel:
     def __init__(self, function: Callable, *, cooperative: bool = False) -> None:
         self.function: Any = function
         self._options = {"enable_fp_fusion": False} | ({"launch_cooperative_grid": True} if cooperative else {})
-        self._compiled: dict[tuple, Start] = {}
+        self.compiled: dict[tuple, Bind] = {}
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
         warps: Warps,
-    ) -> Start | None:  # fmt: skip
+    ) -> Bind | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
         arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
         compiled = self.function[(programs,)](*arguments, **self._options_of(warps))
-        start = starter(compiled)
-        if start is not None:
-            self._compiled[key] = start
-        return start
+        bind = starter(compiled)
+        if bind is not None:
+            self.compiled[key] = bind
+        return bind
 
     def _options_of(self, warps: Warps) -> Options:
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
@@ -189,22 +177,22 @@ class ClusterKernel(Kernel):
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
         warps: Warps,
-    ) -> Start:  # fmt: skip
+    ) -> Bind:  # fmt: skip
         """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
         compiled = self.function.warmup(
             *[as_bytes(t) for t in tensors], *scalars, *constants, grid=(programs,), **self._options_of(warps)
         )
-        start = starter(compiled, self._size)
-        if start is None:
+        bind = starter(compiled, self._size)
+        if bind is None:
             raise ClusterRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         try:
-            start.start(programs, stream, addresses, (*scalars, *constants))
+            bind(programs, (*scalars, *constants))(stream, *addresses)
         except RuntimeError as error:  # a cluster does not fit on what there is of the GPU
             raise ClusterRefused from error
-        self._compiled[key] = start
-        return start
+        self.compiled[key] = bind
+        return bind
 
 
 class Prepared:
@@ -232,14 +220,14 @@ class Prepared:
         if INTERPRETED:
             kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *rest)
             return
-        start = kernel._compiled.get(self._key)
-        if start is not None:
-            self.at = start.bind(self._programs, rest)
+        bind = kernel.compiled.get(self._key)
+        if bind is not None:
+            self.at = bind(self._programs, rest)
             self(stream, *tensors)
             return
-        start = kernel.compile(self._key, self._programs, tensors, self._scalars, self._constants, self._warps)
-        if start is not None:
-            self.at = start.bind(self._programs, rest)
+        bind = kernel.compile(self._key, self._programs, tensors, self._scalars, self._constants, self._warps)
+        if bind is not None:
+            self.at = bind(self._programs, rest)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -302,14 +290,14 @@ def compiled_conversions(device: int) -> bool:
     return not INTERPRETED and device >= 0 and _capability(device) >= (8, 9)
 
 
-_WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
+WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
 
 
 def largest_cluster(device: int) -> int:
     """The most programs of a cluster on a device: one in the interpreter; none before Hopper, nor after it until it has
     run there.
     """
-    if device in _WITHOUT_CLUSTERS:
+    if device in WITHOUT_CLUSTERS:
         return 0
     if INTERPRETED or device < 0:
         return int(INTERPRETED)
@@ -318,7 +306,7 @@ def largest_cluster(device: int) -> int:
 
 def refuse_clusters(device: int) -> None:
     """Ask this device for no cluster again: it, or this Triton, has refused one."""
-    _WITHOUT_CLUSTERS.add(device)
+    WITHOUT_CLUSTERS.add(device)
 
 
 @functools.cache

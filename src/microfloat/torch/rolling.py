@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from microfloat.torch.backends.triton import Slots
     from microfloat.torch.scaling import Region
 
-__all__ = ["NAMES", "Batch", "Job", "Pending", "Slot", "batches_of"]
+__all__ = [
+    "NAMES", "Batch", "Job", "Pending", "Slot", "batches_of", "update_kernel",
+]  # fmt: skip
 
 # Slot -> names of its buffers: encode scale and amax history.
 NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in ("x", "w", "dy")}
@@ -177,7 +179,7 @@ def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[tor
         alike.setdefault((delayed, group, scales[index].device), []).append(index)
     parts = []
     for (delayed, _, device), indices in alike.items():
-        part = _Part(None if callable(delayed.amax_compute_algo) else _update_kernel(device), None, indices)
+        part = _Part(None if callable(delayed.amax_compute_algo) else update_kernel(device), None, indices)
         if part.kernel is not None:
             maxima = [asked[index][1] for index in indices]
             part = part._replace(table=part.kernel.slots_of(_pick(histories, part), _pick(scales, part), maxima))
@@ -186,7 +188,7 @@ def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[tor
 
 
 @functools.cache
-def _update_kernel(device: torch.device) -> "ModuleType | None":
+def update_kernel(device: torch.device) -> "ModuleType | None":
     """The module with the kernel that updates many slots at once; None where it cannot run."""
     if not backends.support("triton", device):
         return None

@@ -31,8 +31,8 @@ __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
     "buffer_names", "calibrate", "check_kept", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward",
     "flush_to_read", "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
-    "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone",
-    "scaled_layers", "update_scaling",
+    "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling",
+    "roll_alone", "scaled_layers", "state_of", "update_scaling",
 ]  # fmt: skip
 
 SLOTS = tuple(NAMES)
@@ -109,7 +109,8 @@ CLOSED_REGION = Region(alone=True)
 CLOSED_REGION.closed = True
 
 
-def _state(layer: nn.Module) -> _LayerState:
+def state_of(layer: nn.Module) -> _LayerState:
+    """The state of a layer besides its buffers, made where there is none yet."""
     state = _STATES.get(layer.__dict__.get("_number", -1))
     return state if state is not None and state.layer() is layer else _new_state(layer)
 
@@ -169,7 +170,7 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
 
 def forget(layer: nn.Module) -> None:
     """Drop what is known of a layer besides its buffers, pending updates above all."""
-    state = _state(layer)
+    state = state_of(layer)
     state.reset()
     LATE.discard(state.number)
 
@@ -187,7 +188,7 @@ def number_layer(layer: nn.Module) -> None:
     It counts the layers that the process has made. A copy has the number of its origin and, above it, one of its own,
     so that a rank which copies or loads layers for itself counts those that it makes later as the other ranks do.
     """
-    _state(layer)
+    state_of(layer)
 
 
 def _new_state(layer: nn.Module) -> _LayerState:
@@ -209,7 +210,7 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The encode scale of the latest forward that has recorded: the one before the update, if that has happened."""
-    state = _state(layer).slots[slot]
+    state = state_of(layer).slots[slot]
     replaced = None if state.pending is not None else state.previous
     return encode_scale(layer, slot) if replaced is None else replaced[0][replaced[1]]
 
@@ -248,7 +249,7 @@ def record_late(layer: nn.Module, late: Late) -> tuple["Region", Group]:
 
     It belongs to the region of its first pass. If that has closed, x and w wait as dy does.
     """
-    state = _state(layer)
+    state = state_of(layer)
     region, group, waiting = state.latest or (CLOSED_REGION, None, _waiting())
     while late:
         slot, (cast, amax) = late.popitem()
@@ -272,7 +273,7 @@ def note_recorded(
     layer: nn.Module, slot: str, cast: Cast, *, group: Group = None, region: Region | None = None
 ) -> None:
     """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
-    state, entry = _state(layer), _pending(cast, group, region)
+    state, entry = state_of(layer), _pending(cast, group, region)
     state.slots[slot].pending = entry
     if slot != "dy":
         if region is not None:
@@ -286,7 +287,7 @@ def note_recorded(
 
 def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Group, region: Region) -> None:
     """`note_recorded` of x and of w at once, each if it was (None: it was not)."""
-    state = _state(layer)
+    state = state_of(layer)
     slots = state.slots
     if x_cast is not None:
         slots["x"].pending = _pending(x_cast, group, region)
@@ -322,7 +323,7 @@ def _shield_from(wrapper: nn.parallel.DistributedDataParallel) -> None:
         if has_buffers(module):
             start = f"{prefix}." if prefix else ""
             wrapper.parameters_to_ignore.update(start + name for name in _ALL_NAMES)
-            _state(module).wrapper = reference
+            state_of(module).wrapper = reference
     # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
     wrapper._assign_modules_buffers()
 
@@ -333,7 +334,7 @@ def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, re
     As if the layer had opened a region, which rolls dy, and closed it, which rolls x and w; dy's scale is read by the
     next backward at the earliest, so that one update serves all three.
     """
-    state = _state(layer)
+    state = state_of(layer)
     state.latest = (CLOSED_REGION, None, _waiting())
     x, w, dy = state.slots.values()
     jobs: list[Job] = []
@@ -394,7 +395,7 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
     layer = numbered(number)
     if "dy" in casts:
         check_kept(layer)
-        region, group = _state(layer).compiled or (region, group)
+        region, group = state_of(layer).compiled or (region, group)
         note_recorded(layer, "dy", casts["dy"], group=group, region=region)
         return
     if torch._C._current_graph_task_id() != -1:
@@ -409,7 +410,7 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
             "enclosing one, because its exit is what updates the scales. Call the compiled function inside "
             "`with autocast():`."
         )
-    _state(layer).compiled = (region, group)
+    state_of(layer).compiled = (region, group)
     note_forward(layer, casts.get("x"), casts.get("w"), group=group, region=region)
 
 
@@ -516,7 +517,7 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
         layer = _layer_of(key.number)
         if layer is None or _shape(layer) != key.shape or (amax.device.type == "cpu" and amax < 0):
             continue
-        slot = _state(layer).slots[key.slot]
+        slot = state_of(layer).slots[key.slot]
         if slot.rolled is None and not key.maximum:  # nothing here says what the slot holds
             continue
         # As it was rolled before; a layer that has never run here is taken to follow the recipe of the others.
@@ -557,7 +558,7 @@ def flush_backward() -> None:
 
 def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None:
     """Before a forward that is no recomputation: roll what earlier backward passes have recorded, if not done yet."""
-    state = _state(layer)
+    state = state_of(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
     slots = state.slots
     _await_replays(slots["dy"])
@@ -579,7 +580,7 @@ def _await_replays(dy: Slot) -> None:
 def flush_to_read(layer: nn.Module) -> None:
     """Roll what backward passes have recorded before the state is read. What other ranks have a part in stays pending,
     since one rank may be alone in reading; so does what a CUDA graph rolls in its next replay."""
-    _roll([_state(layer)], SLOTS, lambda entry: _is_due(entry) and not reduces(entry.delayed, entry.group), None)
+    _roll([state_of(layer)], SLOTS, lambda entry: _is_due(entry) and not reduces(entry.delayed, entry.group), None)
 
 
 def scaled_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -594,7 +595,7 @@ def update_scaling(model: nn.Module) -> None:
     Source: docs/numerics.md 3.3.
     """
     check_model(model)
-    states = [_state(layer) for layer in scaled_layers(model)]
+    states = [state_of(layer) for layer in scaled_layers(model)]
     # As the next autocast would, which another rank may have entered by now.
     _roll(
         states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured, "backward"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from microfloat.layout import Layout, Part, layout_of
-from microfloat.operands import GEMMS, Operand, operands_of
+from microfloat.operands import Operand, operands_of
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, Recipe, Static
 from microfloat.routes import Routes
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "Schedule", "autocast_dtype", "entries_of", "forget", "laid",
-    "layouts_of", "parts_of", "remember", "saved_parts", "weights_of",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "GatheredCast", "Schedule", "autocast_dtype", "entries_of",
+    "forget", "laid", "layouts_of", "parts_of", "remember", "saved_parts", "weights_of",
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
@@ -251,7 +251,7 @@ def parts_of(operand: "StoredOperand | None", entry: Entry | None, layout: Layou
     return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
 
 
-class _StoredCast:
+class StoredCast:
     """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
 
     __slots__ = ("_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
@@ -299,7 +299,7 @@ def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
     return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
 
 
-class _GatheredCast:
+class GatheredCast:
     """The operands of a weight that was gathered as codes, in the forms that GEMMs read."""
 
     __slots__ = ("_backend", "_compute", "_layouts", "entries", "program", "reason")
@@ -384,7 +384,6 @@ class Schedule:
             if is_wanted:
                 gemm, route = getattr(recipe, name), getattr(routes, name)
                 self.products[name] = product(gemm, route, sizes, None, dtype, x.device)
-        self._fprop, self._dgrad, self._wgrad = (self.products.get(name) for name in GEMMS)
         # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
         self._programs = backend.programs
@@ -402,9 +401,9 @@ class Schedule:
         )
         self.x_cast = self.cast_step(backend, self._matrix(x), x_entries, batch)
         if isinstance(weight, QuantizedTensor):
-            self.w_cast: Any = _StoredCast(backend, weight, w_entries, compute)
+            self.w_cast: Any = StoredCast(backend, weight, w_entries, compute)
         elif isinstance(weight, Gathered):
-            self.w_cast = _GatheredCast(backend, weight.shape, w_entries, compute)
+            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute)
         else:
             w = weight if weight.dtype == compute else weight.to(compute)
             self.w_cast = self.cast_step(backend, w, w_entries, batch)
@@ -416,10 +415,10 @@ class Schedule:
         self._converts_w = stored is None and weight.dtype != compute and not isinstance(weight, Gathered)
         self._pair: tuple[Program | None, Program | None] = (None, None)
         if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
-            self._pair = self._pair_programs(backend, x, weight, x_entries, w_entries)
+            self._pair = self.pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: CastStep | None = None  # of the gradient that backward usually brings
         self._dy_steps: dict[tuple, CastStep] = {}
-        self._later_steps: dict[tuple, CastStep | _GatheredCast] = {}
+        self._later_steps: dict[tuple, CastStep | GatheredCast] = {}
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
@@ -427,7 +426,7 @@ class Schedule:
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _pair_programs(
+    def pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
     ) -> tuple["Program | None", "Program | None"]:
         """One launch that casts x and w, without and with records of their amaxes; None where none serves both."""
@@ -523,12 +522,12 @@ class Schedule:
             stream, words = self.resources()
             second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
             made = pair.run(stream, (None, x, words, *x_inputs, *second))
-            y = self._fprop(*made[0:3], *made[6:9], bias)  # type: ignore[misc]
+            y = self.products["fprop"](made[0:3], made[6:9], bias)
             saved = (*made[self.x_saved], *(weights_of(weight) if self.late else made[self._w_of_pair]))
         else:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
-            y = self._fprop(*x_made[0:3], *w_made[0:3], bias)  # type: ignore[misc]
+            y = self.products["fprop"](x_made[0:3], w_made[0:3], bias)
             saved = (*x_made[self.x_saved], *(weights_of(weight) if self.late else w_made[self.w_saved]))
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
@@ -536,17 +535,17 @@ class Schedule:
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
     ) -> Parts:
-        """The parts that `forward` makes of x and of w, one after the other, without those that are the tensors."""
+        """The twelve parts of the operands of x and w that are made of them, None in place of the others."""
         x_made = self.x_cast(self._matrix(x), *self.resources(), x_inputs)[:6]
         w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
-        made = zip((*x_made, *w_made), self._which_are_made(kept), strict=True)
-        return [part for part, is_made in made if is_made]
+        for made, step in ((x_made, self.x_cast), (w_made, self.w_cast)):
+            for index, entry in enumerate(step.entries):
+                if entry is not None and entry.cast is None:  # the tensor itself
+                    made[3 * index] = None
+        return [*x_made, *w_made]
 
-    def filled(self, made: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, kept: Parts | None) -> Parts:
+    def filled(self, parts: Parts, x: torch.Tensor, weight: torch.Tensor, kept: Parts | None) -> Parts:
         """All twelve parts of the operands of x and w, given those that `cast_operands` returns."""
-        parts, rest = [], iter(made)
-        for is_made in self._which_are_made(kept):
-            parts.append(next(rest) if is_made else None)
         for offset, tensor, entries in ((0, x, self.x_cast.entries), (6, weight, self.w_cast.entries)):
             if offset and kept is not None:
                 parts[6:] = kept[:6]
@@ -556,13 +555,6 @@ class Schedule:
                 parts[offset] = matrix if row else parts[offset]
                 parts[offset + 3] = matrix.t() if column else parts[offset + 3]
         return parts
-
-    def _which_are_made(self, kept: Parts | None) -> list[bool]:
-        made: list[bool] = []
-        for rows, entries in ((self.rows, self.x_cast.entries), (self.out_features, self.w_cast.entries)):
-            for layout in layouts_of(self.backend, entries, rows, self.in_features):
-                made += [False] * 3 if layout is None else [part is not None for part in layout]
-        return made if kept is None else [*made[:6], *[False] * 6]
 
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
         """The first delayed cast of the gradient, of those that are wanted."""
@@ -600,13 +592,13 @@ class Schedule:
         """
         dx = dw = None
         if wants_dx:
-            dx = self._dgrad(*dy[0:3], *self._laid(1, saved[3:6]), None)  # type: ignore[misc]
+            dx = self.products["dgrad"](dy[0:3], self._laid(1, saved[3:6]), None)
             dy[0:3] = None, None, None
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
-            parts = *dy[3:6], *self._laid(0, saved[0:3]), None
-            dw = self._wgrad(*parts) if into is None else into.add(self.wgrad_sum(*parts))  # type: ignore[misc]
+            parts = dy[3:6], self._laid(0, saved[0:3]), None
+            dw = self.products["wgrad"](*parts) if into is None else into.add(self.wgrad_sum(*parts))
         return dx, dw
 
     @functools.cached_property
@@ -618,7 +610,7 @@ class Schedule:
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""
-        return self._fprop(*x, *w, bias)  # type: ignore[misc]
+        return self.products["fprop"](x, w, bias)
 
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
@@ -632,7 +624,7 @@ class Schedule:
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
             step = (
-                _GatheredCast(self.backend, x.shape, entries, self.dtype) if is_gathered
+                GatheredCast(self.backend, x.shape, entries, self.dtype) if is_gathered
                 else self.cast_step(self.backend, x, entries, self._batch)
             )  # fmt: skip
             self._later_steps[key] = step

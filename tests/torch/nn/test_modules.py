@@ -180,8 +180,8 @@ def test_where_weights_lie_changes_no_bit(name):
     apart = copy.deepcopy(module)
     for layer in apart.layers:
         layer.weight.data = layer.weight.data.clone()
-    assert joined._are_neighbours([layer.weight for layer in module.layers])
-    assert not joined._are_neighbours([layer.weight for layer in apart.layers])
+    assert joined.are_neighbours([layer.weight for layer in module.layers])
+    assert not joined.are_neighbours([layer.weight for layer in apart.layers])
     third = copy.deepcopy(module)
     compiled = torch.compile(third, fullgraph=True, backend="aot_eager")
     x = torch.randn(9, 32)
@@ -396,7 +396,10 @@ def test_rotary_on_a_gpu_is_that_of_torch(dtype, shape, interleaved):
         leaf = joint.clone().requires_grad_()
         parts = leaf.split([heads, kv, kv], 2)
         if split is None:
-            made = [*(attention._rotated(part, cos[:, :], sin[:, :], interleaved) for part in parts[:2]), parts[2]]
+            made = [
+                *(attention.rotated_by_torch(part, cos[:, :], sin[:, :], interleaved) for part in parts[:2]),
+                parts[2],
+            ]
         else:
             inputs = [leaf] if split else list(parts)
             made = attention.rotate_heads(inputs, [heads, kv, kv] if split else None, cos, sin, interleaved)

@@ -32,7 +32,7 @@ def by_torch():
     """Every operand is made by plain torch operations, one by one, folded by the oracle, laid as its layout says."""
     with (
         mock.patch.object(schedule.CastStep, "__call__", _cast_by_torch),
-        mock.patch.object(schedule.Schedule, "_pair_programs", return_value=(None, None)),
+        mock.patch.object(schedule.Schedule, "pair_programs", return_value=(None, None)),
     ):
         schedule.forget()
         yield
@@ -118,17 +118,17 @@ def by_addresses():
         aligned = [like is None or like.data_ptr() % 16 == 0 for like in likes]
         likes = [None if like is None else torch.empty_like(like) for like in likes]
 
-        def start(programs, stream, addresses, rest):
-            assert [address is None for address in addresses] == [like is None for like in likes]
-            assert [(address or 0) % 16 == 0 for address in addresses] == aligned
-            pairs = zip(addresses, likes, strict=True)
-            self.function[(programs,)](*[None if like is None else _at(at, like) for at, like in pairs], *rest)
-
         def bind(programs, rest):
-            return lambda stream, *addresses: start(programs, stream, addresses, rest)
+            def start(stream, *addresses):
+                assert [address is None for address in addresses] == [like is None for like in likes]
+                assert [(address or 0) % 16 == 0 for address in addresses] == aligned
+                pairs = zip(addresses, likes, strict=True)
+                self.function[(programs,)](*[None if like is None else _at(at, like) for at, like in pairs], *rest)
 
-        self._compiled[key] = program.Start(start, bind)
-        return self._compiled[key]
+            return start
+
+        self.compiled[key] = bind
+        return bind
 
     saved = program.Kernel.compile, program.INTERPRETED
     program.Kernel.compile, program.INTERPRETED = compile_interpreted, False
@@ -203,12 +203,12 @@ def block_gemms(device, seen):
         kinds = [F.ScalingType(kind) for kind in (*a_kinds, *b_kinds)]
         return scaled_mm(a, b, *a_scales, kinds[0], *b_scales, kinds[1], output_dtype=dtype)
 
-    saved = F.scaled_mm, gemms._scaled_mm_v2
-    F.scaled_mm, gemms._scaled_mm_v2 = scaled_mm, scaled_mm_v2
+    saved = F.scaled_mm, gemms.scaled_mm_v2
+    F.scaled_mm, gemms.scaled_mm_v2 = scaled_mm, scaled_mm_v2
     try:
         yield
     finally:
-        F.scaled_mm, gemms._scaled_mm_v2 = saved
+        F.scaled_mm, gemms.scaled_mm_v2 = saved
 
 
 def compare(device, recipe, steps, *, run=None, guard=contextlib.nullcontext, **options):

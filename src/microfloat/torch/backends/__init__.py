@@ -94,7 +94,7 @@ def _forget() -> None:
     """Drop what was worked out for another chip."""
     from microfloat.torch import schedule
 
-    _CHOSEN.clear()
+    CHOSEN.clear()
     schedule.forget()
 
 
@@ -140,14 +140,14 @@ def resolve(backend: str, device: torch.device) -> str:
 
 
 # Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
-_CHOSEN: dict[tuple[str, torch.device], Backend] = {}
+CHOSEN: dict[tuple[str, torch.device], Backend] = {}
 
 
 def choose(backend: str, device: torch.device) -> Backend:
     """The module of `backend` for tensors on `device`; NotSupportedError with the reason where it cannot run."""
-    module = _CHOSEN.get((backend, device))
+    module = CHOSEN.get((backend, device))
     if module is None:
-        module = _CHOSEN[backend, device] = _choose(backend, device)
+        module = CHOSEN[backend, device] = _choose(backend, device)
     return module
 
 

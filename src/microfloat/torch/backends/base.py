@@ -17,7 +17,7 @@ from microfloat.routes import Routes
 if TYPE_CHECKING:
     from microfloat.torch.folding import FoldCounts
 
-__all__ = ["Backend", "Operand", "Values", "capturing", "record_amax_"]
+__all__ = ["Backend", "Operand", "capturing", "record_amax_"]
 
 
 class Backend(Protocol):
@@ -81,33 +81,6 @@ class Operand:
     def stored_length(self) -> int:
         """C, rounded up to a multiple of 16 when the Hadamard transform padded it."""
         return -(-self.length // 16) * 16 if self.hadamard else self.length
-
-
-@dataclass(slots=True, eq=False)
-class Values:
-    """One quantized matrix in operand form, decoded: ``value[r, c] = values[r, c] * tensor_scale``, exactly.
-
-    What a GEMM without support for the format multiplies instead of codes: `values` [R, C] in bfloat16 hold element
-    times block scale, which is exact there wherever it is normal (docs/numerics.md 8.2); `tensor_scale` float32 () or
-    [R, 1] or None goes to the epilogue. With `hadamard` the values are in the transformed domain (C padded to 16).
-    """
-
-    values: torch.Tensor
-    tensor_scale: torch.Tensor | None
-    format: ScaledFormat
-    rows: int
-    length: int
-    hadamard: Hadamard | None = None
-
-    def flatten(self) -> tuple[list[torch.Tensor], tuple]:
-        """(its tensors, the rest), for `unflatten`."""
-        tensors = [self.values] if self.tensor_scale is None else [self.values, self.tensor_scale]
-        return tensors, (self.format, self.rows, self.length, self.hadamard)
-
-    @staticmethod
-    def unflatten(tensors: Sequence[torch.Tensor], rest: tuple) -> "Values":
-        """The operand that was flattened."""
-        return Values(tensors[0], tensors[1] if len(tensors) > 1 else None, *rest)
 
 
 @torch.no_grad()

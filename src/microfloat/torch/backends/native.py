@@ -8,13 +8,12 @@ from types import ModuleType
 
 import torch
 
-from microfloat.errors import NotSupportedError
 from microfloat.passes import OperandSpec, is_stock
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.backends import triton
-from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.folding import FoldCounts, routes_of
 
 __all__ = [
@@ -45,19 +44,16 @@ def quantize_both(
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     """See `torch.reference.dequantize`."""
-    if isinstance(operand, Values):
-        raise NotSupportedError("dequantize: got decoded values in the transformed domain, needed codes.")
     by_kernel = operand.codes.is_cuda and is_stock(operand.format.element)
     return (triton if by_kernel else reference).dequantize(operand, dtype)
 
 
 def scaled_matmul(
-    a: Operand | Values, b: Operand | Values, *, bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32, accumulate: str = "split",
+    a: Operand, b: Operand, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.float32,
+    accumulate: str = "split",
 ) -> torch.Tensor:  # fmt: skip
     """``round(a @ b.T + bias)``: [M, N] in `out_dtype`, one rounding; on the format's tensor cores where they exist."""
-    device = (a.codes if isinstance(a, Operand) else a.values).device
-    chip = backends.chip_of(device)
+    chip = backends.chip_of(a.codes.device)
     return gemms.scaled_matmul(a, b, chip, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
 
 

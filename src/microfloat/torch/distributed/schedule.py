@@ -453,7 +453,7 @@ class ShardedSchedule(Schedule):
             if shared is not None:
                 shared[self._x_key] = x_made
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
-        y = self._fprop(*x_made[0:3], *w_made[0:3], bias if self.shards.adds_bias else None)  # type: ignore[misc]
+        y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
         return y, (*x_made[self.x_saved], *w_made[self.w_saved])
 

@@ -1,21 +1,21 @@
 """The triton backend: every cast as one fused kernel, both orientations of a matrix in one pass.
 
-The same functions as `torch.reference`, bit for bit, plus the forms that GEMMs of GPUs without block-scaled tensor
-cores read: `quantize_to_bf16` (dequantized values, no codes written) and `fold_both` (MX folded to FP8 1x128).
+The same functions as `torch.reference`, bit for bit, and `cast_parts` for operands in the other forms that GEMMs read.
 `refusal` says which casts have no kernel, and why. Every function runs programs (`torch.program`) that are kept by what
 they were made for.
 
-Producers are fused with the cast of their result: activations, forward and backward, and norms. Each quantizes the
-value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts per tensor take a known
-encode scale (delayed scaling) or amax; `*_values` write the value and its amax, for current scaling.
+Producers (`torch.producers`) are fused with the cast of their result: `codes` quantizes the value that the unfused
+graph would have produced, rounded to the inputs' dtype first. Casts per tensor take a known encode scale (delayed
+scaling) or amax; `values` writes the value and its amax, for current scaling.
 
 Legend: M x F = gate, up and their product; M x K = the input of a norm.
 """
 
+import functools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,28 +23,26 @@ from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
-from microfloat.layout import folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
 from microfloat.passes.conversions import check_packed, dequantize_passes, packed_values_passes, swizzle_passes
-from microfloat.passes.matrix import Matrix, specialization
-from microfloat.passes.producers import Producer, fuses
+from microfloat.passes.matrix import Matrix, Passes, specialization
+from microfloat.passes.producers import fuses
 from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Operand, Values
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.folding import routes_of
+from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
 from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
-    "activation_backward_quantize", "activation_backward_values", "activation_quantize", "activation_values",
-    "amax", "dequantize", "dequantize_packed", "fold_both", "fuses", "norm_quantize", "norm_values", "quantize",
-    "quantize_both", "quantize_packed", "quantize_to_bf16", "refusal", "rotate", "scaled_matmul", "slots_of",
-    "swizzle_scales", "update_delayed",
+    "amax", "cast_parts", "codes", "dequantize", "dequantize_packed", "fuses", "quantize", "quantize_both",
+    "quantize_packed", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales", "update_delayed", "values",
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.
@@ -105,57 +103,11 @@ def quantize_both(
     """The row operand (x) and the column operand (x.T, codes stored transposed) of matrix `x`, each if asked for."""
     if x.numel() == 0:
         return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
-    specs = _specs("codes", row_cast, column_cast, row_stream, column_stream)
-    made = _cast(x, *specs, CastInputs(scale_enc, seed, record, amax=amax), batch)
+    row = None if row_cast is None else OperandSpec(row_cast, stream=row_stream)
+    column = None if column_cast is None else OperandSpec(column_cast, stream=column_stream)
+    made = cast_parts(x, row, column, CastInputs(scale_enc, seed, record, amax=amax), batch)
     rows, columns = x.shape
-    return _operand_of(row_cast, made[:3], rows, columns), _operand_of(column_cast, made[3:], columns, rows)
-
-
-def quantize_to_bf16(
-    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
-    row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
-) -> tuple[Values | None, Values | None]:  # fmt: skip
-    """Quantize and dequantize at once: the values of the row operand [R, C] and of the column operand [C, R].
-
-    MX: the full value, rounded once to bfloat16. NVFP4: code x block scale, exact, under `tensor_scale`; a transformed
-    operand stays transformed and is as long as it is stored. Both lie in the memory layout of `x` (the second is a
-    transposed view), which bfloat16 GEMMs read in any orientation.
-    """
-    specs = _specs("values", row_cast, column_cast, row_stream, column_stream)
-    made = _cast(x, *specs, CastInputs(seed=seed, amax=amax), batch)
-    rows, columns = x.shape
-
-    def values_of(
-        cast: Cast | None, values: torch.Tensor, scale: torch.Tensor | None, rows: int, length: int
-    ) -> Values | None:
-        return None if cast is None else Values(values, scale, cast.format, rows, length, cast.hadamard)
-
-    return (
-        values_of(row_cast, made[0], made[2], rows, columns), values_of(column_cast, made[3], made[5], columns, rows)
-    )  # fmt: skip
-
-
-def fold_both(
-    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, tile: bool = False,
-    seed: torch.Tensor | None = None, row_stream: int = 0, column_stream: int = 0,
-) -> tuple[Operand | None, Operand | None, torch.Tensor]:  # fmt: skip
-    """MX operands folded to FP8_1x128 (FP8_128x128 with `tile`) straight from `x`, and their lossy counts, int64[2].
-
-    Equal to ``reference.fold(reference.quantize(x, cast))`` (docs/numerics.md, section 9).
-    """
-    form = "tiles" if tile else "folded"
-    lossy = torch.empty(2, dtype=torch.int64, device=x.device)
-    inputs = CastInputs(seed=seed, folded=None if tile else lossy, tiles=lossy if tile else None)
-    made = _cast(x, *_specs(form, row_cast, column_cast, row_stream, column_stream), inputs)
-
-    def folded(cast: Cast | None, codes: torch.Tensor, scale: torch.Tensor, rows: int, length: int) -> Operand | None:
-        if cast is None:
-            return None
-        return Operand(codes, scale[:, : -(-length // 128)], None, folded_format(cast.format, form), rows, length)
-
-    rows, columns = x.shape
-    row = folded(row_cast, made[0], made[1], rows, columns)
-    return row, folded(column_cast, made[3], made[4], columns, rows), lossy
+    return _operand_of(row, made[:3], rows, columns), _operand_of(column, made[3:], columns, rows)
 
 
 def quantize_packed(
@@ -226,19 +178,10 @@ def _like(x: torch.Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15
 
 
-def _specs(
-    form: str, row_cast: Cast | None, column_cast: Cast | None, row_stream: int, column_stream: int
-) -> tuple[OperandSpec | None, OperandSpec | None]:
-    return (
-        None if row_cast is None else OperandSpec(row_cast, form, False, row_stream),
-        None if column_cast is None else OperandSpec(column_cast, form, False, column_stream),
-    )
-
-
-def _cast(
+def cast_parts(
     x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, batch: int = 0
 ) -> list:
-    """Codes, scale and tensor scale of both operands, by a program that is kept."""
+    """Codes (or values), scale and tensor scale of both operands, each in its own form, by a program that is kept."""
     options = {"records": inputs.record is not None, "given_amax": inputs.amax is not None, "batch": batch}
     return run_passes(
         (row, column, *options.values(), *_like(x)), lambda: cast_passes(matrix_of(x), row, column, **options),
@@ -279,32 +222,20 @@ def _empty(
     return row, column
 
 
-Both = tuple[Operand | None, Operand | None]
-_Tensors = tuple[torch.Tensor | None, ...]
-_Valued = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normed:
-    """Results of a fused norm: both operands, and the statistics that its backward needs (mean: LayerNorm only)."""
-
-    row: Operand | None
-    column: Operand | None
-    mean: torch.Tensor | None
-    inverse: torch.Tensor
-
-
-def _operand_of(cast: Cast | None, made: Sequence, rows: int, length: int) -> Operand | None:
+def _operand_of(spec: OperandSpec | None, made: Sequence, rows: int, length: int) -> Operand | None:
     """Codes, scale and tensor scale as the operand [`rows`, `length`] of a cast; None without a cast."""
-    if cast is None:
+    if spec is None:
         return None
+    cast = spec.cast
     power_of_two = None if cast.rule.two_level is not None else cast.rule.power_of_two
     codes, scale, tensor_scale = made
     return Operand(codes, scale, tensor_scale, cast.format, rows, length, cast.hadamard, power_of_two)
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
+# ---------------------------------------------------------------------------------------------------------- producers
+
+
+class _Inputs(NamedTuple):
     """Matrices of one shape and dtype, read alike, and vectors beside them (weight and bias of a norm)."""
 
     x: torch.Tensor
@@ -323,12 +254,11 @@ class _Inputs:
     @property
     def key(self) -> tuple:
         """All that passes over them depend on but their device."""
-        x = self.x
         others = tuple(
             None if t is None else (t.dtype, t.data_ptr() & 15, self.is_norm and t.stride(0) == 1)
             for t in (self.y, self.z)
         )
-        return x.shape, x.stride(), x.dtype, x.data_ptr() & 15, *others
+        return *_like(self.x), *others
 
     @property
     def matrix(self) -> Matrix:
@@ -341,140 +271,76 @@ class _Inputs:
                 matrix = replace(matrix, alignment=min(matrix.alignment, aligned))
         return matrix
 
-    def table(self, extra: "_Extra") -> _Tensors:
-        """The table of their passes."""
-        seed, amax, scale_enc, record = extra
-        return (
-            None, self.x, None, scale_enc[0], seed[0], record[0], self.y, self.z, amax[0], None, amax[1], scale_enc[1],
-            seed[1], record[1],
+    def run(self, key: tuple, make: Callable[[], Passes], given: Sequence[CastInputs]) -> list:
+        """The results of passes over these inputs; `given`: what the casts of each produced matrix read besides."""
+        first, second = given[0], given[1] if len(given) > 1 else CastInputs()
+        table = (
+            None, self.x, None, first.scale_enc, first.seed, first.record, self.y, self.z, first.amax, None,
+            second.amax, second.scale_enc, second.seed, second.record,
         )  # fmt: skip
+        return run_passes((*key, *self.key), make, self.x.device, table)
 
 
-_NONE: _Tensors = (None, None)
-_Extra = tuple[_Tensors, _Tensors, _Tensors, _Tensors]  # seed, amax, scale_enc, record: one of each produced matrix
+def _work_of(producer: Producer) -> tuple[producer_passes.Producer, _Inputs]:
+    """A producer as passes know it, and its inputs; a LayerNorm without bias gets zeros."""
+    work = producer_passes.Producer
+    if isinstance(producer, Norm):
+        x, weight, bias = producer.x_MK, producer.weight_K, producer.bias_K
+        weight = torch.ones_like(x[0]) if weight is None else weight
+        made = work.of_norm(producer.kind, producer.eps, _name(weight.dtype))
+        if not made.is_layer_norm:
+            bias = None
+        elif bias is None:
+            bias = torch.zeros_like(weight)
+        return made, _Inputs(x, weight, bias, is_norm=True)
+    x, up, is_gated = producer.x_MF, producer.up_MF, producer.up_MF is not None
+    if isinstance(producer, Activation):
+        return work.of_activation(producer.activation, gated=is_gated), _Inputs.alike(x, up)
+    made = work.of_activation(producer.activation, gated=is_gated, backward=True)
+    if is_gated:
+        return made, _Inputs.alike(x, up, producer.grad_MF)
+    inputs = _Inputs.alike(x, producer.grad_MF)
+    return made, _Inputs(inputs.x, None, inputs.y)
 
 
-def _quantize(
-    work: Producer, inputs: _Inputs, row_cast: Cast | None, column_cast: Cast | None, row_stream: int,
-    column_stream: int, extra: _Extra,
-) -> list:  # fmt: skip
-    row = None if row_cast is None else OperandSpec(row_cast, "codes", False, row_stream)
-    column = None if column_cast is None else OperandSpec(column_cast, "codes", False, column_stream)
-    _, amax, scale_enc, record = extra
-    given = "scale_enc" if scale_enc[0] is not None else "amax" if amax[0] is not None else ""
-    records = record[0] is not None, record[1] is not None
-    return run_passes(
-        (work, row, column, records, given, inputs.is_norm and largest_cluster(inputs.x.get_device()), *inputs.key),
-        lambda: producer_passes.cast_passes(inputs.matrix, work, row, column, records=records, given=given),
-        inputs.x.device,
-        inputs.table(extra),
-    )  # fmt: skip
+def values(producer: Producer) -> tuple[list[Valued], Statistics | None]:
+    """Each value that a producer makes, in x's dtype, with its amax (float32 ()); the statistics of a norm."""
+    work, inputs = _work_of(producer)
+    passes = functools.partial(producer_passes.values_passes, inputs.matrix, work)
+    value, amax, *rest = inputs.run(("values", work), passes, (CastInputs(),))
+    if isinstance(producer, Norm):
+        return [Valued(value, amax)], Statistics(*rest)
+    return [Valued(value, amax), *([Valued(*rest)] if work.two else [])], None
 
 
-def _values(work: Producer, inputs: _Inputs) -> list:
-    table = inputs.table((_NONE, _NONE, _NONE, _NONE))
-    return run_passes(
-        ("values", work, *inputs.key),
-        lambda: producer_passes.values_passes(inputs.matrix, work),
-        inputs.x.device,
-        table,
-    )
+def codes(
+    producer: Producer, row: OperandSpec | None, column: OperandSpec | None, *given: CastInputs
+) -> tuple[list[Both], Statistics | None]:
+    """Both operands of each value that a producer makes, in one pass; the statistics of a norm.
 
-
-def _both(row_cast: Cast | None, column_cast: Cast | None, made: Sequence, shape: torch.Size) -> Both:
-    rows, columns = shape
-    return _operand_of(row_cast, made[:3], rows, columns), _operand_of(column_cast, made[3:6], columns, rows)
-
-
-def activation_quantize(
-    x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None, column_cast: Cast | None, *,
-    activation: str = "silu", seed: torch.Tensor | None = None, row_stream: int = 0, column_stream: int = 0,
-    amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None, record: torch.Tensor | None = None,
-) -> Both:  # fmt: skip
-    """Both operands of ``f(x)``, or with `up` of ``f(x) * up`` (SwiGLU: activation="silu"), in one pass."""
-    work, extra = Producer.of_activation(activation, gated=up_MF is not None), (seed, amax, scale_enc, record)
-    made = _quantize(
-        work, _Inputs.alike(x_MF, up_MF), row_cast, column_cast, row_stream, column_stream,
-        tuple((one, None) for one in extra),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return _both(row_cast, column_cast, made, x_MF.shape)
-
-
-def activation_values(
-    x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``f(x)`` or ``f(x) * up`` in x's dtype, and its amax (float32 ()), in one pass."""
-    value, amax = _values(Producer.of_activation(activation, gated=up_MF is not None), _Inputs.alike(x_MF, up_MF))
-    return value, amax
-
-
-def _gradients(grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None) -> _Inputs:
-    inputs = _Inputs.alike(x_MF, grad_MF) if up_MF is None else _Inputs.alike(x_MF, up_MF, grad_MF)
-    return _Inputs(inputs.x, None, inputs.y) if up_MF is None else inputs
-
-
-def activation_backward_quantize(
-    grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, row_cast: Cast | None,
-    column_cast: Cast | None, *, activation: str = "silu", seed: tuple = (None, None), row_stream: int = 0,
-    column_stream: int = 0, amax: tuple = (None, None), scale_enc: tuple = (None, None), record: tuple = (None, None),
-) -> tuple[Both, Both | None]:  # fmt: skip
-    """Both operands of the gradient of x, and with `up` those of the gradient of up, in one pass.
-
-    `seed`, `amax`, `scale_enc`, `record`: one for each gradient, since each belongs to a layer (docs/numerics.md 5.3).
+    `given`: the inputs of the casts of each value, since each gradient of a gate belongs to a layer of its own
+    (docs/numerics.md 5.3). Rows of a norm are read once where there are clusters.
     """
-    work = Producer.of_activation(activation, gated=up_MF is not None, backward=True)
-    made = _quantize(
-        work, _gradients(grad_MF, x_MF, up_MF), row_cast, column_cast, row_stream, column_stream,
-        (seed, amax, scale_enc, record),
-    )  # fmt: skip
-    first = _both(row_cast, column_cast, made, x_MF.shape)
-    return first, _both(row_cast, column_cast, made[6:], x_MF.shape) if work.two else None
+    work, inputs = _work_of(producer)
+    known = "scale_enc" if given[0].scale_enc is not None else "amax" if given[0].amax is not None else ""
+    records = given[0].record is not None, len(given) > 1 and given[1].record is not None
 
+    def run() -> list:
+        key = work, row, column, records, known, inputs.is_norm and largest_cluster(inputs.x.get_device())
+        matrix, options = inputs.matrix, {"records": records, "given": known}
+        return inputs.run(key, lambda: producer_passes.cast_passes(matrix, work, row, column, **options), given)
 
-def activation_backward_values(
-    grad_MF: torch.Tensor, x_MF: torch.Tensor, up_MF: torch.Tensor | None, *, activation: str = "silu"
-) -> tuple[_Valued, _Valued | None]:
-    """(gradient, amax) of x, and with `up` of up, in one pass."""
-    work = Producer.of_activation(activation, gated=up_MF is not None, backward=True)
-    made = _values(work, _gradients(grad_MF, x_MF, up_MF))
-    return (made[0], made[1]), (made[2], made[3]) if work.two else None
-
-
-def _norm(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, eps: float, kind: str
-) -> tuple[Producer, _Inputs]:
-    """A norm and its inputs; a LayerNorm without bias gets zeros."""
-    work = Producer.of_norm(kind, eps, _name(weight_K.dtype))
-    if not work.is_layer_norm:
-        bias_K = None
-    elif bias_K is None:
-        bias_K = torch.zeros_like(weight_K)
-    return work, _Inputs(x_MK, weight_K, bias_K, is_norm=True)
-
-
-def norm_quantize(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, row_cast: Cast | None,
-    column_cast: Cast | None, *, eps: float, kind: str = "rms", seed: torch.Tensor | None = None, row_stream: int = 0,
-    column_stream: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
-    record: torch.Tensor | None = None,
-) -> Normed:  # fmt: skip
-    """Both operands of RMSNorm ("rms") or LayerNorm ("layer") of the rows of x, read once where there are clusters."""
-    work, inputs = _norm(x_MK, weight_K, bias_K, eps, kind)
-    extra: Any = tuple((one, None) for one in (seed, amax, scale_enc, record))
     try:
-        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, extra)
+        made = run()
     except ClusterRefused:
-        refuse_clusters(x_MK.get_device())
-        made = _quantize(work, inputs, row_cast, column_cast, row_stream, column_stream, extra)
-    return Normed(*_both(row_cast, column_cast, made, x_MK.shape), *made[6:])
-
-
-def norm_values(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, bias_K: torch.Tensor | None, *, eps: float, kind: str = "rms"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The norm in x's dtype, its amax (float32 ()), and the statistics (mean or None, inverse)."""
-    values, amax, mean, inverse = _values(*_norm(x_MK, weight_K, bias_K, eps, kind))
-    return values, amax, mean, inverse
+        refuse_clusters(inputs.x.get_device())
+        made = run()
+    rows, columns = inputs.x.shape
+    both = [
+        (_operand_of(row, made[at : at + 3], rows, columns), _operand_of(column, made[at + 3 : at + 6], columns, rows))
+        for at in ((0, 6) if work.two else (0,))
+    ]
+    return both, Statistics(*made[6:]) if isinstance(producer, Norm) else None
 
 
 # ------------------------------------------------------------------------------------------------------------- rotary
