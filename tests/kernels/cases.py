@@ -21,6 +21,7 @@ from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard, from_name
 from microfloat.torch import attention, backends, fused, program, reference, schedule
 from microfloat.torch.backends import triton
+from microfloat.torch.entries import entries_of
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.producers import Activation, ActivationGradient, Norm
 from tests.kernels import calls
@@ -811,7 +812,7 @@ def forms_of_gathered_weights(device, names):
             gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), w.dtype, Source())
             routes = backend.routes(recipe, w.device, None)
             for row in (True, False):
-                entries = schedule.entries_of(recipe, routes, "w", row, not row)
+                entries = entries_of(recipe, routes, "w", row, not row)
                 wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
                 step = schedule.GatheredCast(backend, w.shape, entries, w.dtype)
                 made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())

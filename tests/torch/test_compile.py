@@ -26,6 +26,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
 )
 from microfloat.torch import backends, context, schedule  # noqa: E402
+from microfloat.torch.entries import laid  # noqa: E402
 from tests import processes  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.
@@ -384,7 +385,7 @@ def test_saved_operands_lie_as_their_fake_promises() -> None:
         assert promised.scale.strides == strides
         for part in (promised.codes, promised.scale):
             for tensor in (torch.ones(part.shape), torch.ones(part.shape[::-1]).t()):
-                assert schedule.laid(tensor, part).stride() == part.strides
+                assert laid(tensor, part).stride() == part.strides
 
 
 def test_an_input_without_rows_gives_an_empty_result_and_no_gradient() -> None:

@@ -25,9 +25,10 @@ from microfloat.routes import Routes
 from microfloat.torch import backends, context, exported, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.entries import entries_of, laid, layouts_of, saved_parts
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
-from microfloat.torch.schedule import Schedule, autocast_dtype, entries_of, laid, layouts_of, saved_parts
+from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
 

@@ -30,23 +30,13 @@ from microfloat.routes import OWN_GEMMS, Routes
 from microfloat.torch import backends, own_gemm, reference
 from microfloat.torch._checks import is_abstract
 from microfloat.torch._operators import refuse_transforms
-from microfloat.torch._typing import Sink
+from microfloat.torch._typing import Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
+from microfloat.torch.entries import Entries, entries_of, saved_parts
 from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
-from microfloat.torch.schedule import (
-    SCHEDULES,
-    CastStep,
-    Entries,
-    Inputs,
-    Parts,
-    Schedule,
-    autocast_dtype,
-    entries_of,
-    remember,
-    saved_parts,
-)
+from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import Decoded, QuantizedTensor
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
@@ -29,22 +28,14 @@ from microfloat.routes import Routes
 from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.gathered import Gathered
+from microfloat.torch.microbatches import KeptWeight, MainGrad
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import (
-    NO_INPUTS,
-    SCHEDULES,
-    Inputs,
-    Parts,
-    Schedule,
-    autocast_dtype,
-    remember,
-    weights_of,
-)
+from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember, weights_of
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -54,7 +45,7 @@ if TYPE_CHECKING:
     from microfloat.torch.produced_linear import ActivationRun, NormRun
 
 __all__ = [
-    "MainGrad", "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
+    "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
     "find_for", "refuse_double_backward", "run_linear",
 ]  # fmt: skip
 
@@ -391,51 +382,6 @@ def begin_apart(
     return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
 
 
-class MainGrad:
-    """The `main_grad` of a weight, which a wgrad adds to: ``main_grad = round(f32(main_grad) + dw)``.
-
-    dw is the float32 result of the product, not rounded before. Attributes of the weight, as Megatron-LM sets them:
-    `grad_added_to_main_grad` (if it exists) becomes True, and autograd gets zeros in place of no gradient, so that its
-    hooks run; `overwrite_main_grad` True asks to overwrite. Source: docs/numerics.md, section 6.
-    """
-
-    __slots__ = ("overwrites", "weight")
-
-    def __init__(self, weight: torch.Tensor, overwrites: bool) -> None:
-        self.weight = weight
-        self.overwrites = overwrites
-
-    def add(self, dw: torch.Tensor) -> torch.Tensor | None:
-        """Add a float32 gradient; returns what autograd is to pass on."""
-        weights: tuple[torch.Tensor, ...] = getattr(self.weight, "joined_of", ())
-        if not weights:
-            return self._add(self.weight, dw)
-        parts = dw.split([weight.shape[0] for weight in weights])
-        passed = [self._add(weight, part) for weight, part in zip(weights, parts, strict=True)]
-        zeros = next((part for part in passed if part is not None), None)
-        return None if zeros is None else zeros[:1, :1].expand(dw.shape)
-
-    def _add(self, weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
-        main_grad = getattr(weight, "main_grad", None)
-        needed = f"a tensor of shape {tuple(weight.shape)}, float32 or {weight.dtype}, on {weight.device}"
-        if not isinstance(main_grad, torch.Tensor):
-            remedy = "Set layer.weight.main_grad before the backward, or leave fuse_wgrad_accumulation out."
-            raise invalid_value("weight.main_grad", "none" if main_grad is None else type(main_grad), needed, remedy)
-        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
-        if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
-            got = f"{main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}"
-            raise invalid_value("weight.main_grad", got, needed)
-        with torch.no_grad():
-            if self.overwrites or getattr(weight, "overwrite_main_grad", False):
-                main_grad.copy_(dw)
-            else:
-                main_grad.add_(dw)  # in float32, rounded once
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        vars(weight)["grad_added_to_main_grad"] = True
-        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
 # Under a dispatch mode, such as a policy of selective checkpointing, the casts of a forward are one operator and its
 # product is another: their names are what a policy goes by. Elsewhere launches go past torch's dispatcher.
 
@@ -483,64 +429,6 @@ refuse_batches(_library, "quantize_operands", "multiply_operands")
 
 
 # ------------------------------------------------------------------------------------ weights kept between microbatches
-
-# A flag that the caller forgot must cost time and never correctness, so what is kept says what it was made from. torch
-# counts the writes to a tensor (`_version`), but not those of its fused optimizers; these are seen by a hook that every
-# optimizer runs after its step. Writes that neither counts (through ``.data``, by a collective, by a user's kernel, in
-# the replay of a CUDA graph) cannot be seen.
-
-# Stands for the latest step of any optimizer. An object and not a number, so that no two steps can make the same one.
-_latest_step = object()
-
-
-def latest_step() -> object:
-    """An object that stands for the latest step of any optimizer."""
-    return _latest_step
-
-
-def _note_step(*_: object) -> None:
-    global _latest_step
-    _latest_step = object()
-
-
-register_optimizer_step_post_hook(_note_step)
-
-
-class KeptWeight:
-    """The operands of one weight, and what they were made from."""
-
-    __slots__ = ("_entry",)
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Keep nothing."""
-        # Replaced as a whole, so that threads see one or the other.
-        self._entry: tuple[tuple[weakref.ref, ...], tuple, Parts] | None = None
-
-    def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Parts | None:
-        """The operands if these are the tensors that they were made from, unchanged, and `key` is equal; else None."""
-        entry = self._entry
-        if entry is None or len(entry[0]) != len(weights):
-            return None
-        made_from, stamp, operands = entry
-        same = all(one() is weight for one, weight in zip(made_from, weights, strict=True))
-        return operands if same and stamp == _stamp(weights, key) else None
-
-    def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Parts) -> None:
-        """Keep `operands`, made from `weights` and from what `key` says."""
-        if not any(weight.is_inference() for weight in weights):  # their writes are not counted
-            self._entry = tuple(weakref.ref(weight) for weight in weights), _stamp(weights, key), operands
-
-
-def _stamp(weights: Sequence[torch.Tensor], key: tuple) -> tuple:
-    # Operands that were made in inference mode cannot be saved for a backward.
-    state = []
-    for weight in weights:  # torch counts the writes to a QuantizedTensor, and those of a user to its parts
-        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
-        state += [weight._version, *(number for part in parts for number in (part.data_ptr(), part._version))]
-    return *state, _latest_step, torch.is_inference_mode_enabled(), *key
 
 
 def _keep_weight(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from microfloat.passes import CastInputs
-from microfloat.torch._typing import Sink
-from microfloat.torch.schedule import Parts, Schedule
+from microfloat.torch._typing import Parts, Sink
+from microfloat.torch.schedule import Schedule
 
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer

@@ -20,7 +20,8 @@ import torch
 
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch.entries import Entries, entries_of, layouts_of, parts_of
 from microfloat.torch.linear import Run, bias_gradient
 from microfloat.torch.producers import (
     Activation,
@@ -32,7 +33,7 @@ from microfloat.torch.producers import (
     values_of,
     waits_for_amax,
 )
-from microfloat.torch.schedule import Entries, Parts, entries_of, layouts_of, parts_of, weights_of
+from microfloat.torch.schedule import weights_of
 
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 

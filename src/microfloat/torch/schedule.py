@@ -21,19 +21,20 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from microfloat.layout import Layout, Part, layout_of
-from microfloat.operands import Operand, operands_of
-from microfloat.passes import CastInputs, OperandSpec
+from microfloat.layout import Layout
+from microfloat.operands import operands_of
+from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
 from microfloat.routes import Routes
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
+from microfloat.torch.entries import Entries, entries_of, laid, layouts_of, parts_of, saved_parts
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.reference import transpose_operand
@@ -41,13 +42,12 @@ from microfloat.torch.seeds import draw_seed, fold_rank_
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from microfloat.torch.backends.base import Operand as StoredOperand
     from microfloat.torch.observing import Listener
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Entry", "GatheredCast", "Schedule", "autocast_dtype", "entries_of",
-    "forget", "laid", "layouts_of", "parts_of", "remember", "saved_parts", "weights_of",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "GatheredCast", "Schedule", "autocast_dtype", "forget", "remember",
+    "weights_of",
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
@@ -70,76 +70,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The weights that a joint one is made of, else itself."""
     return getattr(weight, "joined_of", (weight,))
-
-
-class Entry(NamedTuple):
-    """One of the six operands in a schedule. `cast` None: the GEMM reads it in high precision."""
-
-    operand: Operand
-    cast: Cast | None
-    form: str
-    turned: bool
-
-    @property
-    def spec(self) -> OperandSpec | None:
-        """The operand as casts are asked for it; None in high precision."""
-        return None if self.cast is None else OperandSpec(self.cast, self.form, self.turned, self.operand.stream)
-
-
-Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; None: no GEMM will read it
-
-
-def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: bool) -> Entries:
-    """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
-    made: list[Entry | None] = []
-    for is_read, operand in zip((row, column), operands_of(tensor), strict=True):
-        gemm = getattr(recipe, operand.gemm)
-        if not is_read or gemm.path == "refused" or (operand.side == "rhs" and gemm.from_fprop):
-            made.append(None)
-            continue
-        cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
-        if cast is not None and tensor == "dy":
-            cast = cast.of_gradient  # it tells its products of overflow
-        is_rhs = operand.side == "rhs"
-        made.append(Entry(operand, cast, route.rhs if is_rhs else route.lhs, is_rhs and route.turned))
-    return made[0], made[1]
-
-
-def saved_parts(recipe: Recipe, wants_dx: bool, wants_dw: bool) -> tuple[slice, slice]:
-    """The parts of the casts of x and w that backward reads: of the row operands where its GEMMs take what fprop read.
-
-    Else of the column operands, which do not exist where no gradient is wanted.
-    """
-    rows = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
-    x, w = (slice(0, 3) if row else slice(3, 6) for row in rows)
-    return x, w
-
-
-def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:
-    """Layouts of the operands of a matrix [rows, length]; None in high precision, and where there is no operand.
-
-    Sizes may be symbols of a compiler.
-    """
-    row, column = entries
-    programs = backend.programs
-    paired = programs is not None and programs.is_one_pass(row and row.spec, column and column.spec)
-    made = []
-    for entry, sizes in ((row, (rows, length)), (column, (length, rows))):
-        made.append(
-            None if entry is None or entry.cast is None
-            else layout_of(
-                entry.cast, *sizes, entry.form, of_transpose=entry.operand.transposed, paired=paired,
-                turned=entry.turned,
-            )
-        )  # fmt: skip
-    return made[0], made[1]
-
-
-def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
-    """The tensor in the memory order of its layout: itself where it lies so, else a copy."""
-    if tensor is None or part is None or tensor.stride() == part.strides:
-        return tensor
-    return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class CastStep:
@@ -237,18 +167,6 @@ class CastStep:
 
 def _first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
     return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
-
-
-def parts_of(operand: "StoredOperand | None", entry: Entry | None, layout: Layout | None) -> Parts:
-    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
-    if operand is None or entry is None or layout is None:
-        return [None, None, None]
-    codes, scale, fmt = operand.codes, operand.scale, operand.format
-    if entry.turned:
-        codes = codes.t()
-        if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
-            scale = scale.t() if scale.dim() else scale
-    return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
 
 
 class StoredCast:

@@ -29,6 +29,7 @@ from microfloat.torch import backends
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Result, Takes
 from microfloat.torch.backends.base import Backend
+from microfloat.torch.entries import entries_of
 from microfloat.torch.measuring import (
     Reading,
     quantized,
@@ -41,7 +42,7 @@ from microfloat.torch.measuring import (
 )
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
-from microfloat.torch.schedule import Schedule, entries_of
+from microfloat.torch.schedule import Schedule
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import DEFAULT_METRICS, Entry, Record, RecordLog, check_names, check_rows, what_if_casts
 

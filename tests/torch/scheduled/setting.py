@@ -15,6 +15,7 @@ from microfloat.recipes import RECIPES, MXFP8BlockScaling
 from microfloat.torch import backends, gemms, program, schedule
 from microfloat.torch import reference as torch_reference
 from microfloat.torch.backends.base import record_amax_
+from microfloat.torch.entries import layouts_of
 
 M, K, N = 32, 48, 64
 
@@ -43,7 +44,7 @@ def _cast_by_torch(step, x, stream, words, inputs):
     x = x.reshape(-1, x.shape[-1])
     if inputs.record is not None:
         record_amax_(inputs.record, torch_reference.amax(x))
-    layouts = schedule.layouts_of(_Native, step.entries, *x.shape)
+    layouts = layouts_of(_Native, step.entries, *x.shape)
     made = [None] * 6
     if any(entry is not None and entry.form == "folded" for entry in step.entries):
         inputs = inputs._replace(tiles=inputs.folded)  # of one launch, whose operands are counted together

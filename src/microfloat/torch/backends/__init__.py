@@ -136,7 +136,7 @@ def resolve(backend: str, device: torch.device) -> str:
     check_name(backend)
     if backend != "auto":
         return backend
-    return next(name for name, (supports, _) in _REGISTRY.items() if supports(device))
+    return next(name for name, (supports, _) in _REGISTRY.items() if supports(device).available)
 
 
 # Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
@@ -155,7 +155,7 @@ def _choose(backend: str, device: torch.device) -> Backend:
     name = resolve(backend, device)
     supports, module = _REGISTRY[name]
     verdict = supports(device)
-    if not verdict:
+    if not verdict.available:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
     chosen: Any = importlib.import_module(module)
     interpreted = not _PRETENDED or _PRETENDED[-1][1]

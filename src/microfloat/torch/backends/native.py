@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from microfloat.passes import OperandSpec, is_stock
+from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import backends, gemms, program, reference
@@ -27,7 +28,7 @@ amax = triton.amax
 
 def _caster(*casts: Cast | None) -> ModuleType:
     """The backend with kernels for these casts: triton, or the reference where one of them has none."""
-    return reference if any(cast is not None and triton.refusal(cast) for cast in casts) else triton
+    return reference if any(cast is not None and kernel_cast(cast).refusal for cast in casts) else triton
 
 
 def quantize(x: torch.Tensor, cast: Cast, **options: object) -> Operand:
@@ -64,5 +65,5 @@ def routes(recipe: Recipe, device: torch.device, counts: FoldCounts | None = Non
 
 def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
     """See `backends.base.Backend`: the first cast that no kernel serves."""
-    refusals = (triton.refusal(spec.cast) for spec in (row, column) if spec is not None)
+    refusals = (kernel_cast(spec.cast).refusal for spec in (row, column) if spec is not None)
     return next((f"no kernel for {refusal}" for refusal in refusals if refusal), "")

@@ -30,10 +30,11 @@ from microfloat.torch.distributed.schedule import (
     check_blocks,
     why_not_gathered,
 )
+from microfloat.torch.entries import entries_of
 from microfloat.torch.failures import agree
 from microfloat.torch.linear import apply, backend_name, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
-from microfloat.torch.schedule import SCHEDULES, autocast_dtype, entries_of, remember
+from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

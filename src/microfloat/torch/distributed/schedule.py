@@ -30,10 +30,12 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import reduction, reference
+from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend
+from microfloat.torch.entries import Entries, laid, layouts_of
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
-from microfloat.torch.schedule import CastStep, Entries, Inputs, Parts, Schedule, laid, layouts_of
+from microfloat.torch.schedule import CastStep, Inputs, Schedule
 
 __all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "why_not_gathered"]
 
