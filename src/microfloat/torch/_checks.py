@@ -14,9 +14,9 @@ from microfloat.recipes import core
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "INPUT_DTYPES", "check_eps", "check_features", "check_grouped", "check_like", "check_linear",
+    "INPUT_DTYPES", "check_beside", "check_eps", "check_features", "check_grouped", "check_like", "check_linear",
     "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor",
-    "is_abstract", "readable", "real_tensor", "with_path",
+    "is_abstract", "readable", "real_tensor", "row_count", "with_path",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,6 +71,21 @@ def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") ->
         raise invalid_value(argument, got, f"a tensor like {of}: {x.dtype} {tuple(x.shape)} on {x.device}")
 
 
+def row_count(shape: Sequence[int]) -> int:
+    """The product of all sizes but the last, which may be symbols of a compiler."""
+    rows = 1
+    for size in shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+def check_beside(argument: str, tensor: torch.Tensor | None, x: torch.Tensor, remedy: str | None = None) -> None:
+    """Raise where a tensor is on another device than x."""
+    if tensor is not None and tensor.device != x.device:
+        remedy = f"Move it: .to({str(x.device)!r})." if remedy is None else remedy
+        raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {x.device}, where x is", remedy)
+
+
 def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
     """Raise where a norm's weight or bias is neither None nor one value for each feature of `x`, beside it."""
     if parameter is None:
@@ -80,9 +95,7 @@ def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
     if tuple(parameter.shape) != tuple(x.shape[-1:]):
         needed = f"shape {tuple(x.shape[-1:])}: one value for each feature of x"
         raise invalid_value(argument, f"shape {tuple(parameter.shape)}", needed)
-    if parameter.device != x.device:
-        needed = f"one on {x.device}, where x is"
-        raise invalid_value(argument, f"a tensor on {parameter.device}", needed, f"Move it: .to({str(x.device)!r}).")
+    check_beside(argument, parameter, x)
 
 
 def check_linear(x: object, weight: object, bias: object) -> None:
@@ -116,9 +129,8 @@ def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> No
             f"Move it: x.to({str(weight.device)!r}).",
         )  # fmt: skip
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.device != x.device:
-            remedy = "Give the layer its values first." if parameter.is_meta else f"Move it: .to({str(x.device)!r})."
-            raise invalid_value(name, f"a tensor on {parameter.device}", f"one on {x.device}, where x is", remedy)
+        is_meta = parameter is not None and parameter.is_meta
+        check_beside(name, parameter, x, "Give the layer its values first." if is_meta else None)
 
 
 def check_grouped(x: object, weight: object, bias: object) -> None:
@@ -147,10 +159,8 @@ def check_grouped(x: object, weight: object, bias: object) -> None:
         raise invalid_value("x", f"shape {tuple(x.shape)}", needed)
     if isinstance(bias, torch.Tensor) and bias.shape != weight.shape[:2]:
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape {tuple(weight.shape[:2])}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
-            needed = f"one on {x.device}, where x is"
-            raise invalid_value(name, f"a tensor on {tensor.device}", needed, f"Move it: .to({str(x.device)!r}).")
+    check_beside("weight", weight, x)
+    check_beside("bias", bias if isinstance(bias, torch.Tensor) else None, x)
 
 
 def _check_linear_tensor(argument: str, tensor: object) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import backends
+from microfloat.torch._checks import check_beside
 from microfloat.torch._typing import Context, Maybe
 
 __all__ = [
@@ -73,8 +74,7 @@ def _table(name: str, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if table.shape[2] > size or table.shape[2] % 2:
         needed = f"an even one, at most the {size} elements of a head"
         raise invalid_value(name, f"{table.shape[2]} elements", needed)
-    if table.device != x.device:
-        raise invalid_value(name, f"a tensor on {table.device}", f"one on {x.device}, where x is")
+    check_beside(name, table, x, "")
     return table
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
-from microfloat.torch._checks import check_features, check_like, check_rows, is_abstract
+from microfloat.torch._checks import check_beside, check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch._typing import Seed
 from microfloat.torch.context import ambient
@@ -254,9 +254,7 @@ def norm_of(norm: nn.Module, x: torch.Tensor) -> NormOf:
             f"the last dimension of x, {tuple(x.shape[-1:])}",
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.device != x.device:
-            needed = f"one on {x.device}, where x is"
-            raise invalid_value(f"norm.{name}", f"a tensor on {parameter.device}", needed, "Move the module to x.")
+        check_beside(f"norm.{name}", parameter, x, "Move the module to x.")
     if getattr(norm, "zero_centered_gamma", False) and weight is not None:
         weight = weight.float() + 1.0
     return NormOf(norm, kind, float(eps), weight, bias)

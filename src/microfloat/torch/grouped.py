@@ -28,7 +28,7 @@ from microfloat.passes import CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
 from microfloat.routes import OWN_GEMMS, Routes
 from microfloat.torch import backends, own_gemm, reference
-from microfloat.torch._checks import is_abstract
+from microfloat.torch._checks import check_beside, is_abstract
 from microfloat.torch._operators import refuse_transforms
 from microfloat.torch._typing import Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
@@ -99,9 +99,7 @@ def groups_of(group_sizes: object, x: torch.Tensor, number: int) -> Groups:
         if is_abstract(group_sizes) or torch.compiler.is_compiling():
             return Groups(group_sizes.cumsum(0, dtype=torch.int32), x.shape[0])
         if group_sizes.device.type != "cpu":
-            if group_sizes.device != x.device:
-                where = f"one on {x.device}, where x is"
-                raise invalid_value("group_sizes", f"a tensor on {group_sizes.device}", where)
+            check_beside("group_sizes", group_sizes, x, "")
             return Groups(group_sizes.cumsum(0, dtype=torch.int32), x.shape[0])
         sizes = tuple(group_sizes.tolist())
     elif isinstance(group_sizes, Sequence) and all(type(size) is int for size in group_sizes):
@@ -369,7 +367,7 @@ class GroupedSchedule(Schedule):
             return [groups, *self._cast("dy", dy, inputs, wants_dx, wants_dw)]
         made, inputs = [groups], inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
-            schedule = self._schedules.get((g if self.is_stochastic else 0, rows.stop - rows.start))
+            schedule = self._of_backward(g, rows)
             made += [None] * 6 if schedule is None else schedule.cast_dy(dy[rows], inputs, wants_dx, wants_dw)[:6]
         return made
 
@@ -392,7 +390,7 @@ class GroupedSchedule(Schedule):
         if wants_dw:
             dw = torch.zeros(shape, dtype=dw_dtype, device=device)
         for g, rows in enumerate(groups.slices):
-            schedule = self._schedules.get((g if self.is_stochastic else 0, rows.stop - rows.start))
+            schedule = self._of_backward(g, rows)
             if schedule is None:
                 continue
             parts = dy[6 * g + 1 : 6 * g + 7], saved[6 * g : 6 * g + 6]
@@ -418,6 +416,9 @@ class GroupedSchedule(Schedule):
             self._schedules[(batch, len(x), *aligned)] = schedule
         self._schedules[batch, len(x)] = schedule
         return schedule
+
+    def _of_backward(self, group: int, rows: slice) -> Schedule | None:
+        return self._schedules.get((group if self.is_stochastic else 0, rows.stop - rows.start))
 
     # -------------------------------------------------------------------------------------------- all groups at once
 

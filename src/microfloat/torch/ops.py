@@ -15,10 +15,10 @@ from microfloat.layout import leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.core import CastLike, Usage, check_takes_amax, usages_of
 from microfloat.torch import _operators, backends
-from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor
+from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor, row_count
 from microfloat.torch._typing import Seed
 from microfloat.torch.seeds import draw_seed, seed_words
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.tensor import QuantizedTensor, tensors_of
 
 __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
@@ -86,7 +86,7 @@ def quantize_values(
     usages = usages_of(cast, axis, x.dim(), stream, amax, scale_enc)
     module = backends.choose(backend, x.device)
     x = x.detach().resolve_neg()
-    matrix = x if x.dim() == 2 else x.reshape(_rows(x), x.shape[-1] if x.dim() else 1)
+    matrix = x if x.dim() == 2 else x.reshape(row_count(x.shape), x.shape[-1] if x.dim() else 1)
     turned = [x.dim() == 2 and usage.axis == 0 for usage in usages]
     usages = [_checked(usage, matrix, is_turned) for usage, is_turned in zip(usages, turned, strict=True)]
     words = None
@@ -227,21 +227,8 @@ def _traced_quantize(
     axes = list(axis) if isinstance(axis, tuple | list) else [axis]
     streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
     parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
-    made = []
-    for one, token, number in zip(resolved, tokens, axes, strict=True):
-        held = 3 if _operators.storage_of(token).tensor_scale else 2
-        codes, scale, tensor_scale = parts[0], parts[1], parts[2] if held == 3 else None
-        parts = parts[held:]
-        number = number % max(x.dim(), 1)
-        made.append(QuantizedTensor(codes, scale, tensor_scale, one, axis=number, shape=x.shape, dtype=x.dtype))
+    made, _ = tensors_of(parts, resolved, tokens, [number % max(x.dim(), 1) for number in axes], x.shape, x.dtype)
     return (made[0], made[1]) if count == 2 else made[0]
-
-
-def _rows(x: torch.Tensor) -> int:
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    return rows
 
 
 def _check_quantized(argument: str, value: object, remedy: str) -> None:

@@ -13,7 +13,6 @@ their last bits. Given the value, codes and scales do not.
 Legend: M = rows of x (all leading dimensions), K = features of a norm, F = features of an activation.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -35,11 +34,12 @@ from microfloat.torch._checks import (
     check_scale_enc,
     check_tensor,
     real_tensor,
+    row_count,
 )  # fmt: skip
 from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.seeds import draw_seed, seed_words
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.tensor import QuantizedTensor, tensors_of
 
 __all__ = [
     "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
@@ -280,14 +280,9 @@ def produce(
     second, bias = (None if tensor is None else tensor.detach() for tensor in (second, bias))
     parts = torch.ops.microfloat.produce(x.detach(), second, bias, kind, eps, *tokens, seed, scale_enc, backend)
     shape = (parts[0].shape[0], x.shape[-1])
-    made = []
-    for cast, token, axis in zip((row, column), tokens, (1, 0), strict=True):
-        count = 3 if _operators.storage_of(token).tensor_scale else 2
-        tensor_scale = parts[2] if count == 3 else None
-        made.append(QuantizedTensor(parts[0], parts[1], tensor_scale, cast, axis=axis, shape=shape, dtype=x.dtype))
-        parts = parts[count:]
-    inverse = parts[0] if kind in _NORMS else None
-    return Produced(made[0], made[1], parts[1] if kind == "layer" else None, inverse)
+    made, rest = tensors_of(parts, (row, column), tokens, (1, 0), shape, x.dtype)
+    inverse = rest[0] if kind in _NORMS else None
+    return Produced(made[0], made[1], rest[1] if kind == "layer" else None, inverse)
 
 
 def _produce_values(
@@ -339,14 +334,7 @@ def _rows(argument: str, x: torch.Tensor) -> torch.Tensor:
     check_tensor(argument, x)
     check_rows(argument, x)
     x = x.detach().resolve_neg()
-    return x if x.dim() == 2 else x.reshape(_row_count(x.shape), x.shape[-1])
-
-
-def _row_count(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return rows
+    return x if x.dim() == 2 else x.reshape(row_count(x.shape), x.shape[-1])
 
 
 def _run(
@@ -371,7 +359,7 @@ def _fake(
     x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
     scale_enc: Maybe, backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    matrix = x.new_empty((_row_count(x.shape), x.shape[-1]))
+    matrix = x.new_empty((row_count(x.shape), x.shape[-1]))
     parts = []
     for token, axis in ((row, 1), (column, 0)):
         parts += _operators.valueless_parts(matrix, token, axis)

@@ -29,7 +29,7 @@ from microfloat.torch.reference._elements import codes_dtype
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to"]
+__all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
@@ -394,6 +394,23 @@ class QuantizedTensor(torch.Tensor):
         )  # a slice is saved as a tensor of its own
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
+
+
+def tensors_of(
+    parts: Sequence[torch.Tensor], casts: Sequence[Cast], tokens: Sequence[str], axes: Sequence[int],
+    shape: Sequence[int], dtype: torch.dtype,
+) -> tuple[list[QuantizedTensor], Sequence[torch.Tensor]]:  # fmt: skip
+    """The tensors whose parts an operator has returned one after another, and the results behind them.
+
+    `tokens`: those of the casts, which a compiler takes as constants beside them.
+    """
+    made = []
+    for cast, token, axis in zip(casts, tokens, axes, strict=True):
+        held = 3 if _operators.storage_of(token).tensor_scale else 2
+        level = parts[2] if held == 3 else None
+        made.append(QuantizedTensor(parts[0], parts[1], level, cast, axis=axis, shape=shape, dtype=dtype))
+        parts = parts[held:]
+    return made, parts
 
 
 def attached_to(q: QuantizedTensor) -> dict[str, object]:

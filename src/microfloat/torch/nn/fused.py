@@ -119,7 +119,55 @@ class LayerNormLinear(nn.Module):
         return (y, value) if self.return_norm_output else y
 
 
-class MLP(nn.Module):
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, bool):  # the place of `eps` in a signature of TransformerEngine
+        raise invalid_type("bias", type(bias), "True or False", "Give eps by keyword: eps=1e-5.")
+
+
+class _Projections(nn.Module):
+    """The Linears of an MLP: `up_proj`, `down_proj`, and `gate_proj` for activations with a gate."""
+
+    activation: str
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    def _build(
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
+        dtype: torch.dtype | None, options: Options,
+    ) -> None:  # fmt: skip
+        _check_bias(bias)
+        if activation not in ACTIVATIONS:
+            raise unknown_name("activation", activation, ACTIVATIONS)
+        self.activation = activation
+        if ACTIVATIONS[activation].gated:
+            self.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
+        self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
+        self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **options)
+
+    def _project(self, x: torch.Tensor, norm: nn.Module | None, first: bool | None) -> torch.Tensor:
+        """The MLP of x, or of norm(x)."""
+        kind = ACTIVATIONS[self.activation]
+        outer = (self.gate_proj, self.up_proj) if kind.gated else (self.up_proj,)
+        if norm is not None and kind.function != "clamped":
+            return mlp(x, norm_of(norm, x), outer, self.down_proj, kind.function, first)
+        if norm is None:
+            made = tuple(call_layer(layer, x, first) for layer in outer)
+        else:
+            made = project(x, norm_of(norm, x), outer, False, first)
+        if kind.function == "clamped":
+            value = clamped_swiglu(made[0], made[1])
+        else:
+            value = activated(made[0], made[1] if kind.gated else None, kind.function)
+        return call_layer(self.down_proj, value, first)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+
+class MLP(_Projections):
     """``y = down_proj(f(gate_proj(x)) * up_proj(x))``, or ``down_proj(f(up_proj(x)))`` for activations without a gate.
 
     `forward` with `norm`: of norm(x), which is then cast as it is computed.
@@ -132,58 +180,16 @@ class MLP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
+        self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
 
     def forward(
         self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
         """y in the shape of x."""
-        return _run_mlp(self, x, norm, is_first_microbatch)
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for layer in self.children():
-            layer.reset_parameters()  # type: ignore[operator]
+        return self._project(x, norm, is_first_microbatch)
 
 
-def _check_bias(bias: object) -> None:
-    if not isinstance(bias, bool):  # the place of `eps` in a signature of TransformerEngine
-        raise invalid_type("bias", type(bias), "True or False", "Give eps by keyword: eps=1e-5.")
-
-
-def _build_mlp(
-    module: Any, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
-    dtype: torch.dtype | None, options: Options,
-) -> None:  # fmt: skip
-    """Give `module` the Linears of an MLP."""
-    _check_bias(bias)
-    if activation not in ACTIVATIONS:
-        raise unknown_name("activation", activation, ACTIVATIONS)
-    module.activation = activation
-    if ACTIVATIONS[activation].gated:
-        module.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
-    module.up_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
-    module.down_proj = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **options)
-
-
-def _run_mlp(module: Any, x: torch.Tensor, norm: nn.Module | None, first: bool | None) -> torch.Tensor:
-    """The MLP whose Linears `module` has, of x or of norm(x)."""
-    kind = ACTIVATIONS[module.activation]
-    outer = (module.gate_proj, module.up_proj) if kind.gated else (module.up_proj,)
-    if norm is not None and kind.function != "clamped":
-        return mlp(x, norm_of(norm, x), outer, module.down_proj, kind.function, first)
-    if norm is None:
-        made = tuple(call_layer(layer, x, first) for layer in outer)
-    else:
-        made = project(x, norm_of(norm, x), outer, False, first)
-    if kind.function == "clamped":
-        value = clamped_swiglu(made[0], made[1])
-    else:
-        value = activated(made[0], made[1] if kind.gated else None, kind.function)
-    return call_layer(module.down_proj, value, first)
-
-
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(_Projections):
     """``y = down_proj(f(up_proj(norm(x))))``, or ``down_proj(f(gate_proj(h)) * up_proj(h))`` of h = norm(x).
 
     Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
@@ -205,13 +211,8 @@ class LayerNormMLP(nn.Module):
         super().__init__()
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        _build_mlp(self, hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
+        self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
         self.return_norm_output, self.recompute = return_norm_output, recompute
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y in the shape of x; with `return_norm_output` (y, norm(x))."""
@@ -221,6 +222,6 @@ class LayerNormMLP(nn.Module):
 
     def _run(self, x: torch.Tensor, first: bool | None) -> Any:
         if not self.return_norm_output:
-            return _run_mlp(self, x, self.norm, first)
+            return self._project(x, self.norm, first)
         value = self.norm(x)
-        return _run_mlp(self, value, None, first), value
+        return self._project(value, None, first), value
