@@ -340,7 +340,7 @@ class Schedule:
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
-        self.noted = self._noted(weight.numel(), x.numel())
+        self.noted = self._noted(weight.numel(), x.numel()) if self.folds else {}
 
     # ------------------------------------------------------------------------------------------------ construction
 
