@@ -24,6 +24,7 @@ from microfloat.torch.backends import triton
 from microfloat.torch.entries import entries_of
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.producers import Activation, ActivationGradient, Norm
+from microfloat.torch.stored_casts import GatheredCast
 from tests.kernels import calls
 from tests.torch.scheduled.setting import native_on
 
@@ -814,7 +815,7 @@ def forms_of_gathered_weights(device, names):
             for row in (True, False):
                 entries = entries_of(recipe, routes, "w", row, not row)
                 wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
-                step = schedule.GatheredCast(backend, w.shape, entries, w.dtype)
+                step = GatheredCast(backend, w.shape, entries, w.dtype, schedule.CastStep)
                 made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())
                 for ours, theirs in zip(made, wanted, strict=True):
                     assert (ours is None) == (theirs is None), (name, row)

@@ -4,6 +4,7 @@ Legend: M = rows of x, K = in features, N = out features. "row" is the operand o
 its transpose.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend
 from microfloat.torch.backends.base import Operand as StoredOperand
 
-__all__ = ["Entries", "Entry", "entries_of", "laid", "layouts_of", "parts_of", "saved_parts"]
+__all__ = ["Entries", "Entry", "entries_of", "first_delayed", "laid", "layouts_of", "parts_of", "saved_parts"]
 
 
 class Entry(NamedTuple):
@@ -81,6 +82,11 @@ def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tu
             )
         )  # fmt: skip
     return made[0], made[1]
+
+
+def first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
+    """The first of some casts whose scaling is delayed."""
+    return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
 
 
 def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:

@@ -18,9 +18,8 @@ it lies, "column" that of its transpose.
 """
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +33,11 @@ from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.entries import Entries, entries_of, laid, layouts_of, parts_of, saved_parts
-from microfloat.torch.gathered import Gathered, in_form
+from microfloat.torch.entries import Entries, entries_of, first_delayed, laid, layouts_of, parts_of, saved_parts
+from microfloat.torch.gathered import Gathered
 from microfloat.torch.gemms import Product, product
-from microfloat.torch.reference import transpose_operand
 from microfloat.torch.seeds import draw_seed, fold_rank_
+from microfloat.torch.stored_casts import GatheredCast, StoredCast
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "GatheredCast", "Schedule", "autocast_dtype", "forget", "remember",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "autocast_dtype", "forget", "remember",
     "weights_of",
 ]  # fmt: skip
 
@@ -116,7 +115,7 @@ class CastStep:
     @property
     def delayed(self) -> Cast | None:
         """The first delayed cast, by whose scaling the amax is recorded."""
-        return _first_delayed(entry and entry.cast for entry in self.entries)
+        return first_delayed(entry and entry.cast for entry in self.entries)
 
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
@@ -165,95 +164,6 @@ class CastStep:
         ]  # fmt: skip
 
 
-def _first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
-    return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
-
-
-class StoredCast:
-    """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
-
-    __slots__ = ("_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
-
-    def __init__(self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype) -> None:
-        self.entries, self.program, self._compute = entries, None, compute
-        self.reason = "the weight is stored as codes; what those do not serve is cast from their values"
-        self._stored = tuple(
-            entry is not None and entry.form == "codes" and _is_stored(weight, entry.cast)
-            and (not entry.operand.transposed or entry.cast.transposes)  # type: ignore[union-attr]
-            for entry in entries
-        )  # fmt: skip
-        self._layouts = layouts_of(backend, entries, *weight.shape)
-        remaining = tuple(None if stored else entry for stored, entry in zip(self._stored, entries, strict=True))
-        self._step = None
-        if any(entry is not None for entry in remaining):
-            self._step = CastStep(backend, weight.decoded(compute), remaining)  # type: ignore[arg-type]
-
-    is_bound, names = False, "stored codes"
-
-    @property
-    def makes(self) -> bool:
-        """True where operands are cast anew."""
-        return self._step is not None
-
-    @property
-    def delayed(self) -> Cast | None:
-        """The first delayed cast, by whose scaling the amax is recorded; stored codes of the row were scaled before."""
-        return _first_delayed(entry and entry.cast for entry in self.entries[self._stored[0] :])
-
-    def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        made: Parts = [None] * 6
-        if self._step is not None:
-            made = self._step(weight.decoded(self._compute), stream, words, inputs)[:6]
-        if inputs.record is not None and (self._step is None or self._step.delayed is None):
-            record_amax_(inputs.record, reference.amax(weight.decoded(self._compute)))
-        for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
-            if stored:
-                operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
-                made[3 * index : 3 * index + 3] = parts_of(operand, entry, self._layouts[index])
-        return made
-
-
-def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
-    return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
-
-
-class GatheredCast:
-    """The operands of a weight that was gathered as codes, in the forms that GEMMs read."""
-
-    __slots__ = ("_backend", "_compute", "_layouts", "entries", "program", "reason")
-
-    is_bound, names, makes = False, "gathered codes", False
-
-    def __init__(self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype) -> None:
-        self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
-        self.reason = "the weight was gathered as codes"
-        self._layouts = layouts_of(backend, entries, *shape)
-
-    @property
-    def delayed(self) -> Cast | None:
-        """The first delayed cast, by whose scaling the amax is recorded."""
-        return _first_delayed(entry and entry.cast for entry in self.entries)
-
-    def __call__(self, weight: Gathered, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        made: Parts = [None] * 6
-        for index, (entry, layout) in enumerate(zip(self.entries, self._layouts, strict=True)):
-            if entry is None:
-                continue
-            operand = None
-            if entry.cast is not None and layout is not None:
-                transposed = entry.operand.transposed
-                operand = weight.contents.operand(entry.cast, transposed, self._compute, inputs.scale_enc)
-            if operand is None:
-                values = weight.contents.values().to(self._compute)
-                return CastStep(self._backend, values, self.entries)(values, stream, words, inputs)
-            made[3 * index : 3 * index + 3] = parts_of(
-                in_form(operand, entry.form, layout, self._backend), entry, layout
-            )
-        if inputs.record is not None and self.delayed is not None:
-            record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
-        return made
-
-
 class Schedule:
     """fprop, dgrad and wgrad of one Linear for one kind of input. ``print(schedule)`` shows every cast and product."""
 
@@ -283,7 +193,7 @@ class Schedule:
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
-        delayed = _first_delayed(recipe.casts.values())
+        delayed = first_delayed(recipe.casts.values())
         self.delayed_scaling: Any = None if delayed is None else delayed.scaling
         self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
         self.is_static = recipe.fprop.lhs is not None and isinstance(recipe.fprop.lhs.scaling, Static)
@@ -319,9 +229,9 @@ class Schedule:
         )
         self.x_cast = self.cast_step(backend, self._matrix(x), x_entries, batch)
         if isinstance(weight, QuantizedTensor):
-            self.w_cast: Any = StoredCast(backend, weight, w_entries, compute)
+            self.w_cast: Any = StoredCast(backend, weight, w_entries, compute, CastStep)
         elif isinstance(weight, Gathered):
-            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute)
+            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute, CastStep)
         else:
             w = weight if weight.dtype == compute else weight.to(compute)
             self.w_cast = self.cast_step(backend, w, w_entries, batch)
@@ -477,7 +387,7 @@ class Schedule:
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
         """The first delayed cast of the gradient, of those that are wanted."""
         row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
-        return _first_delayed((row if wants_dx else None, column if wants_dw else None))
+        return first_delayed((row if wants_dx else None, column if wants_dw else None))
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
         """Both operands of a gradient, by a cast that is found by how the gradient lies and by what is asked for."""
@@ -542,7 +452,7 @@ class Schedule:
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
             step = (
-                GatheredCast(self.backend, x.shape, entries, self.dtype) if is_gathered
+                GatheredCast(self.backend, x.shape, entries, self.dtype, CastStep) if is_gathered
                 else self.cast_step(self.backend, x, entries, self._batch)
             )  # fmt: skip
             self._later_steps[key] = step
