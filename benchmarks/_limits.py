@@ -7,8 +7,8 @@ beside the limit that its own run allows: bf16's time / (GEMMs on operands at ha
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.matmul import Maker, matrices
 from microfloat.recipes import Cast, Recipe
+from microfloat.torch.measure import Maker, matrices
 
 __all__ = ["bare_gemms", "limit_of_run"]
 

@@ -1,5 +1,6 @@
 """`python -m benchmarks COMMAND --quick` runs without a GPU, compares with the reference, and writes its rows."""
 
+import importlib
 import json
 import os
 import sys
@@ -33,6 +34,18 @@ def run(repository, tmp_path, command, *arguments, python=()):
     done = processes.run(line, cwd=repository, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(path.read_text()), done.stdout
+
+
+def _import_all():
+    from benchmarks.__main__ import COMMANDS, OF_CPU
+
+    return [importlib.import_module(name).main.__name__ for name in {**COMMANDS, **OF_CPU}.values()]
+
+
+def test_every_command_can_be_imported():
+    pytest.importorskip("triton", reason="triton is not installed")
+    pytest.importorskip("jax", reason="jax is not installed")
+    assert set(processes.other_process()(_import_all)) == {"main"}
 
 
 @pytest.mark.slow_cases("most benchmark commands", all_but=("quantize-*",))
