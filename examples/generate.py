@@ -11,10 +11,12 @@ import argparse
 import io
 import math
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,8 +33,12 @@ def load(path: Path) -> tuple[GPT, SimpleNamespace]:
     facts, state = load_checkpoint(path)
     settings = SimpleNamespace(**facts["settings"])
     model = GPT(settings)
-    weights = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)["model"]
-    model.load_state_dict({name: value for name, value in weights.items() if ".scaling_" not in name})
+    loaded = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    if "folder" in loaded:  # of train_fsdp.py, whose ranks have written their shards there
+        loaded["model"] = model.state_dict()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be
+        dcp.load({"model": loaded["model"]}, checkpoint_id=path.with_name(loaded["folder"]), no_dist=True)
+    model.load_state_dict({name: value for name, value in loaded["model"].items() if ".scaling_" not in name})
     return model.bfloat16().eval(), settings
 
 
@@ -57,7 +63,7 @@ def write(model: GPT, prompt: str, count: int, context: int, temperature: float)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a file that train_gpt.py wrote")
+    parser.add_argument("checkpoint", type=Path, help="a file that train_gpt.py or train_fsdp.py wrote")
     parser.add_argument("--format", default="nvfp4", help="of the weights (default: nvfp4)")
     parser.add_argument("--search", choices=("mse", "four_over_six"), help="search scales (four_over_six: NVFP4)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the quantized model as safetensors")

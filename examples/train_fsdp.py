@@ -7,37 +7,42 @@
 
 Model, text, batches, recipes and table are those of train_gpt.py, and so are the losses, but for the order of sums: the
 ranks share every batch. Parameters and optimizer are float32 shards; the matrices of a block are gathered in bfloat16,
-or as the codes and scales of the recipe, and everything else in float32. Rank 0 writes the files. They hold the whole
-model, so that another number of ranks reads them; a model that no rank can hold saves its shards with
-torch.distributed.checkpoint instead.
+or as the codes and scales of the recipe, and everything else in float32. A checkpoint is a folder to which every rank
+writes its shards (torch.distributed.checkpoint), so that no rank ever holds the whole model and any number of ranks
+reads it, and a file of rank 0 that names the folder. Its metadata is a pickle: resume from your own checkpoints alone.
 """
 
 import argparse
+import contextlib
 import datetime
 import io
 import os
+import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import train_gpt
 from gpt import options as gpt_options
 from gpt.model import GPT
 from gpt.options import Options
 from gpt.report import Result
 from gpt.runs import run_command
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 import microfloat.torch as mf
-from microfloat.errors import MicrofloatError, invalid_value
+from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
 from microfloat.torch.distributed import (
     ColwiseParallel,
     RowwiseParallel,
@@ -68,6 +73,7 @@ class Trainer(train_gpt.Trainer):
     writes = RANK == 0
     launcher = ("torchrun", "--nproc-per-node", str(WORLD)) if WORLD > 1 else None
     patience = 20.0  # torchrun sends a second signal after that of the terminal
+    saved_step: int | None = None  # of the newest shards on disk
 
     @staticmethod
     def first(function: Any) -> None:
@@ -142,26 +148,61 @@ class Trainer(train_gpt.Trainer):
         """The whole parameters as they are now."""
         return {name: tensor.cpu().numpy() for name, tensor in whole(mf.plain_state_dict(self.model)).items()}
 
+    def save(self) -> None:
+        """Write shards, then the file that names them, after which earlier shards are not needed."""
+        super().save()
+        if self.writes:
+            for folder in self.file.parent.glob(f"{self.file.stem}.step*"):
+                if folder.name != f"{self.file.stem}.step{self.step}":
+                    shutil.rmtree(folder, ignore_errors=True)
+
     def dump(self) -> bytes:
-        """Everything that the rest of the run depends on, whole; the generators of all ranks are in one state."""
-        mf.update_scaling(self.model)
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
-        state = {"model": model, "optimizer": optimizer, "cpu_generator": torch.get_rng_state()}
+        """Save the shards of this step, unless it has been done; the name of their folder, and the generators' state.
+
+        The generators of all ranks are in one state.
+        """
+        folder = self.file.with_name(f"{self.file.stem}.step{self.step}")
+        if self.saved_step != self.step:
+            mf.update_scaling(self.model)
+            self.first(partial(shutil.rmtree, folder, ignore_errors=True))  # of a run that ended while it wrote
+            with named_checkpoint(folder):
+                dcp.save(self.shards(), checkpoint_id=folder)
+            self.saved_step = self.step
+        state = {"folder": folder.name, "cpu_generator": torch.get_rng_state()}
         if self.options.device_type == "cuda":
             state["cuda_generator"] = torch.cuda.get_rng_state(self.options.device)
         torch.save(state, buffer := io.BytesIO())
         return buffer.getvalue()
 
     def load(self, dumped: bytes) -> None:
-        """Continue where `dump` was called, maybe on another number of ranks; no code in the bytes is run."""
-        state = torch.load(io.BytesIO(dumped), map_location=self.options.device, weights_only=True)
+        """Continue where `dump` was called, maybe on another number of ranks: each reads what its shards need."""
+        state = torch.load(io.BytesIO(dumped), map_location="cpu", weights_only=True)
+        shards, folder = self.shards(), self.file.with_name(state["folder"])
+        with named_checkpoint(folder):
+            dcp.load(shards, checkpoint_id=folder)
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
-        )  # fmt: skip
-        torch.set_rng_state(state["cpu_generator"].cpu())
+            self.model, self.optimizer, model_state_dict=shards["model"], optim_state_dict=shards["optimizer"]
+        )
+        self.saved_step = self.step
+        torch.set_rng_state(state["cpu_generator"])
         if self.options.device_type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_generator"].cpu(), self.options.device)
+            torch.cuda.set_rng_state(state["cuda_generator"], self.options.device)
+
+    def shards(self) -> dict[str, Any]:
+        """Parameters, scaling state and optimizer, of which this rank holds its shards."""
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
+
+
+@contextlib.contextmanager
+def named_checkpoint(folder: Path) -> Iterator[None]:
+    """Turn an error of torch.distributed.checkpoint, which all ranks get, into one that says what to do."""
+    try:
+        yield
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder}: {error}. To train this recipe from the start, delete {folder.name} and the file "
+            "beside it that has the recipe's name; or put a good copy in its place."
+        ) from error
 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

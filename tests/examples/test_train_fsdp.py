@@ -1,7 +1,9 @@
 """The training over several ranks: the losses of one process, flags, interruption, another number of ranks."""
 
+import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import train_fsdp  # noqa: E402
+from gpt.files import load_checkpoint, save_checkpoint  # noqa: E402
 
 from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
 
@@ -48,6 +51,45 @@ def test_a_world_of_one_trains_without_torchrun(tmp_path):
         assert ours["train_loss"][0] == theirs["train_loss"][0]
         assert ours["final_heldout"] == pytest.approx(theirs["final_heldout"], abs=1e-3)
     assert not torch.distributed.is_initialized()
+    files = sorted(path.name for path in (tmp_path / "ranks" / "small" / "checkpoints").iterdir())
+    assert files == ["bf16.step3", "bf16.zip", "mxfp8.step3", "mxfp8.zip"]
+    generate = importlib.import_module("generate")
+    model, _ = generate.load(tmp_path / "ranks" / "small" / "checkpoints" / "mxfp8.zip")
+    first, _ = generate.load(tmp_path / "one" / "small" / "checkpoints" / "mxfp8.zip")
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, first.state_dict()[name], atol=0.02), name
+
+
+def test_an_abort_while_shards_are_written_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    """A second Ctrl-C falls into the save of step 4; the run goes on from step 2 and ends with the same losses."""
+    flags = "--recipe delayed --steps 6 --checkpoint-every 2"
+    assert train(tmp_path / "whole", flags, "train_fsdp") == 0
+    saved, folders = train_fsdp.dcp.save, []
+
+    def aborted(state, *, checkpoint_id):
+        saved(state, checkpoint_id=checkpoint_id)
+        folders.append(checkpoint_id)
+        if checkpoint_id.name == "delayed.step4":
+            (checkpoint_id / ".metadata").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_fsdp.dcp, "save", aborted)
+    assert train(tmp_path / "cut", flags, "train_fsdp") == 128 + signal.SIGINT
+    monkeypatch.setattr(train_fsdp.dcp, "save", saved)
+    assert train(tmp_path / "cut", f"{flags} --resume", "train_fsdp") == 0
+    assert losses(tmp_path / "cut", "delayed") == losses(tmp_path / "whole", "delayed")
+    assert len(folders) == 5  # once for each step that is saved: three of bf16, and two
+
+
+def test_shards_that_are_gone_are_named(tmp_path, capsys):
+    flags = "--recipe bf16 --steps 2"
+    assert train(tmp_path, flags, "train_fsdp") == 0
+    file = tmp_path / "small" / "checkpoints" / "bf16.zip"
+    facts, state = load_checkpoint(file)
+    save_checkpoint(file, {**facts, "result": {**facts["result"], "final_heldout": None}}, state)
+    shutil.rmtree(file.with_name("bf16.step2"))
+    assert train(tmp_path, f"{flags} --resume", "train_fsdp") == 2
+    assert "bf16.step2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,6 +128,7 @@ def test_two_ranks_train_as_one_in_either_gather(tmp_path):
 
 @pytest.mark.slow(WHY_SLOW)
 def test_ctrl_c_leaves_a_checkpoint_that_another_number_of_ranks_continues(tmp_path):
+    """From two ranks to one, through the shards of torch.distributed.checkpoint."""
     flags = "--recipe delayed --batch 4 --steps 4000 --checkpoint-every 1000"
     process = subprocess.Popen(
         command(tmp_path, flags, 2), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -103,6 +103,25 @@ def one_backward_alone(rank: int):
     return newest(b), newest(b, "dy"), newest(alone), newest(alone, "dy")
 
 
+def nothing_on_one_rank(rank: int):
+    """Regions in which rank 1 calls nothing, gives its layer no rows, or has no backward; rank 0 evaluates alone."""
+    layer = mf.Linear(8, 8)
+    for step, how in enumerate(("no call", "no rows", "all", "no backward", "no call", "all", "all")):
+        alone = rank == 1 and how
+        with region():
+            y = layer(full(2**step)[: 0 if alone == "no rows" else 2]) if alone != "no call" else full(0)
+        if y.requires_grad and alone != "no backward":
+            y.sum().backward()
+        with torch.no_grad(), region():
+            if rank == 0:
+                layer(full(100))
+        if rank == 0:
+            with region(), torch.no_grad():
+                layer(full(100))
+    mf.update_scaling(layer)
+    return state(layer)
+
+
 def reentrant_checkpoint(rank: int):
     layer = mf.Linear(8, 8)
     layer.pin(RECIPE)
@@ -250,8 +269,8 @@ def master_shards(rank: int):
 
 CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
-    one_backward_alone, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, different_layers_without_a_region,
-    shapes_that_differ, master_shards,
+    one_backward_alone, nothing_on_one_rank, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
+    different_layers_without_a_region, shapes_that_differ, master_shards,
 )  # fmt: skip
 
 
@@ -299,6 +318,12 @@ def test_a_backward_on_one_rank_alone_counts_on_all(ranks) -> None:
     first, second = of(ranks, one_backward_alone)
     assert first == ((4.0, 112.0), (1.0, 57344.0), (2.0, 224.0), (1.0, 57344.0))
     assert second == first
+
+
+def test_a_rank_that_records_nothing_waits_for_nobody(ranks) -> None:
+    first, second = of(ranks, nothing_on_one_rank)
+    assert first == second
+    assert first["scaling_x_amax_history"] == [0.0, 16.0, 32.0, 64.0]
 
 
 def test_reentrant_checkpoints_reduce_too(ranks) -> None:

@@ -123,6 +123,8 @@ class autocast:
             if ended and (enabled or calibrating):
                 scaling.flush_backward()
                 region = scaling.Region()
+            if region is not None and enabled and recipe is not None and recipe.is_delayed:
+                region.shared[group] = scaling.delayed_of(recipe)
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):
                 context.refuse_state()

@@ -112,16 +112,22 @@ _SHARDED = (
     "torch.compile: got a layer on DTensors, whose collectives run in eager mode. Leave fullgraph=True out, so that "
     "such layers run between the graphs."
 )
-# `Linear.forward` outside of the graph, with the two reasons for it.
+_GATHERED = (
+    "torch.compile: got a layer whose weight low_precision_all_gather gathers as codes, in eager mode. Leave "
+    "fullgraph=True out, so that such layers run between the graphs, or gather values."
+)
+# `Linear.forward` outside of the graph, with the three reasons for it.
 _EAGER_FORWARD: Any = None
+_EAGER_GATHERED: Any = None
 _EAGER_SHARDED: Any = None
 
 
 def _make_eager_forward() -> bool:
     """Set them, at the time when Dynamo traces: importing Dynamo takes seconds."""
-    global _EAGER_FORWARD, _EAGER_SHARDED
+    global _EAGER_FORWARD, _EAGER_GATHERED, _EAGER_SHARDED
     if _EAGER_FORWARD is None:
         _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=MAIN_GRAD)
+        _EAGER_GATHERED = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_GATHERED)
         _EAGER_SHARDED = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_SHARDED)
     return True
 
@@ -136,7 +142,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     is_gathered = shards is not None and not shards.reason  # by FSDP2 as codes, which no graph takes
     if (fuses or is_gathered) and not torch.compiler.is_exporting():
         _make_eager_forward()
-        return _EAGER_FORWARD(layer, x)
+        return (_EAGER_FORWARD if fuses else _EAGER_GATHERED)(layer, x)
     token, origin = context.recipe_here(layer._pin_token)
     weight = layer.weight
     is_stored = isinstance(weight, QuantizedTensor)

@@ -9,15 +9,15 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError
 from microfloat.layout import Layout, folded_format
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Recipe
 from microfloat.torch import reference
 from microfloat.torch._typing import Arguments, Context, Options
 from microfloat.torch.backends.base import Operand
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from microfloat.torch.backends.base import Backend
     from microfloat.torch.distributed.sharded import Metadata, Source
 
-__all__ = ["Gather", "Gathered", "in_form"]
+__all__ = ["Gather", "Gathered", "NoValues", "in_form", "values_of"]
 
 aten = torch.ops.aten
 
@@ -37,7 +37,8 @@ class Gather:
     """The gathered operands of one weight, replaced in place by the next gather.
 
     `casts`: of fprop and of dgrad; `dtype`: of the values that were cast; `source`: gathers anew what is not here;
-    `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records.
+    `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records; `made_of`: the stamp of the
+    buffer that the scale was copied from; `is_current`: the latest forward has used it.
     """
 
     def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: "Source") -> None:
@@ -46,6 +47,8 @@ class Gather:
         self.gathered: list[tuple[Sequence[torch.Tensor], Metadata] | None] = [None, None]
         self.scale_enc: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
+        self.made_of: tuple[int, int] | None = None
+        self.is_current = True
 
     def operand(
         self, cast: Cast, transposed: bool, dtype: torch.dtype, scale_enc: torch.Tensor | None
@@ -129,6 +132,45 @@ class Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+class NoValues(torch.autograd.Function):
+    """Zeros in place of the values, for a call without rows under `recipe`.
+
+    It gathers what the same call of another rank, which has rows, gathers when it reads its operands.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, weight: Gathered, recipe: Recipe, compute: torch.dtype, wants_dx: bool) -> torch.Tensor:
+        ctx.settings = weight.contents, recipe.dgrad, compute, wants_dx
+        NoValues.read(weight.contents, False, compute)
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        contents, dgrad, compute, wants_dx = ctx.settings
+        if wants_dx and dgrad.path != "refused":
+            NoValues.read(contents, not dgrad.from_fprop, compute)
+        return gradients[0], None, None, None
+
+    @staticmethod
+    def read(contents: Gather, transposed: bool, compute: torch.dtype) -> None:
+        """Take part in the gathers of an operand that is read."""
+        if contents.operand(contents.casts[transposed], transposed, compute, contents.scale_enc) is None:
+            contents.values()
+
+
+def values_of(weight: torch.Tensor, read: Callable[..., Any] = Values.apply) -> torch.Tensor:
+    """A parameter with what `read` makes of a `Gathered`, alone or as this rank's part of a DTensor, in its place."""
+    if isinstance(weight, Gathered):
+        return cast(torch.Tensor, read(weight))
+    if isinstance(getattr(weight, "_local_tensor", None), Gathered):
+        sharded: Any = weight
+        return type(sharded).from_local(
+            read(sharded.to_local()), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+            stride=sharded.stride(),
+        )  # fmt: skip
+    return weight
 
 
 # ------------------------------------------------------------------------------------------------------ other forms

@@ -186,21 +186,22 @@ def find(
 
 
 def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
-    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward.
-
-    FSDP2 keeps one parameter for what it gathers, and tells a layer of its own object by a hook on loading alone.
-    """
+    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward."""
     (weight, *_) = weights_of(weight)
     found = weight.__dict__.get("_casts_late")
     if found is None:
-        cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
-        owners = [cell.cell_contents for cell in cells]
         found = any(
             getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
-            for owner in owners
+            for owner in fsdp_parameters(layer)
         )
         vars(weight)["_casts_late"] = found
     return found
+
+
+def fsdp_parameters(layer: nn.Module) -> list[Any]:
+    """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
+    cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
+    return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
 
 
 def counts_of(layer: nn.Module) -> FoldCounts:
@@ -512,17 +513,25 @@ def _begin_delayed(
         scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
         if records:
             x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
-    of_gather = weight.contents.scale_enc if isinstance(weight, Gathered) else None
-    x_scale, w_scale = _aligned(scales["x"]), _aligned(scales["w"] if of_gather is None else of_gather)
+    x_scale, w_scale = _aligned(scales["x"]), scales["w"]
+    is_live = True
+    if isinstance(weight, Gathered):
+        gather = weight.contents
+        if recomputed is None:  # a weight that was not resharded since has codes by an earlier scale
+            gather.is_current = gather.made_of == scaling.stamp_of(w_scale)
+        if gather.is_current and gather.scale_enc is not None and (state is None or state.replay is None):
+            w_scale = gather.scale_enc
+        is_live = w_scale is not gather.scale_enc
+    w_scale = _aligned(w_scale)
     if state is not None and state.record_tape is not None:
         # Clones: the live buffers change when the region closes, the recomputation takes those of now.
-        state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone()})
+        state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone() if is_live else w_scale})
     if x_cast is not None:
         run.x = CastInputs(x_scale, run.x.seed, x_history, *run.x[3:])
     if w_cast is not None:
         run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
     if run.schedule.late:  # the live buffer may change before backward
-        run.later = run.later._replace(scale_enc=w_scale.clone() if of_gather is None else w_scale)
+        run.later = run.later._replace(scale_enc=w_scale.clone() if is_live else w_scale)
     if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:

@@ -77,16 +77,23 @@ _LOCAL = threading.local()
 LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
+Shared = dict[Group, Delayed]
 _DDP = nn.parallel.DistributedDataParallel
 
 
 class Region:
-    """The span in which a slot's amaxes are collected into one live value; `alone`: of one layer's call only."""
+    """The span in which a slot's amaxes are collected into one live value; `alone`: of one layer's call only.
 
-    __slots__ = ("_states", "alone", "closed", "failed")
+    `shared`: the groups over which an autocast inside of it would reduce amaxes; `evaluates`: a layer ran in it without
+    gradients. A rank takes part in the reduction also if none of its layers has run, such as experts without tokens.
+    """
+
+    __slots__ = ("_states", "alone", "closed", "evaluates", "failed", "shared")
 
     def __init__(self, alone: bool = False) -> None:
         self.alone = alone
+        self.shared: Shared = {}
+        self.evaluates = False
         self.closed = False
         self.failed = False  # left by an exception
         self._states: dict[_LayerState, None] = {}  # of layers whose forward slots it must roll
@@ -95,11 +102,14 @@ class Region:
         """Roll the forward slots recorded inside. After an exception nothing is rolled, nor is dy; amaxes stay live, so
         that the step may be taken again."""
         self.closed = self.failed = True  # until all is rolled
-        if completed and self._states:
-            if self.alone:  # and with them dy, which would wait for an autocast in vain
-                _roll(self._states, SLOTS, lambda entry: entry.region is self or _closed(entry), None)
-            else:
-                _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward")
+        if completed and self.alone and self._states:  # and with them dy, which would wait for an autocast in vain
+            _roll(self._states, SLOTS, lambda entry: entry.region is self or _closed(entry), None)
+        elif completed and not self.alone:
+            trains = torch.is_grad_enabled() and not (self.evaluates and not self._states)
+            shared = self.shared if trains else {}
+            _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared)
+            if shared and not capturing():
+                _LOCAL.shared = shared  # of the backward that comes
         self.failed = not completed
         self._states.clear()
 
@@ -206,6 +216,25 @@ def _new_state(layer: nn.Module) -> _LayerState:
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The live encode-scale buffer of a slot, float32 ()."""
     return _tensor(layer._buffers[buffer_names(slot)[0]])
+
+
+def delayed_of(recipe: Recipe) -> Delayed:
+    """The settings of a recipe with delayed scaling."""
+    return next(
+        cast.scaling for cast in recipe.casts.values() if cast is not None and isinstance(cast.scaling, Delayed)
+    )
+
+
+def unwrap_buffers(layer: nn.Module) -> None:
+    """Make buffers plain again, which torch's styles replicate: the state is one rank's, and casts read memory."""
+    for name, buffer in layer._buffers.items():
+        if hasattr(buffer, "placements"):
+            layer._buffers[name] = buffer.to_local()  # type: ignore
+
+
+def stamp_of(scale: torch.Tensor) -> tuple[int, int]:
+    """Equal while a buffer has the same values."""
+    return scale.data_ptr(), scale._version
 
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -442,11 +471,13 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def _roll(
-    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None
-) -> None:
+    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None,
+    shared: "Shared | None" = None,
+) -> None:  # fmt: skip
     """Update the named slots of layers where something is pending and `ready(entry)` holds.
 
-    `direction`: the point of the program at which all ranks do so; None for one layer by itself.
+    `direction`: the point of the program at which all ranks do so; None for one layer by itself. `shared`: groups whose
+    ranks wait for this one whether or not something is pending here.
     """
     jobs: list[Job] = []
     for state in states:
@@ -456,16 +487,16 @@ def _roll(
             entry = slot.pending
             if entry is not None and ready(entry) and layer is not None:
                 jobs.append((layer, slot, entry))
-    for layer, slot, _ in _update(jobs, direction):
+    for layer, slot, _ in _update(jobs, direction, shared):
         slot.pending = None
         if LATE:
             LATE.discard(layer.__dict__["_number"])
 
 
-def _update(jobs: list[Job], direction: str | None) -> list[Job]:
-    """Roll slots; returns those that were. Others wait until the ranks have agreed on them."""
+def _update(jobs: list[Job], direction: str | None, also: "Shared | None" = None) -> list[Job]:
+    """Roll slots; returns those that were. Others wait until the ranks have agreed on them. `also`: see `_roll`."""
     rolled: list[Job] = []
-    shared: dict[Group, list[Batch]] = {}
+    shared: dict[Group, list[Batch]] = {group: [] for group, one in (also or {}).items() if reduces(one, group)}
     for batch in batches_of(jobs) if jobs else ():
         entry = batch.jobs[0][2]
         if reduces(entry.delayed, entry.group):
@@ -474,17 +505,24 @@ def _update(jobs: list[Job], direction: str | None) -> list[Job]:
             rolled += batch.roll()
     if shared:
         for group in sorted(shared, key=reduction.group_name):
-            rolled += _update_shared(group, shared[group], direction)
+            example = (
+                Pending((also or {})[group], 0.0, group, None) if not shared[group] else shared[group][0].jobs[0][2]
+            )
+            rolled += _update_shared(group, shared[group], direction, example)
     return rolled
 
 
 @torch.no_grad()
-def _update_shared(group: Group, batches: list[Batch], direction: str | None) -> list[Job]:
-    """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded."""
+def _update_shared(group: Group, batches: list[Batch], direction: str | None, example: Pending) -> list[Job]:
+    """Roll slots whose amaxes the ranks of `group` share, and those that only another rank has recorded.
+
+    `example`: how a layer that has never run here is taken to scale.
+    """
     jobs = [job for batch in batches for job in batch.jobs]
     lives = [batch.live() for batch in batches]
-    device = next((live.device for live in lives if live.device.type != "cpu"), lives[0].device)
-    live = torch.cat([part.to(device) for part in lives])
+    devices = [live.device for live in lives] or [_tensor(layer.weight).device for layer in layers()]
+    device = next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
+    live = torch.cat([torch.empty(0, device=device), *(part.to(device) for part in lives)])
     keys = [_key(job) for job in jobs]
     if direction is None:
         known = {key.slot: key for key in keys}
@@ -498,7 +536,7 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None) ->
         batch.roll(live)
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
-    for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, jobs[0][2])):
+    for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, example)):
         batch.roll_recorded(live)
     return [job for job, _ in amaxes]
 
@@ -541,10 +579,11 @@ def flush_backward() -> None:
 
     Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others.
     """
-    waiting = _LOCAL.__dict__.get("waiting")
-    if not waiting:
+    waiting, inside = _waiting(), capturing()
+    shared = {} if inside else _LOCAL.__dict__.pop("shared", {})
+    if not waiting and not shared:
         return
-    states, inside = list(waiting), capturing()
+    states = list(waiting)
     if not inside:
         waiting.clear()
         for state in states:
@@ -552,7 +591,7 @@ def flush_backward() -> None:
     _roll(
         states, SLOTS,
         lambda entry: _is_due(entry) and (not inside or reduces(entry.delayed, entry.group)),
-        "backward",
+        "backward", shared,
     )  # fmt: skip
 
 
@@ -560,6 +599,8 @@ def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None
     """Before a forward that is no recomputation: roll what earlier backward passes have recorded, if not done yet."""
     state = state_of(layer)
     state.latest = (CLOSED_REGION if region is None else region, group, _waiting())
+    if region is not None and not torch.is_grad_enabled():
+        region.evaluates = True
     slots = state.slots
     _await_replays(slots["dy"])
     if slots["dy"].pending is not None or LATE:
@@ -598,7 +639,8 @@ def update_scaling(model: nn.Module) -> None:
     states = [state_of(layer) for layer in scaled_layers(model)]
     # As the next autocast would, which another rank may have entered by now.
     _roll(
-        states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured, "backward"
+        states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured,
+        "backward", _LOCAL.__dict__.pop("shared", {}),
     )  # fmt: skip
     _roll(states, SLOTS, lambda entry: entry.region is None, "calibration")
 

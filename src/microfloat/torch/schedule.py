@@ -231,7 +231,7 @@ class Schedule:
         if isinstance(weight, QuantizedTensor):
             self.w_cast: Any = StoredCast(backend, weight, w_entries, compute, CastStep)
         elif isinstance(weight, Gathered):
-            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute, CastStep)
+            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute, self.cast_step)
         else:
             w = weight if weight.dtype == compute else weight.to(compute)
             self.w_cast = self.cast_step(backend, w, w_entries, batch)
@@ -452,7 +452,7 @@ class Schedule:
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
             step = (
-                GatheredCast(self.backend, x.shape, entries, self.dtype, CastStep) if is_gathered
+                GatheredCast(self.backend, x.shape, entries, self.dtype, self.cast_step) if is_gathered
                 else self.cast_step(self.backend, x, entries, self._batch)
             )  # fmt: skip
             self._later_steps[key] = step

@@ -1,7 +1,7 @@
 """Steps that cast a weight of which codes exist already: stored as such, or gathered by FSDP2."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,10 +79,12 @@ class GatheredCast:
     __slots__ = ("_backend", "_compute", "_layouts", "_step", "entries", "program", "reason")
 
     is_bound, names, makes = False, "gathered codes", False
+    measures = ()  # amaxes of the whole tensor, which the gather has reduced
 
     def __init__(
-        self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype, step: "type[CastStep]"
-    ) -> None:
+        self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype,
+        step: "Callable[..., CastStep]",
+    ) -> None:  # fmt: skip
         """`step`: makes the step that casts values where the gathered codes do not serve."""
         self.entries, self.program, self._backend, self._compute, self._step = entries, None, backend, compute, step
         self.reason = "the weight was gathered as codes"
@@ -104,7 +106,7 @@ class GatheredCast:
                 operand = weight.contents.operand(entry.cast, transposed, self._compute, inputs.scale_enc)
             if operand is None:
                 values = weight.contents.values().to(self._compute)
-                return self._step(self._backend, values, self.entries)(values, stream, words, inputs)
+                return self._step(self._backend, values, self.entries, 0)(values, stream, words, inputs)
             made[3 * index : 3 * index + 3] = parts_of(
                 in_form(operand, entry.form, layout, self._backend), entry, layout
             )

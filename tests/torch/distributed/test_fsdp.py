@@ -8,6 +8,7 @@ import copy
 import functools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,12 +21,19 @@ from torch import nn  # noqa: E402
 from torch.distributed import init_device_mesh  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import recipes  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.distributed import low_precision_all_gather, precompute_scales  # noqa: E402
+from microfloat.torch.distributed import (  # noqa: E402
+    ColwiseParallel,
+    RowwiseParallel,
+    low_precision_all_gather,
+    precompute_scales,
+)
+from microfloat.torch.distributed import sharded as gathering  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
 RECIPES = {
@@ -267,16 +275,22 @@ def ways_of_training(rank: int) -> dict[str, bool]:
     return made
 
 
-def accumulation(rank: int) -> bool:
-    """Three microbatches, of which the last one reduces the gradients."""
-    recipe, results = RECIPES["mxfp8"], []
-    for model in (stack(recipe), shard(low_precision_all_gather(stack(recipe)))):
-        for index in range(3):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(index == 2)
-            model(example(32 + index)).float().square().mean().backward()
-        results.append([whole(p.grad) for p in model.parameters()])
-    return same(*results)
+def accumulation(rank: int) -> dict[str, bool]:
+    """Three microbatches, each a step of delayed scaling, of which the last one reduces gradients and reshards."""
+    made = {}
+    for name in CHECKPOINTS:
+        recipe, results = RECIPES[name], []
+        for model in (stack(recipe), shard(low_precision_all_gather(stack(recipe)))):
+            for index in range(3):
+                if hasattr(model, "set_requires_gradient_sync"):
+                    model.set_requires_gradient_sync(index == 2)
+                    model.set_reshard_after_backward(index == 2)
+                with mf.autocast(recipe=recipe):
+                    y = model(example(32 + index))
+                y.float().square().mean().backward()
+            results.append([whole(p.grad) for p in model.parameters()])
+        made[name] = same(*results)
+    return made
 
 
 def high_precision_islands(rank: int) -> list[bool]:
@@ -313,6 +327,27 @@ def uneven_shards(rank: int) -> tuple[bool, set[str]]:
     mf.convert(model, recipe)
     sharded = shard(low_precision_all_gather(copy.deepcopy(model)))
     return same(train(sharded, recipe), train(model, recipe)), reasons(sharded)
+
+
+def no_rows_on_one_rank(rank: int) -> dict[tuple, bool]:
+    """Gradients beside those of one process, whose mean with zeros has half of them; all that ranks gather together."""
+    made = {}
+    for name in ("delayed", "current", "mxfp8"):
+        for way in ("", "kept", "recomputed"):
+            results = []
+            for model in (stack(RECIPES[name]), shard(low_precision_all_gather(stack(RECIPES[name])),
+                                                      reshard_after_forward=way != "kept")):  # fmt: skip
+                if way == "recomputed":
+                    for block in model:
+                        block.forward = functools.partial(mf.checkpoint, block.forward)
+                x = example()
+                is_sharded = bool(results)
+                with mf.autocast(recipe=RECIPES[name]):
+                    y = model(x[: 0 if is_sharded and rank else 64])
+                y.sum().backward()
+                results.append([whole(p.grad) * (2 if is_sharded else 1) for p in model.parameters()])
+            made[name, way] = same(*results)
+    return made
 
 
 def refusals(rank: int) -> list[str]:
@@ -384,6 +419,45 @@ def replicated_shards(rank: int) -> dict[str, bool]:
     return made
 
 
+def beside_tensor_parallel(rank: int) -> dict[str, tuple]:
+    """Both gathers of weights that a plan has cut, against the plan alone; bytes saved and gathered; the reasons."""
+    mesh, made = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")), {}
+
+    def cut(seed: int = 1) -> nn.Sequential:
+        model = stack(RECIPES[name], seed=seed)
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    for name in ("delayed", "current", "mxfp8", "nvfp4"):
+        recipe, found = RECIPES[name], []
+        for model in (cut(), shard(cut(), mesh=mesh["dp"]), shard(low_precision_all_gather(cut()), mesh=mesh["dp"])):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # parameters of two meshes
+            results = train(model, recipe, precompute_scales if len(found) == 2 else None, optimizer)
+            with counted() as sent, mf.autocast(enabled=False):
+                results.append(model(example().detach()).detach())
+            with counted() as sent:
+                saved = saved_bytes(model)
+            mf.update_scaling(model)
+            other = shard(low_precision_all_gather(cut(seed=5)), mesh=mesh["dp"]) if found else cut(seed=5)
+            other.load_state_dict(model.state_dict())
+            results.append(other(example().detach()).detach())
+            found.append((results, saved, sent["gathered"], reasons(model)))
+        (wanted, *_), (plain, saved, gathered, _), (low, _, codes, why) = found
+        made[name] = same(plain, wanted), same(low, wanted), saved, codes / gathered, why
+    return made
+
+
+def fewer_ranks(rank: int) -> str:
+    """A gather in codes of weights that FSDP2 would keep on two of four ranks after forward."""
+    model = shard(low_precision_all_gather(stack(RECIPES["mxfp8"])), reshard_after_forward=2)
+    try:
+        model(example())
+    except NotSupportedError as error:
+        return str(error)
+    return ""
+
+
 def compiled(rank: int) -> dict[str, bool]:
     """Blocks that are compiled, whose Linears run in eager mode between graphs."""
     made = {}
@@ -414,8 +488,9 @@ def fused_modules(rank: int) -> dict[str, list]:
 
 CHECKPOINTS = ("delayed", "mxfp8")
 CASES = (
-    every_recipe, memory_between, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
-    high_precision_islands, nan_on_one_rank, uneven_shards, refusals, saved, assigned,
+    every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
+    ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
+    refusals, saved, assigned,
 )  # fmt: skip
 
 
@@ -475,7 +550,49 @@ def test_ways_of_training(ranks) -> None:
 
 
 def test_gradient_accumulation(ranks) -> None:
-    assert of(ranks, accumulation) == [True, True]
+    assert of(ranks, accumulation) == [dict.fromkeys(CHECKPOINTS, True)] * 2
+
+
+def check_beside_tensor_parallel(ranks: list[dict], parts: int) -> None:
+    for made in of(ranks, beside_tensor_parallel):
+        for name, (default, low, saved, share, why) in made.items():
+            assert (default, low, why) == (True, True, {""}), name
+            assert saved < 2 * 4 * 32768 / parts / 2  # half of this rank's part of the weights
+            assert share < 0.55
+
+
+def test_weights_that_a_plan_has_cut_are_gathered_in_either_precision(ranks) -> None:
+    """features D4 and D6: a plan over groups of one rank, and FSDP2 over two."""
+    check_beside_tensor_parallel(ranks, 1)
+
+
+def test_shared_weights_stay_shared() -> None:
+    embedding, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    model = nn.Sequential(embedding, head)
+    head.weight = embedding.weight
+    mf.convert(model, RECIPES["mxfp8"])
+    low_precision_all_gather(model)
+    assert model[1].weight is embedding.weight
+    assert reasons(model) == {"other modules share it"}
+
+
+def test_one_graph_over_gathered_weights_is_refused_in_words() -> None:
+    layer = low_precision_all_gather(mf.Linear(32, 32, recipe=RECIPES["mxfp8"]))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="low_precision_all_gather gathers as codes"):
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(2, 32))
+
+
+def test_shards_on_fewer_ranks_after_forward_are_refused() -> None:
+    """`reshard_after_forward=2` of four ranks, which FSDP2 does with values alone."""
+    layer = mf.Linear(32, 32)
+    owner = SimpleNamespace(
+        post_forward_mesh_info=SimpleNamespace(shard_mesh_size=2), mesh_info=SimpleNamespace(shard_mesh_size=4)
+    )
+    layer.register_load_state_dict_post_hook(lambda *arguments: owner)
+    with pytest.raises(NotSupportedError, match="reshard_after_forward: got 2 ranks"):
+        gathering._refuse_fewer_ranks(layer)
+    owner.post_forward_mesh_info = owner.mesh_info
+    gathering._refuse_fewer_ranks(layer)
 
 
 def test_other_reads_of_a_gathered_weight_gather_its_values(ranks) -> None:
@@ -486,6 +603,11 @@ def test_other_reads_of_a_gathered_weight_gather_its_values(ranks) -> None:
 def test_nan_on_one_rank_shows_on_all(ranks) -> None:
     for made in of(ranks, nan_on_one_rank):
         assert all(made.values())
+
+
+def test_a_rank_without_rows_takes_part_in_every_gather(ranks) -> None:
+    for made in of(ranks, no_rows_on_one_rank):
+        assert set(made.values()) == {True}, made
 
 
 def test_uneven_shards_are_gathered_in_high_precision(ranks) -> None:
@@ -522,7 +644,10 @@ def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
 @pytest.mark.slow("starts seven more processes")
 def test_four_ranks(ranks, folder) -> None:
     """Two replicas of two shards; checkpoints of four ranks on two and on one; compiled blocks, and fused modules."""
-    four = run_ranks((replicated_shards, saved), f"{folder}/four", world=4)
+    four = run_ranks((replicated_shards, beside_tensor_parallel, fewer_ranks, saved), f"{folder}/four", world=4)
+    check_beside_tensor_parallel(four, 2)
+    for message in of(four, fewer_ranks):
+        assert "reshard_after_forward: got 2 ranks for 0.up" in message
     for made in of(four, replicated_shards):
         assert made == dict.fromkeys(RECIPES, True)
     written = of(four, saved)[0]

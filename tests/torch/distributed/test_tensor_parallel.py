@@ -1,6 +1,8 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
+import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
+from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
 from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
@@ -269,6 +272,9 @@ def delayed_state(rank: int):
                     whole(x).backward(dy)
             for one in (layer, whole):
                 mf.update_scaling(one)
+            state, (layer, read) = layer.state_dict(), (layer_on(mesh, kind, sequence, recipe, w, ours), layer)
+            layer.load_state_dict(state)  # before its first call
+            assert str(layer.state_dict()) == str(read.state_dict())
             found[kind, sequence] = [dict((k, v.tolist()) for k, v in one.named_buffers()) for one in (layer, whole)]
     return found
 
@@ -290,7 +296,7 @@ def wire(rank: int):
     """Bytes that a rank sends for x of three layers that read one DTensor, and for dy; and what the schedules say."""
     world, found = dist.get_world_size(), {}
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    for name in ("fp8_current", "mxfp4", "mxfp8"):
+    for name in ("fp8_current", "mxfp4", "nvfp4", "mxfp8"):
         layers = [layer_on(mesh, "colwise", 1, NEAREST[name], seeded(N, K, seed=i), ours) for i in range(3)]
         row = layer_on(mesh, "rowwise", 1, NEAREST[name], seeded(K, N, seed=9), ours)
         x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
@@ -301,6 +307,23 @@ def wire(rank: int):
             forward = sum(sent)
             row(made[0] + made[1] + made[2]).sum().backward()
         found[name] = forward / (M * K), (sum(sent) - forward) / (M * K), str(layers[0].schedule(x))
+    for name in ("mxfp8", "fp8_block"):
+        for way in ("no_grad", "frozen", "high_precision", "dequantized"):
+            recipe = NEAREST[name]
+            if way in ("high_precision", "dequantized"):
+                recipe = dataclasses.replace(recipe, backward=way)
+            column = layer_on(mesh, "colwise", 1, recipe, seeded(K, K, seed=4), ours)
+            row = layer_on(mesh, "rowwise", 1, recipe, seeded(K, K, seed=5), ours)
+            for layer in (column, row):
+                layer.weight.requires_grad_(way != "frozen")
+            x, sent = on_sequence(seeded(1, 128 * world, K, seed=1), mesh).requires_grad_(), []
+            with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(way != "no_grad"):
+                patch.setattr(sharded, "_all_gather_bytes", functools.partial(counted, sent, sharded._all_gather_bytes))
+                y = row(column(x))
+                forward = sum(sent)
+                if way != "no_grad":
+                    y.sum().backward()
+            found[name, way] = forward / (128 * K), (sum(sent) - forward) / (128 * K)
     return found
 
 
@@ -382,9 +405,19 @@ def refusals(rank: int):
     sums = layer_on(mesh, "colwise", None, NEAREST["mxfp8"], seeded(N, K, seed=1), ours)
     sums.fuse_wgrad_accumulation = True
     attempt("main_grad", lambda: sums(seeded(4, K, seed=2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_linear, "apply", fail)
+        try:
+            layer(seeded(4, K, seed=2))
+        except RuntimeError as error:
+            said["of its own"] = str(error)
     with mf.autocast(enabled=False):  # torch's own operators
         said["high precision"] = list(odd(seeded(4, 24, seed=2)).shape)
     return said
+
+
+def fail(*arguments):
+    raise RuntimeError("an error of its own")
 
 
 def recipes_differ(rank: int):
@@ -445,6 +478,17 @@ def test_codes_travel_once_for_all_readers(ranks) -> None:
         forward, backward, text = found["mxfp8"]
         assert (forward, backward) == (0, 0)
         assert "gathered in high precision: codes and scales take 16896 bytes, no fewer than the 16384" in text
+        # Of one operand, where nothing reads the other one, also those.
+        for name in ("mxfp8", "fp8_block"):
+            assert found[name, "no_grad"] == found[name, "dequantized"] == (1 + 1 / 32, 0)
+            assert found[name, "frozen"] == (1 + 1 / 32, 1 + 1 / 32)
+            assert found[name, "high_precision"] == (0, 0)
+        shares = {name: found[name][0] / 2 for name in ("fp8_current", "mxfp4", "nvfp4")}
+        shares["one"] = found["mxfp8", "no_grad"][0] / 2
+        said = "travel once ({fp8_current:.1f}x of bf16); NVFP4 and MXFP4 send both ({nvfp4:.2f}x and {mxfp4:.2f}x)"
+        page = " ".join((Path(__file__).parents[3] / "docs" / "distributed.md").read_text().split())
+        assert said.format(**shares) in page
+        assert "one operand travels ({one:.2f}x)".format(**shares) in page
 
 
 def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
@@ -482,6 +526,7 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("outside", "while the weight is a plain tensor"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
+        ("of its own", "an error of its own"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_on_every_rank(ranks, name, words) -> None:

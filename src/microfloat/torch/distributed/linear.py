@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
-from microfloat.torch import backends
+from microfloat.torch import backends, scaling
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
@@ -32,7 +32,7 @@ from microfloat.torch.distributed.schedule import (
 )
 from microfloat.torch.entries import entries_of
 from microfloat.torch.failures import agree
-from microfloat.torch.linear import apply, backend_name, begin, end
+from microfloat.torch.linear import apply, backend_name, begin, casts_late, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 
@@ -139,25 +139,27 @@ def _case_of(
     layer: "Linear", x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, state: Ambient | None
 ) -> _Case | None:
     """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
-    _unwrap_buffers(getattr(layer, "_buffers", {}))
+    if isinstance(layer, torch.nn.Module):  # not of a function
+        scaling.unwrap_buffers(layer)
     x._local_tensor = arrived(x._local_tensor)
     grad, kind = torch.is_grad_enabled(), x.device.type
     compute = autocast_dtype(kind) or x.dtype
     name, scatter = backend_name(layer, state), getattr(layer, "_scatters", None)
     needs = grad and x.requires_grad, grad and weight.requires_grad
+    late = bool(getattr(layer, "_load_state_dict_post_hooks", None)) and casts_late(layer, weight)
     local, w_local = x._local_tensor, weight._local_tensor
     mesh = weight.device_mesh  # equal ones may have groups of their own
     groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
     key = (
         groups, recipe, name, compute, *needs, x._spec, weight._spec, None if bias is None else bias._spec, scatter,
-        local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, x.device,
+        local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, x.device, late,
     )  # fmt: skip
     found: Any = SCHEDULES.get(key)
     if found is None:
         if x.numel() == 0 or weight.numel() == 0:
             return None
         path = getattr(layer, "_path", "")
-        found = remember(key, _decided(x, weight, bias, recipe, name, compute, needs, scatter, path))  # type: ignore
+        found = remember(key, _decided(x, weight, bias, recipe, name, compute, needs, late, scatter, path))  # type: ignore
     return found
 
 
@@ -179,16 +181,9 @@ def _checked(x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> tuple[DTenso
     return x, weight, bias
 
 
-def _unwrap_buffers(buffers: dict[str, Maybe]) -> None:
-    """Make buffers plain again, which torch's styles replicate: scaling state is one rank's, and casts read memory."""
-    for name, buffer in buffers.items():
-        if isinstance(buffer, DTensor):
-            buffers[name] = buffer.to_local()
-
-
 def _decided(
     x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
-    needs: tuple[bool, bool], scatter: int | None, path: str,
+    needs: tuple[bool, bool], late: bool, scatter: int | None, path: str,
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
     facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
@@ -204,10 +199,11 @@ def _decided(
     for axis in range(mesh.ndim):  # gathers and scatters are those of one group
         if cases[axis] == "G" and mesh.ndim > 1:
             cases[axis], note = "N", "a mesh of more than one dimension"
-    made = _make(x, weight, bias, recipe, name, compute, needs, scatter, cases)
+    call = x, weight, bias, recipe, name, compute, needs, late
+    made = _make(*call, scatter, cases)
     if isinstance(made, str):
         note = made
-        made = _make(x, weight, bias, recipe, name, compute, needs, None, ["N" if c == "G" else "K" for c in cases])
+        made = _make(*call, None, ["N" if c == "G" else "K" for c in cases])
         assert not isinstance(made, str)
     made.schedule.note = note
     return made
@@ -231,7 +227,7 @@ def _letter(of_x: Placement, of_w: Placement, last: int) -> str:
 
 def _make(
     x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
-    needs: tuple[bool, bool], scatter: int | None, cases: list[str],
+    needs: tuple[bool, bool], late: bool, scatter: int | None, cases: list[str],
 ) -> "_Case | str":  # fmt: skip
     """A decided call; a text that says why codes cannot be gathered."""
     mesh, last = weight.device_mesh, x.dim() - 1
@@ -294,7 +290,7 @@ def _make(
     check_blocks(entries, shards, {"N": weight.shape[0], "K": inner})
     schedule = ShardedSchedule(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
-        None if bias is None else bias._local_tensor.detach(), compute, *needs,
+        None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
     )  # fmt: skip
     strides = torch.empty(y_shape, device="meta").stride()
     return _Case(

@@ -32,7 +32,7 @@ from microfloat.routes import Routes
 from microfloat.torch import reduction, reference
 from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend
-from microfloat.torch.entries import Entries, laid, layouts_of
+from microfloat.torch.entries import Entries, entries_of, laid, layouts_of
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule
@@ -412,15 +412,22 @@ class ShardedSchedule(Schedule):
     def __init__(
         self, shards: Shards, x_shard: torch.Tensor, note: str, recipe: Recipe, backend: Backend, routes: Routes,
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
-        wants_dw: bool,
+        wants_dw: bool, late: bool,
     ) -> None:  # fmt: skip
-        """`x_shard`: an example of what is cast, `x` of what is multiplied; `note`: why x is not gathered as codes."""
+        """`x_shard`: an example of what is cast, `x` of what is multiplied; `note`: why x is not gathered as codes.
+
+        `late`: FSDP2 has gathered this rank's part of the weight, and frees it between forward and backward.
+        """
         self.shards, self.note, self.dtype = shards, note, compute
         self.cast_step = functools.partial(ShardedCast, shards, self._matrix(x_shard))
         super().__init__(
-            recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw
-        )
+            recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw,
+            late=late,
+        )  # fmt: skip
         self.cast_step = functools.partial(ShardedCast, shards, None)
+        both = enumerate(entries_of(recipe, routes, "w", True, wants_dx))
+        measures = {_measure_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
+        self._keeps_w_amax = self.late and len(measures) == 1  # for a cast in backward, which would reduce it again
         # Layers that read one gathered x and cast it alike share its codes.
         casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
         self._shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
@@ -440,13 +447,14 @@ class ShardedSchedule(Schedule):
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
         shared: dict | None = getattr(x, "gathered", None) if self._shares_x else None
         x_made: Any = None if shared is None else shared.get(self._x_key)
-        x = self._matrix(arrived(x))
+        x, given = self._matrix(arrived(x)), weight
         weight = weight.to(self.dtype) if self._converts_w else weight
         steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
         steps += [(self.w_cast, weight)] if kept is None else []
         measures = [measure for step, _ in steps for measure in step.measures]
         if measures:
-            parts = _reduced(measures, [part for step, tensor in steps for part in step.measure(tensor)])
+            own = [part for step, tensor in steps if step.measures for part in step.measure(tensor)]
+            parts = _reduced(measures, own)
             first = 0 if x_made is not None else len(self.x_cast.measures)
             x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
             w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])
@@ -457,7 +465,16 @@ class ShardedSchedule(Schedule):
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
         y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
-        return y, (*x_made[self.x_saved], *w_made[self.w_saved])
+        if not self.late:
+            return y, (*x_made[self.x_saved], *w_made[self.w_saved])
+        amaxes: Any = w_inputs.amax if self._keeps_w_amax and self.w_cast.measures else ()
+        return y, (*x_made[self.x_saved], given, *amaxes)
+
+    def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
+        """See `Schedule.read_later`; after the weight come its amaxes over the ranks, if they serve."""
+        if len(saved) > 4 and self.late:
+            inputs = inputs._replace(amax=[*saved[4:]])  # pyright: ignore[reportArgumentType]
+        return super().read_later(saved[:4] if self.late else saved, inputs)
 
     def cast_operands(
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None

@@ -1,4 +1,4 @@
-"""FSDP2 with weights gathered as codes and scales: half of bfloat16's bytes under FP8 and MXFP8, 0.28 under NVFP4.
+"""FSDP2 with weights gathered as codes and scales: half of bfloat16's bytes under FP8 and MXFP8, 1/4 under NVFP4.
 
     before the gather   each rank casts the rows that it holds     w [N/ranks, K] -> codes, scales
     after it            codes and scales of all ranks              the bytes that a cast of the gathered weight has
@@ -8,9 +8,13 @@ A scale of the whole tensor needs the amax of all shards: one all-reduce per wei
 together in `precompute_scales`. A weight whose shards do not serve is gathered in high precision, and `explain` says
 why.
 
+A weight that a tensor-parallel plan has cut before is gathered so too: N and K are then those of this rank's part, and
+a scale of the whole tensor needs the amax over the ranks of both.
+
 Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +36,7 @@ from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.joined import can_join
+from microfloat.torch.linear import fsdp_parameters
 from microfloat.torch.microbatches import latest_step
 from microfloat.torch.nn.attention import MultiheadAttention
 from microfloat.torch.nn.fused import LayerNormLinear
@@ -65,15 +70,19 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
     """
     check_model(model)
     joint = set(_joint_layers(model))
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
     for layer in model.modules():
         if not isinstance(layer, Linear) or isinstance(layer._parameters.get("weight"), ShardedWeight):
             continue
         state = layer.__dict__["_shards"] = Shards()
-        state.reason = "it is one product with other weights" if layer in joint else _refusal(layer)
+        state.reason = (
+            "it is one product with other weights" if layer in joint
+            else "other modules share it" if held[id(layer._parameters.get("weight"))] > 1
+            else _refusal(layer)
+        )  # fmt: skip
         if not state.reason:
             state.casts = _casts_of(layer._pinned)
-            weight = layer.weight
-            layer.weight = nn.Parameter(ShardedWeight(weight.detach(), state), requires_grad=weight.requires_grad)
+            _wrap(layer, None)
             layer.register_state_dict_post_hook(_unwrap)
             layer.register_load_state_dict_post_hook(_wrap)
     return model
@@ -87,7 +96,7 @@ def precompute_scales(model: nn.Module) -> None:
     all-reduce of its own. It changes no byte. Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
-    meshes: dict[DeviceMesh, list[tuple[Shards, DTensor, torch.Tensor]]] = {}
+    found: dict[tuple[dist.ProcessGroup, ...], list[tuple[Shards, DTensor, torch.Tensor]]] = {}
     for layer in model.modules():
         state = layer.__dict__.get("_shards")
         weight = layer._parameters.get("weight")
@@ -96,9 +105,9 @@ def precompute_scales(model: nn.Module) -> None:
         if state.mesh is not None and any(cast.takes_amax or cast.is_delayed for cast in state.casts):
             values = state.cast_from(weight._local_tensor.plain)
             amax = backends.choose(layer.backend, values.device).amax(values)  # type: ignore[arg-type]
-            meshes.setdefault(state.mesh, []).append((state, weight, amax))
-    for mesh, entries in meshes.items():
-        amaxes = _largest(torch.stack([amax for _, _, amax in entries]), mesh)
+            found.setdefault(state.groups(), []).append((state, weight, amax))
+    for groups, entries in found.items():
+        amaxes = _largest(torch.stack([amax for _, _, amax in entries]), groups)
         for (state, weight, _), amax in zip(entries, amaxes.unbind(), strict=True):
             state.amax, state.stamp = amax, _stamp(weight)
 
@@ -107,19 +116,27 @@ class Shards:
     """State of the whole weight that its shards keep between gathers.
 
     `casts`: of fprop and dgrad; `reason`: why it is gathered in high precision; `mesh`: of the ranks that have shards;
-    `dtype`: of the values that are cast; `amax`: of all shards, while the weight is the one that `stamp` tells of;
-    `scale_enc`, `recorded`: of delayed scaling, the encode scale and the amax of the latest forward.
+    `cut`: the groups over which a plan has cut it before; `dtype`: of the values that are cast; `amax`: of all shards,
+    while the weight is the one that `stamp` tells of;
+    `scale_enc`, `made_of`, `recorded`: of delayed scaling, the encode scale of the latest forward, the stamp of the
+    buffer that has it, and the amax.
     """
 
     def __init__(self) -> None:
         self.casts: tuple[Cast, ...] = ()
         self.reason = ""
         self.mesh: Any = None
+        self.cut: tuple[dist.ProcessGroup, ...] = ()
         self.dtype: torch.dtype | None = None
         self.amax: torch.Tensor | None = None
         self.stamp: tuple | None = None
         self.scale_enc: torch.Tensor | None = None
+        self.made_of: tuple[int, int] | None = None
         self.recorded: torch.Tensor | None = None
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of all ranks that hold a part of the weight."""
+        return self.mesh.get_group(), *self.cut
 
     def cast_from(self, values: torch.Tensor) -> torch.Tensor:
         """The values in the dtype in which FSDP2 would gather them."""
@@ -129,12 +146,12 @@ class Shards:
         """The amax of all shards, measured once for each value of the weight."""
         stamp = _stamp(weight)
         if self.amax is None or self.stamp != stamp:
-            self.amax, self.stamp = _largest(backend.amax(values), self.mesh), stamp
+            self.amax, self.stamp = _largest(backend.amax(values), self.groups()), stamp
         return self.amax
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Shards":
         made = memo[id(self)] = Shards()
-        made.casts, made.reason = self.casts, self.reason
+        made.casts, made.reason, made.cut = self.casts, self.reason, self.cut
         return made
 
 
@@ -210,6 +227,7 @@ class ShardedWeight(torch.Tensor):
                 f"({type(recipe).__name__}) than it had then, needed the same one, for whose bytes the buffers were "
                 "made. Pin recipes first, then call low_precision_all_gather and fully_shard."
             )
+        _refuse_fewer_ranks(module)
         state.mesh, state.dtype = mesh, mp_policy.param_dtype
         values, is_backward = state.cast_from(self.plain), torch._C._current_graph_task_id() != -1
         backend = backends.choose(module.backend, values.device)
@@ -217,11 +235,13 @@ class ShardedWeight(torch.Tensor):
         weight: Any = module._parameters["weight"]
         if any(cast.is_delayed for cast in state.casts):
             if state.scale_enc is None or not is_backward:
-                state.scale_enc = scaling.encode_scale(module, "w").clone()
+                scaling.unwrap_buffers(module)
+                live = scaling.encode_scale(module, "w")
+                state.scale_enc, state.made_of = live.clone(), scaling.stamp_of(live)
                 known = state.amax is not None and state.stamp == _stamp(weight)
                 apart = not known and _reduces_later(state.casts)
                 state.recorded = backend.amax(values) if apart else state.amax_of_all(weight, values, backend)
-            gather.scale_enc, gather.amax = state.scale_enc, state.recorded
+            gather.scale_enc, gather.amax, gather.made_of = state.scale_enc, state.recorded, state.made_of
         elif any(cast.takes_amax for cast in state.casts):
             gather.amax = state.amax_of_all(weight, values, backend)
         transposed = is_backward and _reads_transposed(recipe, state.casts, backend, values.device)
@@ -245,6 +265,7 @@ class ShardedWeight(torch.Tensor):
         return None
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _KEEPING = {
     aten.detach.default, aten.alias.default, aten.clone.default, aten.slice.Tensor, aten.split.Tensor,
     aten.split_with_sizes.default, aten.view.default, aten._unsafe_view.default, aten.as_strided.default,
@@ -272,11 +293,14 @@ def _unwrap(layer: nn.Module, state_dict: StateDict, prefix: str, metadata: obje
 
 
 def _wrap(layer: Any, keys: object) -> None:
-    """After ``load_state_dict(assign=True)``, which puts plain tensors in the place of the parameter's."""
+    """At first, and after ``load_state_dict(assign=True)``, which puts plain tensors in the parameter's place."""
     weight, state = layer._parameters["weight"], layer.__dict__["_shards"]
     if state.reason or isinstance(getattr(weight, "_local_tensor", weight), ShardedWeight):
         return
     if isinstance(weight, DTensor):
+        if keys is None:  # a plan has cut it, and FSDP2 will
+            mesh = weight.device_mesh
+            state.cut = tuple(mesh.get_group(i) for i, one in enumerate(weight.placements) if one.is_shard())
         weight._local_tensor = ShardedWeight(weight._local_tensor, state)
     else:
         layer.weight = nn.Parameter(ShardedWeight(weight.detach(), state), requires_grad=weight.requires_grad)
@@ -299,8 +323,10 @@ def _refusal(layer: Linear) -> str:
         return "no recipe is pinned to it (convert pins one)"
     if isinstance(weight, QuantizedTensor):
         return "it is stored as codes"
-    if type(weight) is not nn.Parameter:
+    if not isinstance(weight, nn.Parameter) or type(getattr(weight, "_local_tensor", weight)) not in _PLAIN:
         return f"its weight is a {type(weight).__name__}"
+    if isinstance(weight, DTensor) and fsdp_parameters(layer):
+        return "fully_shard came before low_precision_all_gather"
     casts = _casts_of(recipe)
     if not casts:
         return "a GEMM reads it in high precision"
@@ -331,6 +357,18 @@ def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
     if sizes[0] != sizes[1]:
         return f"its {length} columns are no whole blocks, so that both gathers would differ in size"
     return ""
+
+
+def _refuse_fewer_ranks(layer: Linear) -> None:
+    """Raise where FSDP2 would keep shards on fewer ranks after forward: it cuts values so, and no codes and scales."""
+    for owner in fsdp_parameters(layer):
+        kept = owner.post_forward_mesh_info
+        if kept is not None and kept.shard_mesh_size != owner.mesh_info.shard_mesh_size:
+            raise NotSupportedError(
+                f"reshard_after_forward: got {kept.shard_mesh_size} ranks for {layer._path or 'a layer'}, needed True "
+                "or False for weights that are gathered as codes, since FSDP2 keeps shards on fewer ranks of values "
+                "alone. Choose one of them, or leave low_precision_all_gather out."
+            )
 
 
 def _elements(part: Part | None) -> int:
@@ -433,12 +471,12 @@ def _side_by_side(shards: torch.Tensor) -> torch.Tensor:
     return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
-def _largest(amax: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
+def _largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
     bits = amax.contiguous().clone().view(torch.int32)
-    group = mesh.get_group()
-    with in_collective("the maximum of the amaxes of sharded weights", group):
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        with in_collective("the maximum of the amaxes of sharded weights", group):
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32)
 
 

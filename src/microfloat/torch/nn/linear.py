@@ -11,14 +11,14 @@ from torch.types import Device
 
 from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
-from microfloat.recipes import Delayed, Recipe
+from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
-from microfloat.torch.gathered import Gathered, Values
+from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.observing import OBSERVERS
@@ -89,7 +89,7 @@ class RecipeLayer(nn.Module):
         self._drop_weight_cache()
         scaling.number_layer(self)
         if self._pinned is not None and self._pinned.is_delayed:
-            scaling.ensure_buffers(self, _delayed_of(self._pinned))
+            scaling.ensure_buffers(self, scaling.delayed_of(self._pinned))
         else:
             scaling.drop_buffers(self)
         return self
@@ -151,7 +151,7 @@ class RecipeLayer(nn.Module):
         self._check_input(x)
         if x.numel() == 0 or is_abstract(x):
             return
-        scaling.ensure_buffers(self, _delayed_of(recipe))
+        scaling.ensure_buffers(self, scaling.delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
 
     def folded_elements(self) -> dict[str, float]:
@@ -197,10 +197,12 @@ class RecipeLayer(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: StateDict, prefix: str, keep_vars: bool) -> None:
+        scaling.unwrap_buffers(self)
         scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
+        scaling.unwrap_buffers(self)
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
@@ -278,7 +280,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             if self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             y = run_linear(self, x, recipe, state, is_first_microbatch)
-            return self._plain(x, is_first_microbatch) if y is None else y
+            return self._plain(x, is_first_microbatch, recipe) if y is None else y
         except Exception as error:
             named = self._named(error, x, recipe)
             if named is error:
@@ -288,7 +290,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def _named(self, error: Exception, x: torch.Tensor, recipe: Recipe | None) -> Exception:
         """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
         if not isinstance(error, MicrofloatError):
-            if recipe is None:
+            if recipe is None or hasattr(x, "placements"):  # DTensors are checked by the call itself
                 return error
             try:
                 self._check_input(x)
@@ -297,12 +299,18 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 return cause
         return self._with_path(error)
 
-    def _plain(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+    def _plain(
+        self, x: torch.Tensor, is_first_microbatch: bool | None = None, recipe: Recipe | None = None
+    ) -> torch.Tensor:
+        """y in high precision; `recipe`: the one that has nothing to multiply, because x has no rows."""
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
-        weight, bias = self.weight, self.bias
-        if isinstance(weight, Gathered):
-            weight = Values.apply(weight)
+        bias = self.bias
+        if recipe is None:
+            weight = values_of(self.weight)
+        else:
+            options = recipe, autocast_dtype(x.device.type) or x.dtype, x.requires_grad
+            weight = values_of(self.weight, lambda gathered: NoValues.apply(gathered, *options))
         if isinstance(weight, QuantizedTensor) or getattr(self, "fuse_wgrad_accumulation", False):
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
@@ -419,12 +427,6 @@ def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
 pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _delayed_of(recipe: Recipe) -> Delayed:
-    return next(
-        cast.scaling for cast in recipe.casts.values() if cast is not None and isinstance(cast.scaling, Delayed)
-    )
-
-
 def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     if state_dict.pop(prefix + "_extra_state", None) is not None:
@@ -443,6 +445,8 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
                 "or none. Remove the rest to start with fresh scaling state."
             )
         for name in names:  # all of them before the first is taken
+            entry: Any = state_dict[prefix + name]
+            state_dict[prefix + name] = entry.full_tensor() if hasattr(entry, "placements") else entry
             _check_scaling_entry(prefix + name, state_dict[prefix + name])
         scaling.forget(layer)
         for name in names:
