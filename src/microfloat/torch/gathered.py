@@ -9,8 +9,9 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from microfloat.torch.reference._elements import codes_dtype
 from microfloat.torch.reference._values import power_of_two
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from microfloat.torch.backends.base import Backend
     from microfloat.torch.distributed.sharded import Metadata, Source
 
@@ -160,15 +163,15 @@ class NoValues(torch.autograd.Function):
             contents.values()
 
 
-def values_of(weight: torch.Tensor, read: Callable[..., Any] = Values.apply) -> torch.Tensor:
+def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = Values.apply) -> torch.Tensor:
     """A parameter with what `read` makes of a `Gathered`, alone or as this rank's part of a DTensor, in its place."""
     if isinstance(weight, Gathered):
-        return cast(torch.Tensor, read(weight))
+        return read(weight)
     if isinstance(getattr(weight, "_local_tensor", None), Gathered):
-        sharded: Any = weight
+        sharded = typing.cast("DTensor", weight)
         return type(sharded).from_local(
-            read(sharded.to_local()), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
-            stride=sharded.stride(),
+            read(typing.cast(Gathered, sharded.to_local())), sharded.device_mesh, sharded.placements, run_check=False,
+            shape=sharded.shape, stride=sharded.stride(),
         )  # fmt: skip
     return weight
 

@@ -39,6 +39,8 @@ from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, au
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
     from microfloat.torch.grouped import Groups
     from microfloat.torch.joined import Unit
     from microfloat.torch.nn.linear import Linear, RecipeLayer
@@ -198,7 +200,7 @@ def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
     return found
 
 
-def fsdp_parameters(layer: nn.Module) -> list[Any]:
+def fsdp_parameters(layer: nn.Module) -> list["FSDPParam"]:
     """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
     cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
     return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]

@@ -16,6 +16,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import functools
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -467,7 +468,8 @@ class ShardedSchedule(Schedule):
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
         if not self.late:
             return y, (*x_made[self.x_saved], *w_made[self.w_saved])
-        amaxes: Any = w_inputs.amax if self._keeps_w_amax and self.w_cast.measures else ()
+        keeps = self._keeps_w_amax and self.w_cast.measures
+        amaxes = typing.cast(Sequence[torch.Tensor], w_inputs.amax) if keeps else ()
         return y, (*x_made[self.x_saved], given, *amaxes)
 
     def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:

@@ -14,6 +14,7 @@ a scale of the whole tensor needs the amax over the ranks of both.
 Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 """
 
+import typing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -232,7 +233,7 @@ class ShardedWeight(torch.Tensor):
         values, is_backward = state.cast_from(self.plain), torch._C._current_graph_task_id() != -1
         backend = backends.choose(module.backend, values.device)
         gather = Gather(state.casts, values.dtype, Source(self, mesh, backend, outer_size))
-        weight: Any = module._parameters["weight"]
+        weight = typing.cast(DTensor, module._parameters["weight"])
         if any(cast.is_delayed for cast in state.casts):
             if state.scale_enc is None or not is_backward:
                 scaling.unwrap_buffers(module)

@@ -445,8 +445,9 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
                 "or none. Remove the rest to start with fresh scaling state."
             )
         for name in names:  # all of them before the first is taken
-            entry: Any = state_dict[prefix + name]
-            state_dict[prefix + name] = entry.full_tensor() if hasattr(entry, "placements") else entry
+            replicated = getattr(state_dict[prefix + name], "full_tensor", None)  # a DTensor
+            if replicated is not None:
+                state_dict[prefix + name] = replicated()
             _check_scaling_entry(prefix + name, state_dict[prefix + name])
         scaling.forget(layer)
         for name in names:
