@@ -364,7 +364,7 @@ def _refuse_fewer_ranks(layer: Linear) -> None:
     """Raise where FSDP2 would keep shards on fewer ranks after forward: it cuts values so, and no codes and scales."""
     for owner in fsdp_parameters(layer):
         kept = owner.post_forward_mesh_info
-        if kept is not None and kept.shard_mesh_size != owner.mesh_info.shard_mesh_size:
+        if kept is not None and kept.shard_mesh_size != getattr(owner.mesh_info, "shard_mesh_size", None):
             raise NotSupportedError(
                 f"reshard_after_forward: got {kept.shard_mesh_size} ranks for {layer._path or 'a layer'}, needed True "
                 "or False for weights that are gathered as codes, since FSDP2 keeps shards on fewer ranks of values "
