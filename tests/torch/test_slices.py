@@ -167,6 +167,44 @@ def test_rows_replaced_by_index(fmt):
     assert error(torch.stack([deep[2, 1].dequantize(), deep[0, 3].dequantize()]), rows) < 0.16
 
 
+ROWS = {
+    "indices": lambda t, i: t[i], "list": lambda t, i: t[[3, 0]], "second axis": lambda t, i: t[:, i],
+    "both axes": lambda t, i: t[i, i + 1], "mask": lambda t, i: t[torch.arange(12).view(4, 3) % 2 == 0],
+    "mask of one axis": lambda t, i: t[torch.arange(4) > 1], "grid": lambda t, i: t[i[:, None], i],
+    "none": lambda t, i: t[i[:0]], "index_select": lambda t, i: t.index_select(-2, i),
+    "permutation": lambda t, i: t.flatten(0, 1)[torch.arange(12).flip(0)],
+}  # fmt: skip
+
+
+@one_row_formats
+@pytest.mark.parametrize("how", ROWS)
+def test_rows_taken_by_index(fmt, how):
+    """Tokens in the order of their experts, for instance."""
+    q, index = mf.quantize(randn(4, 3, 70), fmt), torch.tensor([1, 0])
+    values = q.dequantize()
+    taken = ROWS[how](q, index)
+    assert torch.equal(taken.dequantize(), ROWS[how](values, index))
+    assert (taken.shape, taken.axis, taken.dtype) == (ROWS[how](values, index).shape, taken.dim() - 1, q.dtype)
+    taken.zero_()
+    assert torch.equal(q.dequantize(), values)
+
+
+def test_rows_that_cannot_be_taken():
+    q, tiled, row = mf.quantize(randn(8, 64), "mxfp8"), mf.quantize(randn(32, 64), "nvfp4_2d"), torch.tensor([1])
+    for refused in (
+        lambda: q[row, row], lambda: q[q.dequantize() > 0], lambda: tiled[row], lambda: q.t()[:, row],
+        lambda: q.index_select(1, row), lambda: q[0][row],
+    ):  # fmt: skip
+        with pytest.raises(InvalidValueError, match=r"indices: got those of . axes.*dequantize"):
+            refused()
+    with pytest.raises(IndexError):
+        q[torch.tensor([8])]
+    with pytest.raises(InvalidValueError, match=r"index: got .* of 2 experts"):
+        torch.stack([tiled, tiled])[row]
+    graph = torch.compile(lambda q, row: q[row], backend="aot_eager", fullgraph=True)
+    assert torch.equal(graph(q, row), q[row])
+
+
 @every_format
 def test_rows_replaced_by_slice(fmt):
     q, other = mf.quantize(randn(256, 64), fmt), mf.quantize(randn(128, 64) * 3, fmt)

@@ -482,8 +482,28 @@ def test_products_that_torch_writes_wrongly():
     with pytest.raises(InvalidValueError, match=r"a: got blocks along axis 0 of shape \(40, 96\)"):
         mf.quantize(randn(40, 96), "mxfp8", axis=-2) @ w.t().t()
     for mixed in (lambda: q @ randn(96, 24), lambda: randn(24, 40) @ q, lambda: F.linear(randn(3, 96), q)):
-        with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(mxfp8\).*dequantize"):
+        with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(mxfp8\).*dequantize.*torch\.linear\("):
             mixed()
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_loss_of_the_values_reaches_the_parameter(compiled):
+    """A weight decay in the loss, for instance; without the gradient it would do nothing, in silence."""
+    parameter = nn.Parameter(mf.quantize(randn(4, 40), "mxfp4"))
+
+    def loss(weight):
+        return weight.dequantize(torch.float64).square().sum() + mf.dequantize(weight.clone()).sum()
+
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    run(parameter).backward()
+    assert type(parameter.grad) is torch.Tensor
+    assert torch.equal(parameter.grad, 2 * parameter.detach().dequantize() + 1)
+    with torch.no_grad():
+        assert not parameter.dequantize().requires_grad
+    assert not mf.quantize(randn(4, 40), "mxfp4").dequantize().requires_grad
 
 
 # ---- everything else
@@ -493,7 +513,8 @@ REFUSED = {
     "add": lambda q, x: q + 1, "add tensor": lambda q, x: q + x, "radd": lambda q, x: x + q, "sub": lambda q, x: 1 - q,
     "mul": lambda q, x: q * x, "div": lambda q, x: q / 2, "pow": lambda q, x: q**2, "eq": lambda q, x: q == x,
     "lt": lambda q, x: q < x, "neg": lambda q, x: -q, "abs": lambda q, x: q.abs(), "sum": lambda q, x: q.sum(),
-    "relu": lambda q, x: torch.relu(q), "cat": lambda q, x: torch.cat([q, x]), "index": lambda q, x: q[x > 0],
+    "relu": lambda q, x: torch.relu(q), "cat": lambda q, x: torch.cat([q, x]),
+    "isclose": lambda q, x: torch.isclose(q, x),
     "where": lambda q, x: torch.where(x > 0, q, x), "stack": lambda q, x: torch.stack([q, x]),
     "numpy": lambda q, x: q.numpy(), "tolist": lambda q, x: q.tolist(), "item": lambda q, x: q.item(),
     "softmax": lambda q, x: q.softmax(-1), "amax": lambda q, x: q.amax(), "isnan": lambda q, x: torch.isnan(q),
@@ -824,3 +845,31 @@ def test_a_transform_over_a_quantized_argument_is_refused():
     for transformed in (torch.vmap(lambda q: q.dequantize()), torch.func.grad(lambda q: q.dequantize().sum())):
         with pytest.raises(InvalidTypeError, match="outside of the transform"):
             transformed(q)
+
+
+def test_bytes_in_the_dtypes_that_torch_has_for_them():
+    """As torchao holds the parts of its tensors."""
+    for name, of_scale in (
+        ("mxfp8", torch.float8_e8m0fnu),
+        ("mxfp4", torch.float8_e8m0fnu),
+        ("nvfp4", torch.float8_e4m3fn),
+    ):
+        q = mf.quantize(randn(4, 64), name)
+        codes = q.codes if name == "mxfp8" else q.codes.view(torch.float4_e2m1fn_x2)
+        for packed in (False, True):
+            bytes_of = codes.view(torch.uint8) if packed else codes
+            made = QuantizedTensor.from_parts(bytes_of, q.scale.view(of_scale), q.tensor_scale, name, packed=packed)
+            assert torch.equal(made, q)
+            assert made.scale.data_ptr() == q.scale.data_ptr()
+    q = mf.quantize(randn(4, 64), "mxfp8")
+    with pytest.raises(InvalidTypeError, match=r"scale: got torch\.float8_e4m3fn, needed a tensor of torch\.uint8"):
+        QuantizedTensor.from_parts(q.codes, q.scale.view(torch.float8_e4m3fn), None, "mxfp8")
+
+
+def test_streams_are_told_of_every_part(monkeypatch):
+    """`record_stream`, which code that offloads activations calls, exists for GPUs alone."""
+    told = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: told.append(part.data_ptr()))
+    q = mf.quantize(randn(4, 64), "nvfp4")
+    torch.ops.aten.record_stream.default(q, torch.Stream(device="cpu"))
+    assert told == [part.data_ptr() for part in q.part_list()]

@@ -152,7 +152,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if calibrated and context.is_delayed(calibrated):
             check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
-            operands = x.detach(), weight.dequantize() if is_stored else weight.detach()
+            operands = x.detach(), (weight.dequantize() if is_stored else weight).detach()
             torch.ops.microfloat.calibrate_(*histories, *operands, calibrated, layer._number)
         if not exported.PLAINLY and origin != "code" and layer._pin_token != context.PLAIN:
             torch.ops.microfloat.check_autocast_(MARKER, origin)

@@ -36,9 +36,12 @@ _FIXED = ("cast", "axis")
 _OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "_is_param"})
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
-    "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model)."
+    "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
+    "microfloat.torch.save_quantized(model, path) writes codes and scales."
 )
 _NOTHING = contextlib.nullcontext()
+# What is stored as bytes and has a dtype of its own in torch, by the names of formats.
+_DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
@@ -105,8 +108,9 @@ class QuantizedTensor(torch.Tensor):
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; `format`: a ScaledFormat or its name. `shape`
         None is that of the codes (unpacked), which have their contraction axis last. `packed`: the codes are bytes as
-        `packed_codes` gives them; those of FP6 are then unpacked into a copy. Raises InvalidValueError for shapes that
-        do not fit each other, InvalidTypeError for dtypes.
+        `packed_codes` gives them; those of FP6 are then unpacked into a copy. Block scales and FP4 codes may also be in
+        torch's dtypes for them (float8_e8m0fnu, float8_e4m3fn, float4_e2m1fn_x2); their bytes are kept. Raises
+        InvalidValueError for shapes that do not fit each other, InvalidTypeError for dtypes.
         """
         if not isinstance(format, str | ScaledFormat):
             raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
@@ -116,6 +120,9 @@ class QuantizedTensor(torch.Tensor):
         storage = _operators.storage_of(token)
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
+        if storage.codes_dtype == "uint8":
+            codes = _as_bytes(codes, storage.format.element.name)
+        scale = _as_bytes(scale, storage.format.scale.name)
         if packed:
             codes = _unpacked(codes, storage, shape, axis)
         if shape is None:
@@ -222,6 +229,8 @@ class QuantizedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if dtype not in (*_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
+        if self.requires_grad and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            return Decoded.apply(self, dtype)
         if _operators.is_tracing(self.codes):
             parts = (self.codes, self.scale, self.tensor_scale)
             return torch.ops.microfloat.dequantize(*parts, self.token, self.axis, self.shape, dtype)
@@ -231,6 +240,8 @@ class QuantizedTensor(torch.Tensor):
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """`dequantize` where values are at hand."""
         values = backends.choose("reference", self.device).dequantize(self.to_operand(), dtype)
+        if values.shape == self.shape and self.axis == self.dim() - 1:
+            return values  # no view, since autograd lets nobody write into a view that a Function returns
         if self.dim() < 2:
             return values.reshape(self.shape)
         return values.view(*leading_axes(tuple(self.shape), self.axis), values.shape[1]).movedim(-1, self.axis)
@@ -520,6 +531,12 @@ def _check_parts(
                 "Call .contiguous() first.",
             )  # fmt: skip
     _check_width(codes, fmt)
+
+
+def _as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
+    """Scales, or codes of FP4, as the bytes that they are; everything else as it is."""
+    is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
+    return part.view(torch.uint8) if is_bytes else part
 
 
 def _width(fmt: ScaledFormat) -> int:

@@ -1,10 +1,21 @@
-"""Operators that read a QuantizedTensor: copies, tensors like it, comparison, products."""
+"""Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products."""
+
+from collections.abc import Sequence
 
 import torch
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.torch._tensor_ops.shapes import permute
-from microfloat.torch._tensor_ops.table import Arguments, Operator, Options, raw, refusal, register
+from microfloat.torch._tensor_ops.table import (
+    Arguments,
+    Operator,
+    Options,
+    check_rows,
+    raw,
+    refusal,
+    refuse_experts,
+    register,
+)
 from microfloat.torch.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -38,6 +49,38 @@ def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTe
 @register(aten.is_pinned.default)
 def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
     return all(part.is_pinned() for part in args[0].parts().values())
+
+
+@register(aten.record_stream.default)
+def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
+    for part in args[0].part_list():
+        part.record_stream(args[1])
+
+
+@register(aten.index.Tensor, aten.index_select.default)
+def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Whole rows, chosen by indices or masks of the leading axes, as a tensor of its own."""
+    q, *where = args
+    if not isinstance(q, QuantizedTensor):
+        raise refusal(func, args, kwargs)
+    refuse_experts(q, "index")
+    if func is aten.index_select.default:
+        dim, index = where
+        indices: Sequence[torch.Tensor | None] = [None] * (dim % max(q.dim(), 1)) + [index]
+    else:
+        indices = where[0]
+    rows = check_rows(q, indices)
+
+    def chosen(part: torch.Tensor) -> torch.Tensor:
+        return raw(part).reshape(-1, part.shape[-1])[rows].view(part.dtype)
+
+    scale = q.scale.clone() if q.format.is_per_tensor else chosen(q.scale)
+    tensor_scale = q.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = chosen(tensor_scale).reshape(-1, 1) if tensor_scale.dim() else tensor_scale.clone()
+    return QuantizedTensor(
+        chosen(q.codes), scale, tensor_scale, q.cast, axis=rows.dim(), shape=(*rows.shape, q.shape[-1]), dtype=q.dtype
+    )
 
 
 @register(

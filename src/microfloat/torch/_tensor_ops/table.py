@@ -1,5 +1,6 @@
 """The table, its two ways to enter an operator, the refusal of others, and what the functions share."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -14,8 +15,8 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
-    "Arguments", "Operator", "Options", "check_kinds", "dispatch", "raw", "refusal", "refuse_experts", "register",
-    "register_family", "register_view", "upper_name", "valueless", "view_of",
+    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "raw", "refusal", "refuse_experts",
+    "register", "register_family", "register_view", "upper_name", "valueless", "view_of",
 ]  # fmt: skip
 
 Operator: TypeAlias = torch._ops.OpOverload
@@ -66,6 +67,15 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
             "weights over with assign=True. Where fully_shard, DistributedDataParallel or distribute_tensor did: build "
             "the layers without quantized_model_init and let a recipe quantize them, or shard q.parts()."
         )
+    elif name.startswith(("isclose", "allclose")):  # where torch.testing.assert_close arrives
+        remedy += " torch.equal(a, b) compares codes and scales."
+    elif name.startswith(("mm", "addmm")):
+        remedy += (
+            " Or quantize the other operand too. A plain nn.Linear whose weight is quantized: call "
+            "microfloat.torch.convert(model, recipe), or microfloat.torch.linear(x, weight, bias)."
+        )
+    elif name.startswith(("bmm", "baddbmm")):
+        remedy += " Quantized matrices are multiplied one by one, or by microfloat.torch.grouped_matmul."
     elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):
         remedy = "Compute on q.dequantize(), then write the result with q.copy_(values), which quantizes it."
     return invalid_type(name, f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor", remedy)
@@ -167,3 +177,18 @@ def check_kinds(
             f"{q.format} of shape {needed}, axis {q.axis}, and the same Hadamard and scales",
             "Copy from source.dequantize() to quantize anew.",
         )
+
+
+def check_rows(q: QuantizedTensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The numbers of the rows that indices or masks of leading axes choose, in the shape that torch gives them."""
+    leading = q.shape[:-1]
+    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
+    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
+        raise invalid_value(
+            "indices",
+            f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "indices of leading axes, the contraction axis being the last, and blocks of one row",
+            "Take or write whole slices; dequantize first for anything else.",
+        )
+    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
+    return numbers[tuple(slice(None) if index is None else index for index in indices)]

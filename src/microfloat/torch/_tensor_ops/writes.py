@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils._pytree import tree_leaves
 
-from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast
 from microfloat.torch import _operators
 from microfloat.torch._tensor_ops.table import (
@@ -13,6 +13,7 @@ from microfloat.torch._tensor_ops.table import (
     Operator,
     Options,
     check_kinds,
+    check_rows,
     raw,
     refusal,
     refuse_experts,
@@ -150,17 +151,7 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
         refuse_experts(q, "index_put_")
     if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
         raise refusal(func, args, kwargs)
-    leading = q.shape[:-1]
-    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
-    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
-        raise invalid_value(
-            "indices",
-            f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "indices of leading axes, the contraction axis being the last, and blocks of one row",
-            "Write whole slices, or quantize the changed values anew.",
-        )
-    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
-    rows = numbers[tuple(slice(None) if index is None else index for index in indices)]
+    leading, rows = q.shape[:-1], check_rows(q, indices)
     is_shared = _shares_a_scale(q) or getattr(q, upper_name(q)).dim() == 0
     if isinstance(values, QuantizedTensor):
         replaced_shape = (*rows.shape, q.shape[-1])
