@@ -165,6 +165,7 @@ def test_filter_exclude_subclasses_and_root() -> None:
             "^filter: .*name comes first",
         ),
         (nn.Linear(2, 2), "mxfp8", {"filter": lambda name: True}, "^filter: .*name comes first"),
+        (nn.Linear(2, 2), "mxfp8", {"filter": lambda mod, fqn: fqn != "output"}, "^filter: .*name comes first"),
     ],
 )
 def test_bad_arguments(model, recipe, options, words) -> None:

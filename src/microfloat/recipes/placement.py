@@ -1,5 +1,6 @@
 """Layers and their recipes: name patterns that decide, and the report of a conversion, the same in every front end."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,10 +228,16 @@ def check_exclude(exclude: object) -> tuple[str, ...]:
 
 
 def check_filter(keep: object) -> None:
-    """InvalidTypeError for a filter that is neither None nor callable."""
+    """InvalidTypeError for a filter that is neither None nor callable, or that is written as (module, name)."""
+    needed = "a callable (name, module) -> bool"
     if keep is not None and not callable(keep):
-        remedy = "Name patterns go to exclude=."
-        raise invalid_type("filter", type(keep), "a callable (name, module) -> bool", remedy)
+        raise invalid_type("filter", type(keep), needed, "Name patterns go to exclude=.")
+    try:
+        names = list(inspect.signature(keep).parameters) if keep is not None else []
+    except (TypeError, ValueError):  # a callable written in C
+        return
+    if len(names) == 2 and names[1] in ("name", "fqn"):  # comparing a module with names would keep every layer
+        raise invalid_type("filter", f"a callable ({', '.join(names)})", needed, "The name comes first.")
 
 
 def gates_of_mlps(exclude: Sequence[str], shapes: Mapping[str, tuple[int, int] | None]) -> frozenset[str]:
