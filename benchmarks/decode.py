@@ -64,7 +64,7 @@ def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
     """A row for each number of tokens, and one for a prompt."""
     options, (n, k) = report.options, shape
     plain, stored = layers_of(None, shape, options), layers_of(WEIGHTS[name], shape, options)
-    exact = stored[0].weight.dequantize(torch.float64)
+    exact = stored[0].weight.detach().dequantize(torch.float64)
     calls = 1 if options.device == "cpu" else _CALLS
     for m in (*TOKENS, PREFILL) if not options.quick else (3,):
         x = torch.randn(m, k, device=options.device).bfloat16()

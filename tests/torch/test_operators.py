@@ -194,11 +194,13 @@ def test_errors_come_through():
 
 
 def test_no_gradient_passes_through_in_either_mode():
-    """Quantization has no derivative: results require no grad, and backward says so, compiled or not."""
+    """Quantization and products of codes have no derivative: results require no grad, compiled or not.
+
+    The values of a parameter have one (test_a_loss_of_the_values_reaches_the_parameter).
+    """
     leaf, weight = X.clone().requires_grad_(), torch.nn.Parameter(q(W))
     for function, arguments in (
-        (lambda x: q(x).dequantize() + 0, (leaf,)), (lambda w: w.dequantize() + 0, (weight,)),
-        (lambda x, w: mf.scaled_matmul(q(x), w) + 0, (leaf, weight)),
+        (lambda x: q(x).dequantize() + 0, (leaf,)), (lambda x, w: mf.scaled_matmul(q(x), w) + 0, (leaf, weight)),
     ):  # fmt: skip
         for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
             y = run(*arguments)
