@@ -102,7 +102,16 @@ def test_ctrl_c_tells_how_to_go_on(microfloat, model, convert, monkeypatch):
     assert "stopped: at 40%, file 2 of 3. Complete files stay in out.partial" in done.err
     assert "\n    microfloat convert 'a b' out --to ct:nvfp4\n" in done.err
     assert "at 40%" in done.json["error"]
-    assert "nothing was left behind" in microfloat("convert", model, "out.safetensors", "--to", "bf16").err
+
+
+def test_ctrl_c_in_the_only_file_promises_no_complete_one(microfloat, model, convert):
+    def stop(progress):
+        progress(position(4, shard=1, shards=1))
+        raise KeyboardInterrupt
+
+    convert(stop)
+    said = microfloat("convert", model, "out.safetensors", "--to", "bf16").err
+    assert "at 40%, file 1 of 1, which is not complete. To start again:" in said
 
 
 def test_ctrl_c_while_the_weights_are_measured(microfloat, model, convert):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from microfloat.checkpoint._writer import (
     ShardFile,
     byte_count,
     check_space,
+    copy_file,
     index_of,
     is_complete,
     lay_out,
@@ -95,69 +95,75 @@ def write(
 ) -> Written:  # fmt: skip
     """Write a checkpoint to a folder that does not exist yet or, for a name that ends in ".safetensors", to one file.
 
-    A folder grows as ``<path>.partial`` and is renamed when it is whole and `check`, called with it, raises nothing. An
-    attempt that was interrupted leaves complete shards there, which the next one keeps, with `resume`. Raises
-    CheckpointError where the destination exists, another process writes it, or the disk is full.
+    The result grows in the folder ``<path>.partial`` and gets its name when it is whole and `check`, called with it,
+    raises nothing. An attempt that was interrupted leaves complete shards there, which the next one keeps, with
+    `resume`. Raises CheckpointError where the destination exists, another process writes it, or the disk is full.
     """
     target = Path(path)
-    if target.suffix == ".safetensors":
-        return _write_file(target, plan, progress, check)
-    shards = plan_shards([job.entries for job in plan.jobs], max_shard_size, plan.metadata)
+    is_file = target.suffix == ".safetensors"
+    if is_file:
+        entries = [entry for job in plan.jobs for entry in job.entries]
+        shards, copies = [lay_out(target.name, entries, plan.metadata)], {}
+        _check_beside(target, plan.documents)
+    else:
+        shards, copies = plan_shards([job.entries for job in plan.jobs], max_shard_size, plan.metadata), plan.copies
+    partial = target.with_name(target.name + PARTIAL)
     identity = _digest(plan.identity, shards)
-    if _is_finished(target, identity):
-        return Written([shard.name for shard in shards], len(shards), sum(shard.size for shard in shards))
+    size = sum(shard.size for shard in shards)
+    if _is_finished(target, partial, plan, shards, identity):
+        return Written([shard.name for shard in shards], len(shards), size)
     _check_absent(target)
     plan.prepare()
-    partial = target.with_name(target.name + PARTIAL)
     if not resume and partial.exists():
         _remove_partial(partial)
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
         if plan.identity is not None and _journal(partial).get("identity") != identity:
             _remove_partial(partial, keep=True)
-        write_json(partial / JOURNAL, {"identity": identity, "destination": target.name})
+        journal = {"identity": identity, "destination": target.name}
+        write_json(partial / JOURNAL, journal)
         resumed = _write_shards(partial, plan, shards, progress)
         documents = dict(plan.documents)
         if len(shards) > 1:
             documents[INDEX] = index_of(shards)
         for name, document in documents.items():
             write_json(partial / name, document)
-        for name, source in plan.copies.items():
-            shutil.copyfile(source, partial / name)
-        _remove_others(partial, {JOURNAL, *documents, *plan.copies, *(shard.name for shard in shards)})
+        for name, source in copies.items():
+            copy_file(source, partial / name)
+        _remove_others(partial, {JOURNAL, *documents, *copies, *(shard.name for shard in shards)})
         if check is not None:
-            check(partial)
+            check(partial / target.name if is_file else partial)
+        write_json(partial / JOURNAL, {**journal, "whole": True})
         if target.is_dir():
             target.rmdir()
-        os.rename(partial, target)
-        sync_folder(target.parent)
-    (target / JOURNAL).unlink()
-    return Written([shard.name for shard in shards], resumed, sum(shard.size for shard in shards))
+        if is_file:
+            _move_file(partial, target, documents)
+        else:
+            os.rename(partial, target)
+            sync_folder(target.parent)
+            (target / JOURNAL).unlink()
+    return Written([shard.name for shard in shards], resumed, size)
 
 
-def _write_file(
-    target: Path, plan: Plan, progress: Callable[[Progress], object] | None, check: Callable[[Path], None] | None
-) -> Written:
-    """One file, its configuration beside it."""
-    entries = [entry for job in plan.jobs for entry in job.entries]
-    shard = lay_out(target.name, entries, plan.metadata)
-    _check_absent(target)
-    for name, document in plan.documents.items():
+def _check_beside(target: Path, documents: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the folder of a single file has a configuration that says something else."""
+    for name, document in documents.items():
         beside = target.with_name(name)
         if beside.exists() and json.loads(beside.read_text(encoding="utf-8")) != json.loads(json.dumps(document)):
             raise CheckpointError(
                 f"{beside} exists and says something else than the configuration of {target.name}. "
                 "Save into a folder of its own, or with config=False."
             )
-    plan.prepare()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with ShardFile(target.parent, shard) as file:
-        _fill(file, plan.jobs, _Meter(progress, shard.size, 1))
-    if check is not None:
-        check(target)
-    for name, document in plan.documents.items():
-        write_json(target.with_name(name), document)
-    return Written([shard.name], 0, shard.size)
+
+
+def _move_file(partial: Path, target: Path, documents: Iterable[str]) -> None:
+    """Give a single file its name, after its configurations: it is never seen without them."""
+    for name in documents:
+        os.replace(partial / name, target.with_name(name))
+    os.rename(partial / target.name, target)
+    sync_folder(target.parent)
+    _remove_others(partial, set())
+    partial.rmdir()
 
 
 class _Meter:
@@ -199,25 +205,36 @@ class _Differs(Exception):
     """A finished shard holds other data."""
 
 
-def _write_shards(
-    folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
-) -> int:
-    """Write what is not there yet; returns how many shards were."""
+def _has_data(folder: Path, shard: Shard, jobs: Iterable[Job]) -> bool:
+    """True where a finished shard holds the data of its jobs."""
+    try:
+        _fill(_Comparison(folder, shard), jobs, _Meter(None, 0, 0))
+    except _Differs:
+        return False
+    return True
+
+
+def _jobs_of(plan: Plan, shards: Sequence[Shard]) -> list[list[Job]]:
+    """The jobs of each shard."""
     owner = {entry.name: index for index, shard in enumerate(shards) for entry in shard.entries}
     jobs: list[list[Job]] = [[] for _ in shards]
     for job in plan.jobs:
         if job.entries:
             jobs[owner[job.entries[0].name]].append(job)
+    return jobs
+
+
+def _write_shards(
+    folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
+) -> int:
+    """Write what is not there yet; returns how many shards were."""
     ready = [is_complete(folder, shard) for shard in shards]
     check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
     meter = _Meter(progress, sum(shard.size for shard in shards), len(shards))
-    for index, (shard, of_shard) in enumerate(zip(shards, jobs, strict=True)):
+    for index, (shard, of_shard) in enumerate(zip(shards, _jobs_of(plan, shards), strict=True)):
         meter.shard = index + 1
         if ready[index] and plan.identity is None:
-            try:
-                _fill(_Comparison(folder, shard), of_shard, _Meter(None, 0, 0))
-            except _Differs:
-                ready[index] = False
+            ready[index] = _has_data(folder, shard, of_shard)
         if ready[index]:
             meter.add(shard.name, shard.size)
             continue
@@ -245,11 +262,23 @@ def _journal(folder: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _is_finished(target: Path, identity: str) -> bool:
-    """True for a destination that this very call had made when it was killed between its last two steps."""
-    if _journal(target).get("identity") != identity:
+def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard], identity: str) -> bool:
+    """True for a destination that this very call had made when it was killed between its last steps."""
+    is_file = target.is_file()
+    folder, beside = (target.parent, partial) if is_file else (target, target)
+    journal = _journal(beside)
+    if not journal.get("whole") or journal.get("identity") != identity:
         return False
-    (target / JOURNAL).unlink()
+    if not all(is_complete(folder, shard) for shard in shards):
+        return False
+    pairs = zip(shards, _jobs_of(plan, shards), strict=True)
+    if plan.identity is None and not all(_has_data(folder, shard, jobs) for shard, jobs in pairs):
+        return False
+    if is_file:
+        _remove_others(partial, set())
+        partial.rmdir()
+    else:
+        (target / JOURNAL).unlink()
     return True
 
 

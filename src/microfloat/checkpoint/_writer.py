@@ -141,9 +141,14 @@ class ShardFile:
     def __enter__(self) -> "ShardFile":
         with _disk(self.path, self.shard.size):
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            if self.shard.size:
-                _allocate(self._file, self.shard.size)
-            self._put(self.shard.header, 0)
+            try:
+                if self.shard.size:
+                    _allocate(self._file, self.shard.size)
+                self._put(self.shard.header, 0)
+            except BaseException:  # what was claimed of a full disk is given back
+                os.close(self._file)
+                self._temporary.unlink(missing_ok=True)
+                raise
         return self
 
     def write(self, name: str, array: np.ndarray, start: int = 0) -> None:
@@ -200,6 +205,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file so that it survives a power failure as the others do."""
+    with _disk(path, source.stat().st_size), open(source, "rb") as old, open(path, "wb") as new:
+        shutil.copyfileobj(old, new)
+        new.flush()
+        os.fsync(new.fileno())
 
 
 def sync_folder(folder: Path) -> None:

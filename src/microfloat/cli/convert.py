@@ -92,12 +92,12 @@ def convert(
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:
     """The message after Ctrl-C: the files that are left, and the command that goes on."""
-    where = "before writing"
-    if seen is not None and seen.shard:
-        where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}"
     again = shlex.join(["microfloat", *(word for word in sys.argv[1:] if word != "--no-resume")])
-    if dst.suffix == ".safetensors":
-        return f"{where}; nothing was left behind. To start again:\n    {again}"
+    if seen is None or not seen.shard:
+        return f"before writing. To go on:\n    {again}"
+    where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}"
+    if seen.shards == 1 and seen.done < seen.total:
+        return f"{where}, which is not complete. To start again:\n    {again}"
     return f"{where}. Complete files stay in {dst}.partial. To go on:\n    {again}"
 
 
