@@ -255,14 +255,22 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     The default holds every format; "ct:nvfp4", "modelopt:nvfp4" and others are what serving engines read. Plain
     parameters are written as they are, static scales as the family's input scales. `options`: those of
     `microfloat.checkpoint.save` (config, max_shard_size, producer, progress). Raises as that does.
+
+    Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
+    them one, and a plain state dict that is loaded later gives each its own again.
     """
     from microfloat import checkpoint
+    from microfloat.checkpoint.integrity import scale_findings
 
     check_model(model)
     amaxes = () if format == "microfloat:native" else "input_amax"  # elsewhere they are scales of the family
     records = [
         _record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)
     ]
+    quantized = [record for record in records if record.format is not None]
+    for finding in scale_findings(quantized, "keep") if amaxes else ():
+        if finding.id == "fused-mismatch":
+            warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=2)
     return checkpoint.save(records, path, format=format, **options)
 
 
