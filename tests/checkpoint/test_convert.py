@@ -264,6 +264,22 @@ def test_scale_rules(source, tmp_path):
     assert better.worst.sqnr_db > plainly.worst.sqnr_db
 
 
+def test_plain_tensors_beside_a_weight_are_verified_where_they_are_read_as_its_extras(tmp_path):
+    """Scales of a KV cache, masks of pruning and leftovers of a calibration stand beside plain weights too."""
+    beside = Record("a.k_scale", np.ones((), np.float32)), Record("a.weight_mask", np.ones((64, 64), np.uint8))
+    save([plain("a.weight", (64, 64)), *beside], tmp_path / "source", format="plain")
+    for to in WRITTEN:
+        convert(tmp_path / "source", tmp_path / to, to=to)
+        stored = load(tmp_path / to).tensors
+        assert {"a.k_scale", "a.weight_mask"} <= set(stored)
+
+
+def test_patterns_that_cover_nothing_are_noted(source, tmp_path):
+    ignore = ["re:.*down_porj", "up_proj", "*.layers.7.*"]
+    report = convert(source, tmp_path / "out", to="ct:mxfp8", ignore=ignore)
+    assert report.notes == ["ignore: no parameter is covered by 're:.*down_porj', '*.layers.7.*'"]
+
+
 def test_weights_of_zeros_give_zeros(tmp_path):
     save([Record("a.weight", np.zeros((32, 64), BF16), logical_shape=(32, 64))], tmp_path / "source", format="plain")
     for to in WRITTEN:

@@ -31,13 +31,13 @@ from microfloat.checkpoint._modules import (
     module_of,
 )
 from microfloat.checkpoint._saving import Job, Plan, Progress, Put, documents, is_linear, producer_of, write
+from microfloat.checkpoint._verification import verify_written
 from microfloat.checkpoint._writer import Entry, byte_count
 from microfloat.checkpoint.families import WRITTEN, Family, torchao
 from microfloat.checkpoint.families.writing import Member, Written
 from microfloat.checkpoint.folder import CONFIGS, locate
 from microfloat.checkpoint.load import Checkpoint, load
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Finding, Record
-from microfloat.cpu._casts import energies
 from microfloat.errors import CheckpointError, checkpoint_error, invalid_value, unknown_name
 from microfloat.recipes import Cast
 
@@ -209,6 +209,10 @@ def decide(
     model_dtype = _model_dtype(checkpoint)
     turned = checkpoint.config.get("model_type") in _TURNED_EXPERTS
     steps = [_step(record, target, ignore, model_dtype, turned) for record in checkpoint.values()]
+    modules = [module_of(name) for name in checkpoint]
+    unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
+    if unused:
+        notes.append(f"ignore: no parameter is covered by {', '.join(map(repr, unused))}")
     groups: dict[str, list[int]] = {}
     for index, step in enumerate(steps):
         key = fused_group(module_of(step.record.name), fuse)
@@ -462,52 +466,6 @@ class _Peak:
             self.bytes = max(self.bytes or 0, int(line.split()[1]) * 1024)
 
 
-def _verify(steps: Sequence[Step], path: Path, target: Target) -> dict[str, float]:
-    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others."""
-    written = load(path, format="auto" if target.family is None else target.family.name)
-    found, wrong = {}, []
-    for step in steps:
-        again = written[step.record.name]
-        if step.action in ("kept", "carried"):
-            parts = [(getattr(step.record, name), getattr(again, name)) for name in ("codes", "scale")]
-            if any(a is not None and not _same_bytes(a, b) for a, b in parts):
-                wrong.append(f"{step.record.name} does not have the bytes of the source")
-        else:
-            if step.turned:
-                codes = np.swapaxes(again.codes, 1, 2)
-                again = replace(again, codes=codes, logical_shape=codes.shape)
-            found[step.record.name] = _sqnr_db(step, again)
-            if found[step.record.name] != found[step.record.name]:
-                wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
-    if wrong:
-        raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
-    return found
-
-
-def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.nbytes != b.nbytes:
-        return False
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
-    piece = 1 << 24
-    return all(np.array_equal(first[i : i + piece], second[i : i + piece]) for i in range(0, len(first), piece))
-
-
-def _sqnr_db(step: Step, again: Record) -> float:
-    """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
-    signal = noise = 0.0
-    tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
-    for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
-        more = energies(values(a), b.dequantize())
-        signal, noise = signal + more[0], noise + more[1]
-    if noise == 0:
-        return float("inf")
-    return 10 * float(np.log10(signal / noise)) if signal else float("nan")
-
-
-def _tile_of(record: Record) -> int:
-    return record.format.block[0] or 1 if record.format else 1
-
-
 # ---- the call ----------------------------------------------------------------------------------------------------
 
 
@@ -569,7 +527,7 @@ def convert(
     plan = Plan(jobs, made, _copies(Path(src)), metadata, identity, prepare)
     written = write(
         dst, plan, max_shard_size=limit, resume=resume, progress=progress,
-        check=(lambda path: measured.update(_verify(steps, path, target))) if verify else None,
+        check=(lambda path: measured.update(verify_written(steps, path, target))) if verify else None,
     )  # fmt: skip
     report.layers = [_layer(step, job, measured) for step, job in zip(steps, jobs, strict=True)]
     report.bytes_read = sum(path.stat().st_size for path in files)

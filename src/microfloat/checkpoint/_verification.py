@@ -1,0 +1,71 @@
+"""The look at a converted checkpoint after it was written: carried bytes, and the error of every cast parameter."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from microfloat.checkpoint._casting import slabs, values
+from microfloat.checkpoint.load import Checkpoint, load
+from microfloat.checkpoint.records import Record
+from microfloat.cpu._casts import energies
+from microfloat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from microfloat.checkpoint._conversion import Step, Target
+
+
+def verify_written(steps: Sequence["Step"], path: Path, target: "Target") -> dict[str, float]:
+    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others."""
+    written = load(path, format="auto" if target.family is None else target.family.name)
+    found, wrong = {}, []
+    for step in steps:
+        again = _read_back(written, step.record.name)
+        if step.action in ("kept", "carried"):
+            parts = [(getattr(step.record, name), getattr(again, name)) for name in ("codes", "scale")]
+            if any(a is not None and not _same_bytes(a, b) for a, b in parts):
+                wrong.append(f"{step.record.name} does not have the bytes of the source")
+        else:
+            if step.turned:
+                codes = np.swapaxes(again.codes, 1, 2)
+                again = replace(again, codes=codes, logical_shape=codes.shape)
+            found[step.record.name] = _sqnr_db(step, again)
+            if found[step.record.name] != found[step.record.name]:
+                wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
+    return found
+
+
+def _read_back(written: Checkpoint, name: str) -> Record:
+    """A parameter as it was written. A plain tensor such as `k_scale` may be read as an extra of a quantized weight."""
+    if name in written:
+        return written[name]
+    array = written.tensors.array(written.tensors.stored[name])
+    return Record(name, array, logical_shape=array.shape)
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.nbytes != b.nbytes:
+        return False
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    piece = 1 << 24
+    return all(np.array_equal(first[i : i + piece], second[i : i + piece]) for i in range(0, len(first), piece))
+
+
+def _sqnr_db(step: "Step", again: Record) -> float:
+    """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
+    signal = noise = 0.0
+    tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
+    for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
+        more = energies(values(a), b.dequantize())
+        signal, noise = signal + more[0], noise + more[1]
+    if noise == 0:
+        return float("inf")
+    return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+
+
+def _tile_of(record: Record) -> int:
+    return record.format.block[0] or 1 if record.format else 1
