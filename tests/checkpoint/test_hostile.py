@@ -55,6 +55,22 @@ def test_damaged_headers(name, tmp_path):
     assert id in {finding.id for finding in caught.value.findings}
 
 
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:12", "git lfs pull"),
+        (b"PK\x03\x04" + bytes(60), "pickle"),
+        (b"GGUF\3\0\0\0" + bytes(60), "GGUF"),
+        (b'{"model_type": "llama"}', "name the folder"),
+        (b"\xff" * 60, "damaged"),
+    ],
+)
+def test_files_of_other_kinds_are_named(data, named, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path)
+
+
 def test_all_findings_are_listed(tmp_path):
     header = text(a=entry("Q4"), b=entry(shape=(9,)), c=entry(offsets=(0, 999)))
     (tmp_path / "model.safetensors").write_bytes(container(header, b"...."))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,3 +116,17 @@ def test_a_full_disk_gives_back_what_was_claimed_of_it(source, tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="disk is full"):
         convert(source, tmp_path / "out", to="ct:mxfp8")
     assert not list((tmp_path / "out.partial").glob("*.tmp"))
+
+
+def test_a_destination_that_cannot_be_written_is_found_before_the_source_is_read(source, tmp_path, monkeypatch):
+    def never(progress):
+        raise AssertionError(progress)
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(source, tmp_path / "new" / "out", to="ct:nvfp4", progress=never)
+    monkeypatch.undo()
+    monkeypatch.setattr(_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(CheckpointError, match="disk is full"):
+        convert(source, tmp_path / "new" / "out", to="ct:nvfp4", progress=never)
+    assert not (tmp_path / "new").exists()

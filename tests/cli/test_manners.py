@@ -58,6 +58,13 @@ def test_quiet_prints_nothing_but_errors(microfloat):
     assert "NAME" in microfloat("formats", "nvpf4", "--quiet").err
 
 
+def test_an_error_of_the_system_is_a_sentence(microfloat, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    (tmp_path / "x.png").mkdir()
+    done = microfloat("formats", "--plot", tmp_path / "x.png", columns=400)
+    done.refuses(f"error: {tmp_path}/x.png: is a directory.")
+
+
 def test_a_pipe_gets_whole_lines_without_colours(microfloat):
     text = microfloat("formats").out
     assert "\x1b" not in text
@@ -149,6 +156,16 @@ def test_the_module_runs_and_imports_no_framework(repository):
     done = processes.run([sys.executable, "-c", HELP], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set() 0"
+
+
+def test_help_fits_a_narrow_terminal(repository):
+    pytest.importorskip("typer", reason="typer is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "COLUMNS": "40"}
+    done = processes.run([sys.executable, "-m", "microfloat", "convert", "--help"], env=environment)
+    assert done.returncode == 0, done.stderr
+    # Commands to copy stay whole.
+    wide = [line for line in done.stdout.splitlines() if len(line) > 40 and "microfloat convert model" not in line]
+    assert wide == []
 
 
 def test_a_reader_that_leaves_early_is_no_error(repository):

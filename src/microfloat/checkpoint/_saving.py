@@ -113,6 +113,8 @@ def write(
     if _is_finished(target, partial, plan, shards, identity):
         return Written([shard.name for shard in shards], len(shards), size)
     _check_absent(target)
+    if not partial.exists():
+        _check_room(target, size)  # before the source is read for an hour
     plan.prepare()
     if not resume and partial.exists():
         _remove_partial(partial)
@@ -287,6 +289,14 @@ def _check_absent(target: Path) -> None:
         return
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already. Choose another destination, or remove it first.")
+
+
+def _check_room(target: Path, size: int) -> None:
+    """Raise CheckpointError where the folder that will hold a destination cannot be written, or has no space for it."""
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder} cannot be written. Choose another destination, or change its permissions.")
+    check_space(folder, size)
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:

@@ -39,6 +39,14 @@ _LARGEST_HEADER = 100_000_000  # that of the safetensors package
 _LARGEST_RANK = 32
 _LARGEST_COUNT = 1 << 62
 _DAMAGED = "The file is damaged or was not finished; download or write it again."
+# First bytes of files that are often taken for safetensors ones.
+_OTHERS = {
+    b"version ": "It is a pointer of Git LFS in place of the file: run `git lfs pull` where it was cloned.",
+    b"PK": "It looks like a file of torch.save, a pickle, which is never read: convert it to safetensors if you trust it.",
+    b"\x80": "It looks like a pickle, which is never read: convert it to safetensors if you trust it.",
+    b"GGUF": "It is a GGUF file, which is not read.",
+    b"{": "It is text: name the folder of the model, or a safetensors file.",
+}
 
 
 def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
@@ -154,10 +162,12 @@ class Container(Mapping[str, np.ndarray]):
         """Map one file and check its header."""
         descriptor, size = open_bounded(path)
         try:
-            length = struct.unpack("<Q", os.read(descriptor, 8))[0] if size >= 8 else -1
+            start = os.read(descriptor, 8)
+            length = struct.unpack("<Q", start)[0] if size >= 8 else -1
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 what = f"its header would have {length} bytes" if size >= 8 else "it is too short for a header"
-                self._fail("header", file, f"the file has {size} bytes, {what}.")
+                remedy = next((text for first, text in _OTHERS.items() if start.startswith(first)), _DAMAGED)
+                self._fail("header", file, f"the file has {size} bytes, {what}.", remedy)
                 return
             # Private memory that may be written, as torch wraps no other without a copy; no write reaches the file.
             memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)

@@ -17,12 +17,14 @@ from microfloat.cli.plan import plan
 
 __all__ = ["app"]
 
-# In a narrow terminal the panels of rich cut names of options.
-_MARKUP = "rich" if shutil.get_terminal_size().columns >= 60 else None
+_COLUMNS = shutil.get_terminal_size().columns
+# In a narrow terminal the panels of rich cut names of options, and plain help takes 50 columns unless it is told.
+_MARKUP, _WIDTH = ("rich", None) if _COLUMNS >= 60 else (None, _COLUMNS)
 
 app = typer.Typer(
     name="microfloat", no_args_is_help=True, add_completion=False, rich_markup_mode=_MARKUP,
-    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "terminal_width": _WIDTH},
     help="FP8, MXFP8, MXFP6, MXFP4 and NVFP4: formats, checkpoints and speed, from a terminal.",
     epilog="Every command takes --json, --no-color and --quiet. "
     "Exit codes: 0 fine, 1 a problem was found, 2 wrong usage or environment.",

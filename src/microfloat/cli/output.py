@@ -307,6 +307,13 @@ def jsonable(value: Any) -> Any:
     return jsonable(value.item()) if hasattr(value, "item") else str(value)
 
 
+def _in_words(error: Exception) -> Exception:
+    """The system's errors as "file: reason", without their numbers."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return type(error)(f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}.")
+    return error
+
+
 def _run(output: Output, run: Callable[[], int | None]) -> int:
     """The exit code of a command; its errors are printed."""
     try:
@@ -317,7 +324,7 @@ def _run(output: Output, run: Callable[[], int | None]) -> int:
         output.fail(error)
         return 1
     except (MicrofloatError, OSError) as error:
-        output.fail(error)
+        output.fail(_in_words(error))
         return 2
     except KeyboardInterrupt as interrupt:
         output.fail(KeyboardInterrupt(str(interrupt) or "interrupted"))
