@@ -30,7 +30,7 @@ from microfloat.errors import MicrofloatError
 
 def load(path: Path) -> tuple[GPT, SimpleNamespace]:
     """The trained model in bfloat16, and the settings that it was trained with."""
-    facts, state = load_checkpoint(path)
+    facts, state = load_checkpoint(path, "checkpoint", "Name a file that train_gpt.py wrote under runs/.")
     settings = SimpleNamespace(**facts["settings"])
     model = GPT(settings)
     loaded = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
@@ -72,6 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--windows", type=int, default=32, help="held-out windows to judge by (default: 32)")
     options = parser.parse_args(arguments)
+    if options.save is not None and options.save.exists():
+        parser.error(f"--save: {options.save} exists already; name another folder, or remove it first")
+    if not (options.prompt and options.bytes >= 0 and options.windows > 0 and options.temperature > 0):
+        parser.error("needed a --prompt that is not empty, --bytes of 0 or more, --windows and --temperature above 0")
     try:
         model, settings = load(options.checkpoint)
         size = sum(value.nbytes for value in model.state_dict().values())

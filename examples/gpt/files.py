@@ -58,15 +58,20 @@ def save_checkpoint(path: Path, facts: dict[str, Any], state: bytes) -> None:
     write_atomically(path, write)
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], bytes]:
+_ANEW = (
+    "Delete that file to train this recipe from the start (the other recipes keep theirs), or put a good copy in its "
+    "place."
+)
+
+
+def load_checkpoint(path: Path, option: str = "--resume", remedy: str = _ANEW) -> tuple[dict[str, Any], bytes]:
     """Read what `save_checkpoint` wrote; CheckpointError, with what to do, for a damaged or foreign file."""
     try:
         with zipfile.ZipFile(path) as archive:
             return json.loads(archive.read("facts.json")), archive.read("state")
     except Exception as error:  # a damaged file can fail in many ways, with many types of exception
         raise CheckpointError(
-            f"--resume: cannot read the checkpoint {path} ({type(error).__name__}: {error}). Delete that file to train "
-            f"this recipe from the start (the other recipes keep theirs), or put a good copy in its place."
+            f"{option}: cannot read the checkpoint {path} ({type(error).__name__}: {error}). {remedy}"
         ) from error
 
 

@@ -59,7 +59,7 @@ def test_damaged_headers(name, tmp_path):
     ("data", "named"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:12", "git lfs pull"),
-        (b"PK\x03\x04" + bytes(60), "pickle"),
+        (b"PK\x03\x04" + bytes(60), "torch.save"),
         (b"GGUF\3\0\0\0" + bytes(60), "GGUF"),
         (b'{"model_type": "llama"}', "name the folder"),
         (b"\xff" * 60, "damaged"),

@@ -24,3 +24,7 @@ def test_a_trained_model_is_quantized_judged_and_served(tmp_path, capsys) -> Non
     assert generate.main([str(file), "--format", "nvfp5"]) == 2
     assert "Did you mean" in capsys.readouterr().err
     assert generate.main([str(tmp_path / "none.zip")]) == 2
+    assert "Name a file that train_gpt.py wrote" in capsys.readouterr().err  # and nothing about --resume
+    for wrong in (["--save", str(served)], ["--temperature", "0"], ["--prompt", ""]):
+        with pytest.raises(SystemExit, match="2"):  # before the held-out text is read
+            generate.main([str(file), *wrong])

@@ -42,7 +42,7 @@ _DAMAGED = "The file is damaged or was not finished; download or write it again.
 # First bytes of files that are often taken for safetensors ones.
 _OTHERS = {
     b"version ": "It is a pointer of Git LFS in place of the file: run `git lfs pull` where it was cloned.",
-    b"PK": "It looks like a file of torch.save, a pickle, which is never read: convert it to safetensors if you trust it.",
+    b"PK": "It looks like a file of torch.save, which is never read: convert it to safetensors if you trust it.",
     b"\x80": "It looks like a pickle, which is never read: convert it to safetensors if you trust it.",
     b"GGUF": "It is a GGUF file, which is not read.",
     b"{": "It is text: name the folder of the model, or a safetensors file.",
