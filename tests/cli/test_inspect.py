@@ -91,6 +91,10 @@ def test_weights_that_are_not_finite_are_counted_and_nothing_hides_their_nan(mic
     }
     (summary,) = document["formats"]
     assert (summary["worst_layer"], summary["worst_db"]) == ("layers.3.up.weight", "nan")
+    (finding,) = document["findings"]
+    assert (finding["id"], finding["severity"], finding["tensor"]) == ("nan-weight", "warn", "layers.3.up.weight")
+    assert microfloat(*words).code == 0
+    assert microfloat(*words, "--strict").code == 1
     (line,) = [line for line in microfloat(*words).out.splitlines() if "layers.*" in line and "nan" in line]
     assert line.split()[:2] == ["layers.*.up.weight", "20"]
 

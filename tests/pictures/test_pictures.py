@@ -8,7 +8,7 @@ import pytest
 
 from microfloat import pictures
 from microfloat.errors import InvalidValueError, MissingPackageError
-from microfloat.formats import E2M1, ELEMENTS
+from microfloat.formats import E2M1, ELEMENTS, FORMATS
 from microfloat.pictures.checkpoints import Layer, overview
 from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
 from microfloat.pictures.formats import magnitudes
@@ -36,10 +36,36 @@ def test_the_overview_has_a_panel_for_each_format_and_frames_the_worst():
               for i in range(3) for kind in ("up", "down")]  # fmt: skip
     figure = overview(layers, {"as stored": 16.0, "nvfp4": 4.5}, {"nvfp4": {3: 0.25, 4: 0.75}}, "title")
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles[:2] == ["nvfp4: median 19.0 dB", "mxfp8: median 31.0 dB"]
+    assert titles[:2] == ["nvfp4\nmedian 19.0 dB", "mxfp8\nmedian 31.0 dB"]
     frame = figure.axes[0].lines[0].get_xydata().mean(0)
     assert round(float(frame[0])) == 2  # the third block
     assert overview([], {}, {}, "nothing").axes
+
+
+def test_titles_and_labels_of_many_formats_and_long_names_do_not_overlap():
+    kinds = [f"layer.{j}.a_very_long_name_of_a_module.SelfAttention.query_projection" for j in range(2)]
+    names = list(FORMATS)[:8]
+    errors = dict.fromkeys(names, 20.0)
+    layers = [Layer(f"block.{i}.{kind}.weight", 1.0, 4.0, errors) for i in range(40) for kind in kinds]
+    figure = overview(layers, dict.fromkeys(names, 4.5), {}, "title")
+    figure.canvas.draw()
+    panels = figure.axes[: len(names)]
+    rows = [[panel.title for panel in panels]] + [panel.get_xticklabels() for panel in panels]
+    for row in rows:
+        boxes = [text.get_window_extent() for text in row]
+        assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes)), [text.get_text() for text in row]
+    shown = panels[0].get_yticklabels()[1].get_text()
+    assert len(shown) == 32
+    assert shown.startswith("layer.1.a_...")
+    assert shown.endswith("query_projection")
+
+
+def test_values_that_become_zero_have_their_median_on_the_line_of_100_percent():
+    counts, x = ErrorCounts(), np.array([1.0, 1.3, 3.0])
+    counts.add(x, x)
+    figure = error_against_magnitude(counts, {"w": 0.0})
+    (middle,) = [line for line in figure.axes[0].lines if "median" in str(line.get_label())]
+    assert {float(y) for y in middle.get_ydata() if y == y} == {0.0}
 
 
 def test_a_result_that_is_nan_is_the_worst_and_shares_end_at_100():

@@ -14,7 +14,7 @@ from microfloat.cli.rows import together as together_rows
 from microfloat.errors import invalid_value
 
 if TYPE_CHECKING:
-    from microfloat.checkpoint import Checkpoint
+    from microfloat.checkpoint import Checkpoint, Finding
     from microfloat.cli.survey import Survey
     from microfloat.formats import ScaledFormat
 
@@ -87,6 +87,7 @@ def inspect(
         bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
         if plot is not None:
             _draw(output, plot, checkpoint, found, formats, bits)
+        return _findings(output, checkpoint, strict, _lost_weights(checkpoint, found))
     return _findings(output, checkpoint, strict)
 
 
@@ -210,10 +211,22 @@ def _draw(
     output.drew(save(overview(layers, bits, found.shares(), title), plot))
 
 
-def _findings(output: Output, checkpoint: "Checkpoint", strict: bool) -> int:
-    """Show the findings and return the exit code."""
+def _lost_weights(checkpoint: "Checkpoint", found: "Survey") -> list["Finding"]:
+    """A warning for each plain matrix with elements that are NaN or infinite, which `convert` refuses to cast."""
+    from microfloat.checkpoint import Finding
+
+    remedy = "Mend the weights: a cast spreads them over their blocks, and convert refuses it."
+    return [
+        Finding("nan-weight", "warn", row["name"], f"{row['non_finite']} of the elements measured are NaN or infinite.",
+                remedy)
+        for row in found.rows if row["non_finite"] and checkpoint[row["name"]].format is None
+    ]  # fmt: skip
+
+
+def _findings(output: Output, checkpoint: "Checkpoint", strict: bool, more: Sequence["Finding"] = ()) -> int:
+    """Show the findings, `more` among them, and return the exit code."""
     with output.progress("checking codes and scales", None):
-        findings = checkpoint.findings
+        findings = [*checkpoint.findings, *more]
     rows = [finding._asdict() for finding in findings]
     if strict:  # serving engines use one scale for a fused group, whatever its members say
         for row in rows:

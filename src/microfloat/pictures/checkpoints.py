@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from microfloat.pictures.style import BLUE, CYCLE, GREY, ORANGE, clean, new_figure
+from microfloat.pictures.style import BLUE, CYCLE, GREY, ORANGE, clean, new_figure, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +18,7 @@ __all__ = ["Layer", "overview"]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _MOST_TEXTS = 250  # cells of a heat map that still carry their figure
 _MOST_ROWS = 60
+_MOST_PANELS = 5  # of the usual width
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def overview(
     formats = list(dict.fromkeys(name for layer in layers for name in layer.sqnr_db))
     kinds = list(dict.fromkeys(layer.kind for layer in layers))
     rows = min(len(kinds), _MOST_ROWS)
-    height = 0.32 * rows + 1.3 if formats else 0.0
-    figure = new_figure(13, 4.1 + height)
+    height = 0.32 * rows + 1.5 if formats else 0.0
+    figure = new_figure(13 + 2.4 * max(len(formats) - _MOST_PANELS, 0), 4.1 + height)
     figure.suptitle(title, size=12)
     if formats:
         parts = figure.subfigures(2, 1, height_ratios=(height, 4.2), squeeze=False)[:, 0]
@@ -86,10 +87,10 @@ def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], f
     for panel, name, cells in zip(panels, formats, cubes, strict=True):
         panel.imshow(cells, aspect="auto", vmin=low, vmax=max(high, low + 1), interpolation="nearest")
         shown = cells[np.isfinite(cells)]
-        panel.set_title(f"{name}: median {np.median(shown):.1f} dB" if shown.size else name, size=10)
+        panel.set_title(f"{name}\nmedian {np.median(shown):.1f} dB" if shown.size else name, size=10)
         panel.set_xlabel("block")
-        step = max(1, -(-len(numbers) // 8))
-        panel.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+        step = max(1, -(-len(numbers) // 6))
+        panel.set_xticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]], size=8)
         panel.tick_params(length=0)
         for (row, column), value in np.ndenumerate(cells):
             if small and not np.isnan(value):
@@ -105,7 +106,7 @@ def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], f
         for side in panel.spines.values():
             side.set_visible(False)
     step = -(-len(kinds) // _MOST_ROWS)
-    panels[0].set_yticks(range(0, len(kinds), step), list(kinds)[::step], size=9)
+    panels[0].set_yticks(range(0, len(kinds), step), [short(kind) for kind in kinds][::step], size=9)
     figure.colorbar(panels[0].images[0], ax=panels, pad=0.01, label="SQNR, dB (worst: orange frame)")
 
 
@@ -128,7 +129,7 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
     for number, kind in enumerate(kinds):
         points = [(layer.amax, layer.crest) for layer in shown if layer.kind == kind]
         if points:
-            label = kind if len(kinds) <= len(CYCLE) else None
+            label = short(kind) if len(kinds) <= len(CYCLE) else None
             axes.scatter(*zip(*points, strict=True), s=22, alpha=0.8, color=CYCLE[number % len(CYCLE)], label=label)
     top = 1.3 * max((layer.crest for layer in shown), default=1.0)
     axes.set(xscale="log", xlabel="amax", ylabel="crest factor: amax / rms", title="outliers", ylim=(0, top))
@@ -140,7 +141,12 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
     for layer in sorted(outliers, key=lambda layer: -layer.crest)[:3]:
         where = (layer.amax, layer.crest)
         axes.annotate(
-            layer.name.removesuffix(".weight"), where, xytext=(0, 6), textcoords="offset points", size=7, ha="center"
+            short(layer.name.removesuffix(".weight")),
+            where,
+            xytext=(0, 6),
+            textcoords="offset points",
+            size=7,
+            ha="center",
         )
     if len(kinds) <= len(CYCLE) and shown:
         axes.legend(fontsize=7, framealpha=0.6, loc="lower right")  # few crest factors are as small as 2
@@ -161,7 +167,7 @@ def _histogram(axes: "Axes", exponents: Mapping[str, Mapping[int, float]]) -> No
     axes.set(xlabel="block scale", ylabel="% of the scales", title="exponents of block scales")
     axes.set_ylim(0, 1.3 * max([axes.get_ylim()[1], 1.0]))
     axes.set_yticks([share for share in axes.get_yticks() if share <= 100])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     if exponents:
         axes.legend(fontsize=8, framealpha=0.6, loc="upper center")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from microfloat.pictures.style import BLUE, GREY, ORANGE, clean, new_figure
+from microfloat.pictures.style import BLUE, GREY, ORANGE, clean, new_figure, short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,8 @@ class ErrorCounts:
         exact = wrong == 0
         self.exact += np.bincount(column[exact], minlength=len(self.exact))
         relative = np.log2(wrong[~exact]) - np.log2(size[~exact])
-        row = np.clip(((relative - _LEAST_ERROR) * _PER_BINADE).astype(int), 0, self.counts.shape[1] - 1)
+        # Bins have powers of two in their middle: values that become zero have an error of exactly 1.
+        row = np.clip(np.rint((relative - _LEAST_ERROR) * _PER_BINADE).astype(int), 0, self.counts.shape[1] - 1)
         place = column[~exact] * self.counts.shape[1] + row
         self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
 
@@ -51,7 +52,7 @@ def error_against_magnitude(
     used = np.flatnonzero(total + counts.exact)
     first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
     edges = _LEAST + np.arange(first, last + 1) / _PER_BINADE
-    heights = _LEAST_ERROR + np.arange(counts.counts.shape[1] + 1) / _PER_BINADE
+    heights = _LEAST_ERROR + (np.arange(counts.counts.shape[1] + 1) - 0.5) / _PER_BINADE
     shown = counts.counts[first:last].T
     if shown.any():
         mesh = density.pcolormesh(edges, heights, np.where(shown, shown, np.nan), norm=LogNorm(), cmap="Blues")
@@ -68,7 +69,7 @@ def error_against_magnitude(
         which.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     density.axhline(0, color=GREY, linewidth=0.8, linestyle="--")
     worst = sorted(sqnr_db.items(), key=lambda item: (item[1] == item[1], item[1]))[:_WORST]
-    names = [name.removesuffix(".weight") for name, _ in worst]
+    names = [short(name.removesuffix(".weight")) for name, _ in worst]
     values = [value if np.isfinite(value) else 0.0 for _, value in worst]
     bars.barh(range(len(worst)), values, 0.7, color=[ORANGE if threshold and v < threshold else BLUE for v in values])
     for row, value in enumerate(values):

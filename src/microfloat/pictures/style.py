@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "save"]
+__all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "save", "short"]
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A900", "#8C510A", "#542788")
 SUFFIXES = (".pdf", ".png", ".svg")
+_MOST_LETTERS = 32
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -54,3 +55,11 @@ def save(figure: "Figure", path: str | Path, dpi: int = 100) -> Path:
     smaller: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if checked.suffix.lower() == ".png" else {}
     figure.savefig(checked, dpi=dpi, metadata=metadata[checked.suffix.lower()], **smaller)
     return checked
+
+
+def short(name: str) -> str:
+    """A name for a label: where it is long its middle is left out, as beginnings and ends tell layers apart."""
+    if len(name) <= _MOST_LETTERS:
+        return name
+    first = _MOST_LETTERS // 3
+    return f"{name[:first]}...{name[first + 3 - _MOST_LETTERS :]}"
