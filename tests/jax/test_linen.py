@@ -416,6 +416,30 @@ def test_options_and_names():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), restored, variables)
 
 
+@pytest.mark.parametrize("cast", ["nvfp4", "mxfp8"])
+def test_serialization_of_quantized_arrays(cast):
+    """`flax.serialization` saves codes and scales, and restores them into an array of the same format alone."""
+    tree = {"w": mj.quantize(X, cast), "bias": X[0]}
+    blob = serialization.to_bytes(tree)
+    assert len(blob) < X.nbytes
+    empty = jax.tree.map(jnp.zeros_like, tree)
+    restored = serialization.from_bytes(empty, blob)
+    assert isinstance(restored["w"], mj.QuantizedArray)
+    np.testing.assert_array_equal(restored["w"].dequantize(), tree["w"].dequantize())
+    other = {**tree, "w": mj.quantize(X, "fp8_tensor")}
+    with pytest.raises(ValueError, match=r"(codes|scale): got .*, needed .*, as the target has it"):
+        serialization.from_bytes(other, blob)
+    with pytest.raises(TypeError, match=r"state: got .*, needed the state dict of a QuantizedArray: codes, scale"):
+        serialization.from_state_dict(tree, {"w": {"codes": X}, "bias": X[0]})
+
+
+def test_serialization_of_delayed_state():
+    state = mj.scaling.update(mj.scaling.init(DELAYED), {"x": 3.0, "dy": 0.5})
+    restored = serialization.from_bytes(mj.scaling.init(DELAYED), serialization.to_bytes(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
 EXPERTS = RNG.standard_normal((3, 32, 8)).astype(np.float32)
 SIZES = jnp.array([2, 0, 4])
 

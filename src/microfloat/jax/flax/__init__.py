@@ -1,1 +1,48 @@
-"""Flax: the operators of linen and nnx that run a recipe, the names of `flax.linen.fp8_ops`, and their state."""
+"""Flax: the operators of linen and nnx that run a recipe, the names of `flax.linen.fp8_ops`, and their state.
+
+`flax.serialization` knows quantized arrays and delayed-scaling state as soon as one of the front ends is imported.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flax import serialization
+
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax.array import QuantizedArray
+from microfloat.jax.scaling import DelayedState
+
+
+def _register(kind: type, *names: str) -> None:
+    """State dicts of `kind` hold these fields; the others, which are static, are those of the target."""
+
+    def to_state_dict(value: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
+
+    def from_state_dict(target: Any, state: Any) -> Any:
+        if not isinstance(state, dict) or set(state) != set(names):
+            got = sorted(state) if isinstance(state, dict) else type(state)
+            raise invalid_type("state", got, f"the state dict of a {kind.__name__}: {', '.join(names)}")
+        fields = {name: serialization.from_state_dict(getattr(target, name), state[name], name) for name in names}
+        if isinstance(target, QuantizedArray):
+            _check_same_form(target, fields)
+        return replace(target, **fields)
+
+    serialization.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)
+
+
+def _check_same_form(target: QuantizedArray, fields: dict[str, Any]) -> None:
+    """InvalidValueError for arrays of another format, whose bytes would read as other numbers."""
+
+    def form(array: Any) -> str:
+        return "None" if array is None else f"{np.dtype(array.dtype)}{list(np.shape(array))}"
+
+    for name, restored in fields.items():
+        if form(restored) != form(getattr(target, name)):
+            needed = f"{form(getattr(target, name))}, as the target has it"
+            raise invalid_value(name, form(restored), needed, "Restore into an array of the same format and shape.")
+
+
+_register(QuantizedArray, "codes", "scale", "tensor_scale")
+_register(DelayedState, "x", "w", "dy")
