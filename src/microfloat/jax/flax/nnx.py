@@ -13,7 +13,7 @@ its gradient is its new value.
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -69,7 +69,7 @@ class ScaleState(nnx.Variable):
     """Delayed-scaling state: never a parameter; its gradient is its new value."""
 
 
-class StateVariables(NamedTuple):
+class SlotVariables(NamedTuple):
     """The `ScaleState` variables of one tensor, named as in `microfloat.jax.scaling.Slot`."""
 
     scale_enc: ScaleState
@@ -114,7 +114,7 @@ class DotGeneral(nnx.Module):
         """The recipe of this op; None is that of the autocast."""
         return self.op.recipe
 
-    def variables(self) -> dict[str, StateVariables]:
+    def variables(self) -> dict[str, SlotVariables]:
         """The scale and the history of each tensor, as variables; empty for stateless recipes."""
         return self._variables()
 
@@ -123,11 +123,11 @@ class DotGeneral(nnx.Module):
         return self._state({})
 
     # nnx.tabulate gives every public method that a call enters a row of its own.
-    def _variables(self) -> dict[str, StateVariables]:
+    def _variables(self) -> dict[str, SlotVariables]:
         if self.recipe is None or not self.recipe.is_delayed:
             return {}
         return {
-            tensor: StateVariables(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
+            tensor: SlotVariables(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
             for (tensor, name), rule in zip(SLOT_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
             if rule is not None
         }
@@ -136,7 +136,7 @@ class DotGeneral(nnx.Module):
         """The state, each slot as an earlier use in this trace handed it through."""
         slots = {}
         for tensor, variables in self._variables().items():
-            slot, earlier = Slot(*map(value_of, variables)), threaded.get(tensor)
+            slot, earlier = Slot(*(variable.get_value() for variable in variables)), threaded.get(tensor)
             slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
         return scaling.state_of(slots, scaling.slot_rules(cast(Recipe, self.recipe))) if slots else None
 
@@ -163,7 +163,7 @@ class DotGeneral(nnx.Module):
             )  # fmt: skip
         if handed is not None:
             _THREADED[self] = {
-                tensor: Threaded(value_of(self._variables()[tensor].amax_history), trace_state(), slot)
+                tensor: Threaded(self._variables()[tensor].amax_history.get_value(), trace_state(), slot)
                 for tensor, slot, _ in scaling.slots_of(handed)
             }
         return y
@@ -220,14 +220,14 @@ class RaggedDot(DotGeneral):
         scaling.check_count("num_groups", num_groups)
         super().__init__(recipe, rngs=rngs, stacked=stacked, **options)
         for variable in _leaves(self).values():
-            value = value_of(variable)
+            value = variable.get_value()
             each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
             variable.set_value(each)
 
 
-def value_of(variable: nnx.Variable) -> Array:
-    """The array in a variable."""
-    return variable.get_value()
+def _set(variables: Iterable[nnx.Variable], values: Iterable[Array]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.set_value(value)
 
 
 class Linear(nnx.Linear):
@@ -450,15 +450,13 @@ def _differentiated(
     def accumulating(*args: Any, **kwargs: Any) -> Any:
         ops = [op for number in numbers for _, op in _delayed_ops(args[number])]
         variables = [variable for op in ops for variable in _leaves(op).values()]
-        originals = [value_of(variable) for variable in variables]
-        for variable, value in zip(variables, originals, strict=True):
-            variable.set_value(lax.convert_element_type(value, fp32_max_grad))
+        originals = [variable.get_value() for variable in variables]
+        _set(variables, [lax.convert_element_type(value, fp32_max_grad) for value in originals])
         try:
             return f(*args, **kwargs)
         finally:
             # The cast must not leave the loss function: its dtype exists for the gradient only.
-            for variable, value in zip(variables, originals, strict=True):
-                variable.set_value(value)
+            _set(variables, originals)
 
     return transform(accumulating, argnums=states[0] if isinstance(argnums, int) else states, **options)
 
@@ -530,7 +528,7 @@ class Optimizer(nnx.Optimizer):
         if step_counts(self.opt_state):
             for name, op in _delayed_ops(model):
                 for leaf, variable in _leaves(op).items():
-                    self.collected[_key(name, leaf)] = Collected(jnp.zeros_like(value_of(variable)))
+                    self.collected[_key(name, leaf)] = Collected(jnp.zeros_like(variable.get_value()))
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """One step; `grads` comes from `value_and_grad` or `grad` of this module."""
@@ -550,7 +548,7 @@ class Optimizer(nnx.Optimizer):
         return updates
 
     def _step_counts(self) -> list[Array]:
-        return [value_of(count) for count in step_counts(self.opt_state)]
+        return [count.get_value() for count in step_counts(self.opt_state)]
 
     def _advance(self, op: DotGeneral, grads: Any, path: tuple, before: list[Array]) -> bool:
         """Advance one op's state by its gradient; False if `grads` does not hold it. `before`: counts of steps."""
@@ -562,27 +560,18 @@ class Optimizer(nnx.Optimizer):
         variables = _leaves(op)
         if any(leaf not in node for leaf in variables):
             return False
-        given = {leaf: node[leaf] for leaf in variables}
-        gradients = {leaf: value_of(one) if isinstance(one, nnx.Variable) else one for leaf, one in given.items()}
-
-        def advance(old: DelayedState, gradients: dict[str, Array]) -> DelayedState:
-            kinds = ("scale", "amax_history")
-            names = {tensor: SLOT_NAMES[tensor] for tensor in op.variables()}
-            slots = {tensor: Slot(*(gradients[f"{name}_{kind}"] for kind in kinds)) for tensor, name in names.items()}
-            return scaling.apply(old, scaling.state_of(slots, old.rules))
-
         old = cast(DelayedState, op.state())  # the recipe is delayed
+        # The variables are the leaves of the state, in this order.
+        structure, given = jax.tree.structure(old), [node[leaf] for leaf in variables]
+        gradient = structure.unflatten([one.get_value() if isinstance(one, nnx.Variable) else one for one in given])
         if not before:
-            after = advance(old, gradients)
+            after = scaling.apply(old, gradient)
         else:
-            held = {leaf: self.collected[_key(path, leaf)] for leaf in variables}
-            largest = {leaf: value_of(variable) for leaf, variable in held.items()}
-            after, largest = collected(advance, old, gradients, largest, before, self._step_counts())
-            for leaf, variable in held.items():
-                variable.set_value(largest[leaf])
-        for tensor, slot, _ in scaling.slots_of(after):
-            for variable, value in zip(op.variables()[tensor], slot, strict=True):
-                variable.set_value(value)
+            held = [self.collected[_key(path, leaf)] for leaf in variables]
+            largest = structure.unflatten(variable.get_value() for variable in held)
+            after, largest = collected(scaling.apply, old, gradient, largest, before, self._step_counts())
+            _set(held, jax.tree.leaves(largest))
+        _set(variables.values(), jax.tree.leaves(after))
         return True
 
 
