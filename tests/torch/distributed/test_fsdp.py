@@ -590,9 +590,9 @@ def test_shards_on_fewer_ranks_after_forward_are_refused() -> None:
     )
     layer.register_load_state_dict_post_hook(lambda *arguments: owner)
     with pytest.raises(NotSupportedError, match="reshard_after_forward: got 2 ranks"):
-        gathering._refuse_fewer_ranks(layer)
+        gathering.refuse_fewer_ranks(layer)
     owner.post_forward_mesh_info = owner.mesh_info
-    gathering._refuse_fewer_ranks(layer)
+    gathering.refuse_fewer_ranks(layer)
 
 
 def test_other_reads_of_a_gathered_weight_gather_its_values(ranks) -> None:

@@ -228,7 +228,7 @@ class ShardedWeight(torch.Tensor):
                 f"({type(recipe).__name__}) than it had then, needed the same one, for whose bytes the buffers were "
                 "made. Pin recipes first, then call low_precision_all_gather and fully_shard."
             )
-        _refuse_fewer_ranks(module)
+        refuse_fewer_ranks(module)
         state.mesh, state.dtype = mesh, mp_policy.param_dtype
         values, is_backward = state.cast_from(self.plain), torch._C._current_graph_task_id() != -1
         backend = backends.choose(module.backend, values.device)
@@ -360,7 +360,7 @@ def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
     return ""
 
 
-def _refuse_fewer_ranks(layer: Linear) -> None:
+def refuse_fewer_ranks(layer: Linear) -> None:
     """Raise where FSDP2 would keep shards on fewer ranks after forward: it cuts values so, and no codes and scales."""
     for owner in fsdp_parameters(layer):
         kept = owner.post_forward_mesh_info
