@@ -7,8 +7,9 @@ its eager path for the same format is timed beside it, A B A B, and its codes ar
 bytes is recorded (torchao 0.18 computes some scales with float log2). Rows of `microfloat.cpu` stand beside its eager
 and its compiled path; their bytes are compared with those of the NumPy oracle first. Rows c.* are those of
 docs/performance.md with a target. Data are normal-distributed, never constants; allocating the result is part of every
-call on both sides. `--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with
-other work.
+call on both sides. Every timed call comes after a pause, on both sides: the OpenMP threads of torch's kernels, eager or
+compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next.
+`--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with other work.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand
 
 SEED = (0x01234567, 0x89ABCDEF)
+PAUSE_S = 0.02  # before every timed call; libgomp's threads spin for about 5 ms (GOMP_SPINCOUNT)
 
 
 @dataclass
@@ -234,6 +236,7 @@ clock = CLOCKS["wall"]
 
 
 def timed(run: Callable[[], object]) -> float:
+    time.sleep(PAUSE_S)
     start = clock()
     run()
     return clock() - start
@@ -318,6 +321,7 @@ def main(given: list[str] | None = None) -> int:
                          "microfloat": __version__},
             "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
             "torchao": why_not or "eager and compiled, same process, interleaved",
+            "pause_s": PAUSE_S, "pause": "before every timed call of both sides, for OpenMP's threads to stop spinning",
             "rows": [asdict(row) for row in rows], "imports": [asdict(entry) for entry in imports],
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -62,6 +62,10 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     header = ["id", "operation", "million elements / s", "beside", "ratio", "target"]
     shape = " x ".join(str(size) for size in data["shape"])
     text = f"{shape} {data['dtype']}, {data['machine']['threads']} threads; both libraries in one process, in turn."
+    if "pause_s" in data:
+        text += (
+            f" A pause of {data['pause_s'] * 1e3:.0f} ms before every call, in which OpenMP's threads stop spinning."
+        )
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
 

@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch):
         return lambda function: function
 
     monkeypatch.setattr(_kernels.numba, "njit", njit)
-    assert _kernels.compiled.__wrapped__(_kernels.decode) is _kernels.decode
+    assert _kernels.compiled.__wrapped__(_kernels.decode, np.dtype(np.float32)) is _kernels.decode
     assert asked == [True, False]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -23,9 +24,11 @@ from microfloat.reference._values import scale_grid
 from microfloat.scale_rules import KINDS, e8m0_threshold, unknown_kind
 from microfloat.support import Support
 
-_BAND = 1 << 20  # elements that one call of a kernel casts
+_BAND = 1 << 21  # elements that one call of a kernel casts
 _F32 = np.float32
-_SOURCES = {np.dtype(dtype): number for number, dtype in enumerate((np.float32, ml_dtypes.bfloat16, np.float16))}
+# The dtypes of values that kernels read, and the words by which they tell them apart.
+_WORDS = {np.dtype(_F32): np.dtype(_F32), np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16),
+          np.dtype(np.float16): np.dtype(np.int16)}  # fmt: skip
 
 
 def support(cast: CastLike) -> Support:
@@ -184,50 +187,45 @@ class _Bands:
         self.bands = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
         self.kernels: Any = _kernels()
 
-    def run(self, work: Callable[[slice], None]) -> None:
-        """Do `work` for every band."""
-        _spread(work, self.bands, self.workers)
+    def call(self, kernel: Callable, arguments: Callable[[slice], tuple[Any, ...]]) -> None:
+        """Call a kernel for every band of values, with the further arguments of the band."""
+        words = _WORDS.get(self.x_RC.dtype, np.dtype(_F32))
+        ready = self.kernels.compiled(kernel, words)
 
-    def source(self, band: slice) -> tuple[Any, ...]:
-        """A band as the kernels take it: float32, or words of 16 bits, which of them, and the columns."""
-        part = np.ascontiguousarray(self.x_RC[band])
-        if part.dtype not in _SOURCES:
-            part = part.astype(_F32)
-        number = _SOURCES[part.dtype]
-        nothing = np.empty((0, 0), np.uint16 if number == 0 else _F32)
-        pair = (part, nothing) if number == 0 else (nothing, part.view(np.uint16))
-        return *pair, number, self.x_RC.shape[1]
+        def work(band: slice) -> None:
+            part = np.ascontiguousarray(self.x_RC[band])
+            values = part if part.dtype in _WORDS else part.astype(_F32)
+            ready(values.view(words), *arguments(band))
+
+        _spread(work, self.bands, self.workers)
 
     def amaxes(self, per_row: bool) -> np.ndarray:
         """The amax of the tensor, or [R, 1] of its rows; NaN is ignored."""
-        out, kernel = np.empty(self.x_RC.shape[0], np.int32), self.kernels.compiled(self.kernels.row_amax)
-        self.run(lambda band: kernel(*self.source(band), out[band]))
+        out = np.empty(self.x_RC.shape[0], np.int32)
+        self.call(self.kernels.row_amax, lambda band: (out[band],))
         return out.view(_F32).reshape(-1, 1) if per_row else out.max().view(_F32).reshape(())
 
     def cast_rows(self, cast: Cast, factor: np.ndarray, codes: np.ndarray) -> None:
         """Fill `codes`; `factor` is [1, 1] or [R, 1]."""
-        kernel, factors = self.kernels.compiled(self.kernels.cast_rows), factor.ravel()
-        element, packed = _codec(cast.format.element), cast.format.element.codes_per_byte - 1
+        element, packed, factors = _codec(cast.format.element), cast.format.element.codes_per_byte - 1, factor.ravel()
         of_rows = (lambda band: factors[band]) if factors.size > 1 else (lambda band: factors)
-        self.run(lambda band: kernel(*self.source(band), element, of_rows(band), codes[band], packed))
+        self.call(self.kernels.cast_rows, lambda band: (element, of_rows(band), codes[band], packed))
 
     def cast_blocks(self, cast: Cast, levels: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """Fill `codes` and return the grid of stored scales; `levels` is [1, 3] or [R, 3]."""
-        kernel, (grid, rule) = self.kernels.compiled(self.kernels.cast_blocks), _rule(cast)
+        grid, rule = _rule(cast)
         element, packed = _codec(cast.format.element), cast.format.element.codes_per_byte - 1
         rows, columns = self.x_RC.shape
         stored = np.empty((-(-rows // grid.rows), -(-columns // grid.columns)), cast.format.scale.dtype)
         bytes_, floats = np.empty((0, 0), np.uint8), np.empty((0, 0), _F32)
 
-        def work(band: slice) -> None:
+        def arguments(band: slice) -> tuple[Any, ...]:
             part = stored[band.start // grid.rows : -(-band.stop // grid.rows)]
             scales = (part, floats) if stored.dtype == np.uint8 else (bytes_, part)
-            kernel(
-                *self.source(band), grid, rule, element, _codec(E4M3), levels[band] if len(levels) > 1 else levels,
-                self.kernels.Target(codes[band], packed, *scales),
-            )  # fmt: skip
+            target = self.kernels.Target(codes[band], packed, *scales)
+            return grid, rule, element, _codec(E4M3), levels[band] if len(levels) > 1 else levels, target
 
-        self.run(work)
+        self.call(self.kernels.cast_blocks, arguments)
         return stored
 
 
@@ -284,7 +282,8 @@ def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int
 def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> None:
     """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
     rows, columns = out.shape
-    fmt, kernels, element = matrix.format, _kernels(), matrix.format.element
+    fmt, element, kernels = matrix.format, matrix.format.element, _kernels()
+    not_compiled = isinstance(kernels, str) or (fmt.block[1] or 16) % 16 > 0
     bits = 8 if element.bits == 6 and matrix.codes.shape[1] == columns else element.bits
     tile = (fmt.block[0] or rows or 1, fmt.block[1] or columns or 1)
     outer = np.ones((1, 1), _F32) if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
@@ -296,19 +295,18 @@ def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> 
             scales = scales * (matrix.inner[band] if matrix.inner.size > 1 else matrix.inner)
         codes, target, level = matrix.codes[band], out[band], outer[band] if len(outer) > 1 else outer
         with np.errstate(all="ignore"):
-            if isinstance(kernels, str):
+            if not_compiled:
                 values = decode(_unpacked(codes, bits, columns), element)
                 scale_in_place(values, scales, fmt.block)
                 target[...] = (np.divide if matrix.divides else np.multiply)(values, level, values)
                 return
-            is_float, is_half = out.dtype == _F32, out.dtype == ml_dtypes.bfloat16
-            direct = target if is_float else np.empty((0, 0) if is_half else target.shape, _F32)
-            kernels.compiled(kernels.decode)(
-                np.ascontiguousarray(codes), bits, columns, _codec(element), np.array(scales, _F32, order="C"),
-                kernels.Tile(*tile, int(matrix.divides)), level.ravel(), direct,
-                target.view(np.uint16) if is_half else np.empty((0, 0), np.uint16),
+            direct = target if out.dtype in (_F32, ml_dtypes.bfloat16) else np.empty(target.shape, _F32)
+            words = _WORDS[direct.dtype]
+            kernels.compiled(kernels.decode, words)(
+                np.ascontiguousarray(codes), bits, _codec(element), np.array(scales, _F32, order="C"),
+                kernels.Tile(*tile, int(matrix.divides)), level.ravel(), direct.view(words),
             )  # fmt: skip
-            if not is_float and not is_half:
+            if direct is not target:
                 target[...] = direct
 
     step = fmt.block[0] or 1
@@ -330,8 +328,8 @@ def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
             finite = np.isfinite(x_32)
             x_32, error = x_32[finite], y[finite] - x_32[finite]
         return float(np.square(x_32).sum(dtype=np.float64)), float(np.square(error).sum(dtype=np.float64))
-    bands, kernel = _Bands(x, 1, _workers(None)), kernels.compiled(kernels.energies)
-    bands.run(lambda band: kernel(*bands.source(band), np.ascontiguousarray(y[band]), sums[band]))
+    bands = _Bands(x, 1, _workers(None))
+    bands.call(kernels.energies, lambda band: (np.ascontiguousarray(y[band]), sums[band]))
     signal, noise = sums.sum(0)
     return float(signal), float(noise)
 
@@ -347,12 +345,23 @@ def _workers(threads: int | None) -> int:
 
 
 def _spread(work: Callable[[slice], None], bands: Iterable[slice], workers: int) -> None:
-    """Do `work` for every band, several at a time; kernels let go of the interpreter."""
-    bands = list(bands)
-    if min(workers, len(bands)) < 2:
-        for band in bands:
+    """Do `work` for every band, several at a time, in this thread and others; kernels let go of the interpreter."""
+    left = deque(bands)
+
+    def drain() -> None:
+        while left:
+            try:
+                band = left.popleft()
+            except IndexError:  # another thread took it
+                return
             work(band)
+
+    helpers = min(workers, len(left)) - 1
+    if helpers < 1:
+        drain()
         return
-    with ThreadPoolExecutor(min(workers, len(bands))) as pool:
-        for _ in pool.map(work, bands):
-            pass
+    with ThreadPoolExecutor(helpers) as pool:
+        started = [pool.submit(drain) for _ in range(helpers)]
+        drain()
+    for helper in started:
+        helper.result()

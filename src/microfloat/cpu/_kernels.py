@@ -1,11 +1,11 @@
 """The compiled loops: amax of rows, the cast of blocks, and decoding. One of each, for every format.
 
-A format enters as numbers: the `Codec` of its element, the `Grid` of its blocks, the `Constants` of its rule. Every
-loop over elements is flat and in 32 bits, so that LLVM makes vector code of it. Rows are read in segments of columns
-that stay in the first-level cache: widened to float32, reduced to the amaxes of blocks, multiplied and encoded.
+A format enters as numbers: the `Codec` of its element, the `Grid` of its blocks, the `Constants` of its rule. All
+arithmetic is on lanes, which are vectors of 16 numbers of 32 bits: one register with AVX-512, two with AVX2, four with
+NEON. The loops are written with them because what LLVM makes of a loop over elements depends on the loop; rows are
+read in segments of columns, so that the second look at a segment finds it in the first- or second-level cache.
 
 Arithmetic is that of docs/numerics.md: float32, one rounding per operation, no contraction (numba's default).
-Legend: R = rows of the operand form, C = its contraction length, n = elements of a segment, rounded up to 16.
 """
 
 import functools
@@ -14,25 +14,41 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import overload
 
-GROUP = 16  # columns whose amax is found at once; the length of a block is a multiple of it
-# Columns at a time: what a segment needs, about ten bytes for each, fits the first-level cache beside the rows that are
-# on their way. Tiles read every row twice, in longer runs. Longer blocks have segments of their own length.
-SEGMENT, TILE_SEGMENT = 1024, 4096
+from microfloat.cpu._lanes import (
+    GROUP,
+    INFINITY,
+    across,
+    added,
+    bits_of,
+    floats_of,
+    integers_at,
+    lane_numbers,
+    larger,
+    largest,
+    nibbles_at,
+    sixes_at,
+    smaller,
+    store,
+    store_pairs,
+    values_at,
+    where,
+)  # fmt: skip
 
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
+# Columns at a time: those of one row stay in the first-level cache. The rows of a tile are read twice in long runs,
+# which the processor sees coming; in short ones they are waited for, even from a cache. Longer blocks are segments.
+SEGMENT, TILE_SEGMENT = 4096, 16384
+NARROW = 4 * GROUP  # blocks up to here have so few groups that the inner loop is over blocks
+
 E8M0, RATIO, INVERSE_SIX, DIVIDING, FOUR_OVER_SIX = range(5)
 
-_INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _FMAX = np.finfo(np.float32).max
 _QUIET_NAN, _QUIET_NAN_16 = 0x7FC00000, 0x7FC0
 
-I32, F32, U8 = np.int32, np.float32, np.uint8
+F32 = np.float32
 
 
 class Target(NamedTuple):
@@ -94,306 +110,201 @@ class Constants(NamedTuple):
     capacity: np.float32
 
 
-@intrinsic
-def _bits(_typing: Any, _value: Any) -> Any:
-    """The 32 bits of a float32."""
-    return types.int32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
-
-
-@intrinsic
-def _float(_typing: Any, _value: Any) -> Any:
-    """The float32 of 32 bits."""
-    return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
-
-
-@intrinsic
-def _shifted(_typing: Any, _value: Any, _count: Any) -> Any:
-    """A logical shift to the right in 32 bits; Python's >> would take 64."""
-    return types.int32(types.int32, types.int32), lambda context, builder, sig, args: builder.lshr(*args)
-
-
-@intrinsic
-def _raised(_typing: Any, _value: Any, _count: Any) -> Any:
-    """A shift to the left in 32 bits."""
-    return types.int32(types.int32, types.int32), lambda context, builder, sig, args: builder.shl(*args)
-
-
-_LANES = ir.VectorType(ir.IntType(32), GROUP)
-
-
-def _lanes_at(context: Any, builder: Any, kind: Any, array: Any, start: Any, lanes: ir.VectorType) -> Any:
-    """Pointer to the elements of a one-dimensional array from `start`, as one vector."""
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [start]), lanes.as_pointer())
-
-
-def _magnitudes(context: Any, builder: Any, kind: Any, array: Any, start: Any, count: int) -> list[Any]:
-    """Bits of the magnitudes of `count` groups of float32 values, a vector each."""
-    mask, made = ir.Constant(_LANES, [_MAGNITUDE] * GROUP), []
-    for group in range(count):
-        first = builder.add(start, ir.Constant(start.type, group * GROUP))
-        loaded = builder.load(_lanes_at(context, builder, kind, array, first, _LANES), align=4)
-        made.append(builder.and_(loaded, mask))
-    return made
-
-
-@intrinsic
-def _group_max(_typing: Any, values: Any, _start: Any) -> Any:
-    """The largest magnitude, as bits, of the GROUP float32 values from `start`; NaN lies above infinity."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        (magnitudes,) = _magnitudes(context, builder, sig.args[0], args[0], args[1], 1)
-        kind = ir.FunctionType(ir.IntType(32), [_LANES])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.umax.v{GROUP}i32")
-        return builder.call(reduce, [magnitudes])
-
-    return types.int32(values, types.int64), generate
-
-
-@intrinsic
-def _every_group_max(_typing: Any, values: Any, _start: Any, maxima: Any, _at: Any) -> Any:
-    """Put `_group_max` of GROUP groups, one after the other, into `maxima` from `at`.
-
-    Two vectors become one, that of the larger of neighbouring lanes, until one vector is left: lane i is group i.
-    """
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vectors = _magnitudes(context, builder, sig.args[0], args[0], args[1], GROUP)
-        even, odd = (ir.Constant(_LANES, list(range(first, 2 * GROUP, 2))) for first in (0, 1))
-        while len(vectors) > 1:
-            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-            vectors = []
-            for a, b in pairs:
-                low, high = builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd)
-                vectors.append(builder.select(builder.icmp_signed(">", low, high), low, high))
-        builder.store(vectors[0], _lanes_at(context, builder, sig.args[2], args[2], args[3], _LANES), align=4)
-        return context.get_dummy_value()
-
-    return types.void(values, types.int64, maxima, types.int64), generate
-
-
-@intrinsic
-def _group_fill(_typing: Any, values: Any, _start: Any, _value: Any) -> Any:
-    """Set the GROUP float32 values from `start` to `value`."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = ir.VectorType(ir.FloatType(), GROUP)
-        pointer = _lanes_at(context, builder, sig.args[0], args[0], args[1], lanes)
-        one = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
-        every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP))
-        builder.store(every, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(values, types.int64, types.float32), generate
-
-
 def _inner(function: Callable) -> Callable:
-    return numba.njit(error_model="numpy")(function)
+    return numba.njit(error_model="numpy", forceinline=True)(function)
 
 
 # ---- elements ----------------------------------------------------------------------------------------------------
 
 
 @_inner
-def _rounded(y: float, codec: Codec) -> tuple:
+def _rounded(y: Any, codec: Codec) -> tuple:
     """``(step count + magic, bits of the magic number)`` of |y|: nearest, ties to even, saturated; y is no NaN.
 
     A float32 of the exponent of y plus `23 - mantissa_bits` has the step of y as its unit, so that adding it rounds.
     """
-    magnitude = min(I32(_bits(y) & I32(_MAGNITUDE)), codec.max)
-    exponent = max(I32(magnitude & I32(_INFINITY)), codec.min_normal)
-    magic = I32(exponent + codec.magic)
-    return _float(magnitude) + _float(magic), magic
+    magnitude = smaller(bits_of(y) & _MAGNITUDE, codec.max)
+    magic = larger(magnitude & INFINITY, codec.min_normal) + codec.magic
+    return floats_of(magnitude) + floats_of(magic), magic
 
 
 @_inner
-def _code(y: float, codec: Codec) -> int:
+def _code(y: Any, codec: Codec) -> Any:
     """The code of y."""
     total, magic = _rounded(y, codec)
-    count = I32(_bits(total) - magic)
-    exponent = I32(I32(magic - codec.magic) - codec.min_normal)
-    code = I32(count + _shifted(exponent, codec.shift))
-    return I32(code | I32(_shifted(_bits(y), codec.sign_shift) & codec.sign))
+    exponent = (magic - codec.magic - codec.min_normal) >> codec.shift
+    return bits_of(total) - magic + exponent | (bits_of(y) >> codec.sign_shift) & codec.sign
 
 
 @_inner
-def _value(y: float, codec: Codec) -> float:
+def _value(y: Any, codec: Codec) -> Any:
     """The value of the code of y."""
     total, magic = _rounded(y, codec)
-    sign = I32(_bits(y) & I32(~_MAGNITUDE))
-    return _float(I32(_bits(total - _float(magic)) | sign))
-
-
-# ---- reading -----------------------------------------------------------------------------------------------------
+    return floats_of(bits_of(total - floats_of(magic)) | bits_of(y) & ~_MAGNITUDE)
 
 
 @_inner
-def _widen(x_32: np.ndarray, x_16: np.ndarray, source: int, row: int, start: int, stop: int, out: np.ndarray) -> None:
-    """``out = x[row, start:stop]`` as float32, filled with zeros."""
-    if source == FLOAT32:
-        line_32 = x_32[row, start:stop]
-        for j in range(line_32.size):
-            out[j] = line_32[j]
-    elif source == BFLOAT16:
-        line = x_16[row, start:stop]
-        for j in range(line.size):
-            out[j] = _float(I32(I32(line[j]) << 16))
-    else:
-        line = x_16[row, start:stop]
-        for j in range(line.size):
-            half = I32(line[j])
-            value = _float(I32(I32(half & 0x7FFF) << 13)) * F32(2.0**112)
-            special = _INFINITY if I32(half & 0x7C00) == 0x7C00 else 0
-            out[j] = _float(I32(I32(_bits(value) | I32(special)) | I32(I32(half & 0x8000) << 16)))
-    for j in range(stop - start, out.size):
-        out[j] = F32(0)
+def _decoded(code: Any, codec: Codec) -> Any:
+    """The value of a code; a subnormal one is the number with its mantissa and the least exponent, less that power."""
+    magnitude = code & (codec.sign - 1)
+    raised = (magnitude << codec.shift) + codec.min_normal
+    normal = raised - (1 << 23)
+    subnormal = bits_of(floats_of(raised) - floats_of(normal & 0 | codec.min_normal))
+    bits = where(raised < codec.min_normal + (1 << 23), subnormal, normal)
+    special = where(normal == codec.infinity, INFINITY, normal & 0 | _QUIET_NAN)
+    return floats_of(where(normal > codec.finite, special, bits) | (code & codec.sign) << codec.sign_shift)
+
+
+# ---- amaxes ------------------------------------------------------------------------------------------------------
 
 
 @_inner
-def _amax_without_nan(values: np.ndarray) -> int:
-    amax = I32(0)
-    for j in range(values.size):
-        bits = I32(_bits(values[j]) & I32(_MAGNITUDE))
-        amax = max(amax, bits if bits <= _INFINITY else I32(0))
-    return amax
+def _magnitudes(line: np.ndarray, at: int, skip_nan: bool) -> Any:
+    """Bits of the magnitudes of GROUP values; NaN lies above infinity, or is zero."""
+    found = bits_of(values_at(line, at)) & _MAGNITUDE
+    return where(found > INFINITY, 0, found) if skip_nan else found
 
 
-def row_amax(x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, out: np.ndarray) -> None:
+def row_amax(x: np.ndarray, out: np.ndarray) -> None:
     """Bits of the amax of every row, NaN ignored."""
-    scratch = np.empty(SEGMENT, np.float32)
     for row in range(out.size):
-        amax = I32(0)
-        for start in range(0, columns, SEGMENT):
-            stop = min(start + SEGMENT, columns)
-            values = scratch[: stop - start]
-            _widen(x_32, x_16, source, row, start, stop, values)
-            found = I32(0)
-            for j in range(values.size):
-                found = max(found, I32(_bits(values[j]) & I32(_MAGNITUDE)))
-            amax = max(amax, _amax_without_nan(values) if found > _INFINITY else found)
-        out[row] = amax
+        line = x[row]
+        most = _magnitudes(line, 0, False)
+        for at in range(GROUP, line.size, GROUP):
+            most = larger(most, _magnitudes(line, at, False))
+        if largest(most) > INFINITY:
+            most = _magnitudes(line, 0, True)
+            for at in range(GROUP, line.size, GROUP):
+                most = larger(most, _magnitudes(line, at, True))
+        out[row] = largest(most)
 
 
 @_inner
-def _raise(values: np.ndarray, maxima: np.ndarray) -> None:
-    """Raise `maxima` to the magnitudes of `values`, column by column; NaN lies above infinity."""
-    for j in range(values.size):
-        bits, largest = I32(_bits(values[j]) & I32(_MAGNITUDE)), _bits(maxima[j])
-        maxima[j] = _float(max(bits, largest))
+def _collect(x: np.ndarray, rows: range, start: int, stop: int, width: int, skip_nan: bool, maxima: np.ndarray) -> None:
+    """The largest magnitudes of every block, lane by lane."""
+    for row in rows:
+        line, is_first = x[row, :stop], row == rows.start
+        if width > NARROW:
+            for block in range((stop - start + width - 1) // width):
+                first = start + block * width
+                most = _magnitudes(line, first, skip_nan)
+                for at in range(first + GROUP, min(first + width, stop), GROUP):
+                    most = larger(most, _magnitudes(line, at, skip_nan))
+                _raise(maxima, block, most, is_first)
+        else:
+            for first in range(start, min(start + width, stop), GROUP):
+                for block in range((stop - first + width - 1) // width):
+                    most = _magnitudes(line, first + block * width, skip_nan)
+                    _raise(maxima, block, most, is_first and first == start)
 
 
 @_inner
-def _block_amaxes(values: np.ndarray, width: int, maxima: np.ndarray, amaxes: np.ndarray) -> bool:
-    """Bits of the amax of every block; the result tells whether there is a NaN, which lies above infinity.
+def _raise(maxima: np.ndarray, block: int, most: Any, is_first: bool) -> None:
+    """Raise the maxima of a block, whose first ones replace what is there."""
+    if not is_first:
+        most = larger(most, integers_at(maxima, block * GROUP))
+    store(most, maxima, block * GROUP)
 
-    `maxima` is scratch for the groups. The inner loops run over blocks: their groups are few, often one.
+
+@_inner
+def _reduce(maxima: np.ndarray, amaxes: np.ndarray) -> None:
+    """One amax for each block, from its lanes."""
+    for block in range(0, amaxes.size, GROUP):
+        store(across(maxima, block * GROUP), amaxes, block)
+
+
+@_inner
+def _mark(amaxes: np.ndarray, least: int, limit: int, limits: np.ndarray) -> bool:
+    """Give a limit to the blocks whose amax is at least `least`, and tell if there is one.
+
+    Magnitudes from the limit of their block on get the code of NaN.
     """
-    groups, last, most = width // GROUP, values.size // GROUP, I32(0)
-    in_sixteens, whole = last // GROUP * GROUP, last // groups
-    for group in range(0, in_sixteens, GROUP):
-        _every_group_max(values, group * GROUP, maxima, group)
-    for group in range(in_sixteens, last):
-        maxima[group] = _group_max(values, group * GROUP)
-    amaxes[:] = 0
-    for group in range(groups):
-        for block in range(whole):
-            amaxes[block] = max(amaxes[block], maxima[block * groups + group])
-    for group in range(whole * groups, last):
-        amaxes[whole] = max(amaxes[whole], maxima[group])
+    most = 0
     for block in range(amaxes.size):
         most = max(most, amaxes[block])
-    return most > _INFINITY
-
-
-@_inner
-def _spread(factors: np.ndarray, width: int, out: np.ndarray) -> None:
-    """One factor per block -> one per element."""
-    groups, last = width // GROUP, out.size // GROUP
-    whole = last // groups
-    for group in range(groups):
-        for block in range(whole):
-            _group_fill(out, (block * groups + group) * GROUP, factors[block])
-    for group in range(whole * groups, last):
-        _group_fill(out, group * GROUP, factors[whole])
+        limits[block] = limit if amaxes[block] >= least else _MAGNITUDE
+    return most >= least
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------
 
 
 @_inner
-def _power_scales(amaxes: np.ndarray, grid: Grid, factors: np.ndarray, lost: np.ndarray, stored: np.ndarray) -> bool:
-    """E8M0: ``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b).
-
-    The blocks of byte 255 are marked in `lost`; the result tells whether there is one.
-    """
-    emax, threshold, most = I32(grid.emax), I32(grid.threshold), I32(0)
-    for block in range(amaxes.size):
-        exponent = _shifted(amaxes[block], I32(23))
-        bump = I32(1) if I32(amaxes[block] & I32(0x7FFFFF)) >= threshold else I32(0)
-        byte = max(I32(I32(exponent - emax) + bump), I32(0))
-        most = max(most, exponent)
-        lost[block] = exponent == 255
-        stored[block] = U8(255) if exponent == 255 else U8(byte)
-        factors[block] = _float(I32(max(I32(254 - byte), I32(1)) << 23))
-    return most == 255
+def _power_scales(amaxes: np.ndarray, grid: Grid, factors: np.ndarray, stored: np.ndarray) -> None:
+    """E8M0: ``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b)."""
+    for block in range(0, amaxes.size, GROUP):
+        amax = integers_at(amaxes, block)
+        exponent = amax >> 23
+        bump = where((amax & 0x7FFFFF) >= grid.threshold, 1, amax & 0)
+        byte = larger(exponent - grid.emax + bump, 0)
+        store(where(exponent == 255, 255, byte), stored, block)
+        store(floats_of(larger(254 - byte, 1) << 23), factors, block)
 
 
 @_inner
 def _ratio_scales(amaxes: np.ndarray, grid: Grid, rule: Constants, factors: np.ndarray, stored: np.ndarray) -> None:
     """FP32: ``s = max / max(A, max * 2^-126)``, 1 for A = 0 and Inf; stored is 1 / s."""
-    mask = I32(~0x7FFFFF) if grid.power_of_two else I32(-1)
-    for block in range(amaxes.size):
-        amax = max(_float(amaxes[block]), rule.epsilon)
-        factor = rule.largest / max(amax, rule.least_amax)
-        factor = F32(1) if amax == F32(0) or _bits(amax) == I32(_INFINITY) else factor
-        factor = _float(I32(_bits(factor) & mask))
-        factors[block] = factor
-        stored[block] = F32(1) / factor
-
-
-@_inner
-def _block_level(target: float, encode: float, codec: Codec) -> tuple:
-    """The E4M3 scale value of `target`, and ``e = min(1 / (scale * f32(1 / S)), FMAX)``."""
-    scale = _value(min(target, F32(_FMAX)), codec)
-    return scale, min(F32(1) / (scale * (F32(1) / encode)), F32(_FMAX))
+    mask = ~0x7FFFFF if grid.power_of_two else -1
+    for block in range(0, amaxes.size, GROUP):
+        amax = larger(floats_of(integers_at(amaxes, block)), rule.epsilon)
+        factor = rule.largest / larger(amax, rule.least_amax)
+        factor = where(amax == F32(0), F32(1), factor)
+        factor = floats_of(bits_of(where(bits_of(amax) == INFINITY, F32(1), factor)) & mask)
+        store(factor, factors, block)
+        store(F32(1) / factor, stored, block)
 
 
 @_inner
 def _two_level_scales(
-    amaxes: np.ndarray, grid: Grid, rule: Constants, codec: Codec, encode: float, outer: float, k: float,
-    scales: np.ndarray, factors: np.ndarray,
+    amaxes: np.ndarray, grid: Grid, rule: Constants, codec: Codec, level: np.ndarray, k: float, scales: np.ndarray,
+    factors: np.ndarray,
 ) -> None:  # fmt: skip
-    """E4M3 under an FP32 tensor scale: the value of every block scale, and the factor of its elements."""
-    if grid.rule == DIVIDING:
-        for block in range(amaxes.size):
-            target = _float(amaxes[block]) / F32(6) / outer
-            scale = _value(min(max(target, rule.smallest_scale), rule.largest_scale), codec)
-            scales[block] = scale
-            factors[block] = F32(1) / outer / scale
-    elif grid.rule == INVERSE_SIX:
-        multiplier = encode * rule.inverse_six
-        for block in range(amaxes.size):
-            scales[block], factors[block] = _block_level(_float(amaxes[block]) * multiplier, encode, codec)
-    else:
-        for block in range(amaxes.size):
-            target = min(_float(amaxes[block]) / F32(6) * encode * k, rule.largest_scale)
-            scales[block], factors[block] = _block_level(target, encode, codec)
+    """E4M3 under an FP32 tensor scale: the value of every block scale, and the factor of its elements.
+
+    The factor is ``1 / outer / scale`` where the rule divides, else ``e = min(1 / (scale * f32(1 / S)), FMAX)``.
+    """
+    encode, outer = level[1], level[2]
+    multiplier = encode * rule.inverse_six
+    for block in range(0, amaxes.size, GROUP):
+        amax = floats_of(integers_at(amaxes, block))
+        if grid.rule == DIVIDING:
+            scale = _value(smaller(larger(amax / F32(6) / outer, rule.smallest_scale), rule.largest_scale), codec)
+            factor = F32(1) / outer / scale
+        else:
+            if grid.rule == INVERSE_SIX:
+                target = amax * multiplier
+            else:
+                target = smaller(amax / F32(6) * encode * k, rule.largest_scale)
+            scale = _value(smaller(target, F32(_FMAX)), codec)
+            factor = smaller(F32(1) / (scale * (F32(1) / encode)), F32(_FMAX))
+        store(scale, scales, block)
+        store(factor, factors, block)
 
 
 @_inner
-def _line_errors(
-    values: np.ndarray, width: int, squares: int, capacity: float, element: Codec, amax: float, factors: np.ndarray,
-    scales: np.ndarray, scratch: np.ndarray, sums: np.ndarray,
+def _store_scales(scales: np.ndarray, codec: Codec, limits: np.ndarray, has_nan: bool, out: np.ndarray) -> None:
+    """Bytes of E4M3 scales, NaN for the marked blocks."""
+    for block in range(0, out.size, GROUP):
+        code = _code(values_at(scales, block), codec)
+        if has_nan:
+            code = where(integers_at(limits, block) == 0, codec.nan_code, code)
+        store(code, out, block)
+
+
+@_inner
+def _block_errors(
+    line: np.ndarray, start: int, grid: Grid, capacity: float, element: Codec, amax: float,
+    factors: np.ndarray, scales: np.ndarray, sums: np.ndarray,
 ) -> None:  # fmt: skip
-    """Sum of |d| or d * d over one row of every block, left to right; factors and scales are those of elements."""
-    for j in range(values.size):
-        difference = _value(values[j] * factors[j], element) * scales[j] * amax / capacity - values[j]
-        magnitude = _float(I32(_bits(difference) & I32(_MAGNITUDE)))
-        scratch[j] = difference * difference if squares else magnitude
+    """Sum of |d| or d * d over one row of every block, left to right."""
     for block in range(sums.size):
-        total = F32(0)
-        for j in range(block * width, min((block + 1) * width, values.size)):
-            total = total + scratch[j]
+        first, total = start + block * grid.columns, F32(0)
+        for at in range(first, min(first + grid.columns, line.size), GROUP):
+            values = values_at(line, at)
+            decoded = _value(values * factors[block], element) * scales[block]
+            difference = decoded * amax / capacity - values
+            magnitude = floats_of(bits_of(difference) & _MAGNITUDE)
+            total = added(total, difference * difference if grid.squared else magnitude)
         sums[block] = total
 
 
@@ -412,283 +323,192 @@ def _added_rows(sums: np.ndarray) -> None:
 
 
 @_inner
-def _has_nan(values: np.ndarray) -> bool:
-    amax = I32(0)
-    for j in range(values.size):
-        amax = max(amax, I32(_bits(values[j]) & I32(_MAGNITUDE)))
-    return amax > _INFINITY
-
-
-@_inner
-def _write_nan(values: np.ndarray, code: int, out: np.ndarray) -> None:
-    """The code of NaN where a value is NaN."""
-    for j in range(values.size):
-        out[j] = U8(code) if I32(_bits(values[j]) & I32(_MAGNITUDE)) > _INFINITY else out[j]
-
-
-@_inner
-def _store_line(unpacked: np.ndarray, length: int, packed: int, codes: np.ndarray, start: int) -> None:
-    """The first codes of a line into the row `codes` from column `start`, two in a byte where they are packed."""
+def _encode(
+    line: np.ndarray, at: int, factor: float, limit: int, element: Codec, codes: np.ndarray, packed: int
+) -> None:  # fmt: skip
+    """The codes of a group, that of NaN from the magnitude `limit` on; the padding of a last byte is zero."""
+    values = values_at(line, at)
+    code = _code(values * factor, element)
+    if limit < _MAGNITUDE:
+        is_nan = (bits_of(values) & _MAGNITUDE) >= limit
+        code = where(lane_numbers() < line.size - at, where(is_nan, element.nan_code, code), 0)
     if packed:
-        out, pairs = codes[start // 2 : (start + length + 1) // 2], unpacked.view(np.uint16)
-        if length % 2:
-            unpacked[length] = 0
-        for j in range(out.size):
-            out[j] = U8(pairs[j] | pairs[j] >> 4)
+        store_pairs(code, codes, at // 2)
     else:
-        out = codes[start : start + length]
-        for j in range(out.size):
-            out[j] = unpacked[j]
+        store(code, codes, at)
 
 
-def cast_rows(
-    x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, element: Codec, factors: np.ndarray,
-    codes: np.ndarray, packed: int,
-) -> None:  # fmt: skip
+def cast_rows(x: np.ndarray, element: Codec, factors: np.ndarray, codes: np.ndarray, packed: int) -> None:
     """Codes of rows with a given encode factor, one for each row or one for all; a NaN is a NaN code alone."""
-    line, spread, scratch = np.empty(SEGMENT, np.float32), np.empty(SEGMENT, np.float32), np.zeros(SEGMENT, np.uint8)
-    used = min(columns, SEGMENT)
     for row in range(codes.shape[0]):
-        if row == 0 or factors.size > 1:
-            spread[:used] = factors[row if factors.size > 1 else 0]
-        for start in range(0, columns, SEGMENT):
-            stop = min(start + SEGMENT, columns)
-            values = line[: stop - start]
-            _widen(x_32, x_16, source, row, start, stop, values)
-            for j in range(values.size):
-                scratch[j] = U8(_code(values[j] * spread[j], element))
-            if _has_nan(values):
-                _write_nan(values, element.nan_code, scratch)
-            _store_line(scratch, stop - start, packed, codes[row], start)
+        line, out, factor = x[row], codes[row], factors[row if factors.size > 1 else 0]
+        for at in range(0, line.size, GROUP):
+            _encode(line, at, factor, INFINITY + 1, element, out, packed)
 
 
 @_inner
-def _amaxes_without_nan(
-    x_32: np.ndarray, x_16: np.ndarray, source: int, rows: range, start: int, stop: int, width: int,
-    values: np.ndarray, amaxes: np.ndarray, lost: np.ndarray,
+def _encode_row(
+    line: np.ndarray, start: int, stop: int, width: int, factors: np.ndarray, limits: np.ndarray, has_nan: bool,
+    element: Codec, codes: np.ndarray, packed: int,
 ) -> None:  # fmt: skip
-    """Mark the blocks that hold a NaN, and take their amaxes again without it."""
-    for block in range(amaxes.size):
-        lost[block] = amaxes[block] > _INFINITY
-        if lost[block]:
-            amaxes[block] = 0
-    for row in rows:
-        _widen(x_32, x_16, source, row, start, stop, values)
-        for block in range(amaxes.size):
-            if lost[block]:
-                part = values[block * width : min((block + 1) * width, values.size)]
-                amaxes[block] = max(amaxes[block], _amax_without_nan(part))
+    """The codes of a part of a row, whose blocks have factors and, with `has_nan`, limits of their own."""
+    for first in range(start, min(start + width, stop), GROUP):
+        for block in range((stop - first + width - 1) // width):
+            limit = limits[block] if has_nan else _MAGNITUDE
+            _encode(line, first + block * width, factors[block], limit, element, codes, packed)
 
 
 @_inner
-def _write_lost(values: np.ndarray, width: int, single: bool, code: int, lost: np.ndarray, out: np.ndarray) -> None:
-    """NaN codes in the marked blocks: of every element, or with `single` of those that are NaN."""
-    for block in range(lost.size):
-        if lost[block]:
-            first, last = block * width, min((block + 1) * width, values.size)
-            if single:
-                _write_nan(values[first:last], code, out[first:last])
-            else:
-                out[first:last] = U8(code)
+def _amaxes(
+    x: np.ndarray, rows: range, start: int, stop: int, grid: Grid, maxima: np.ndarray, amaxes: np.ndarray,
+    limits: np.ndarray,
+) -> bool:  # fmt: skip
+    """Bits of the amax of every block, without NaN where the rule goes on without it, and the limits of blocks.
+
+    E8M0 gives up the whole block that has a NaN or an infinity, two levels that with a NaN, and a ratio the NaN alone.
+    """
+    least = INFINITY if grid.rule == E8M0 else INFINITY + 1
+    _collect(x, rows, start, stop, grid.columns, False, maxima)
+    _reduce(maxima, amaxes)
+    has_nan = _mark(amaxes, least, INFINITY + 1 if grid.rule == RATIO else 0, limits)
+    if has_nan and grid.rule != E8M0:
+        _collect(x, rows, start, stop, grid.columns, True, maxima)
+        _reduce(maxima, amaxes)
+    return has_nan
 
 
 @_inner
-def _store_scales(scales: np.ndarray, codec: Codec, has_lost: bool, lost: np.ndarray, out: np.ndarray) -> None:
-    """Bytes of E4M3 scales, NaN for the marked blocks."""
-    for block in range(scales.size):
-        out[block] = U8(_code(scales[block], codec))
-    if has_lost:
-        for block in range(scales.size):
-            out[block] = U8(codec.nan_code) if lost[block] else out[block]
+def _take_four(
+    x: np.ndarray, rows: range, start: int, stop: int, grid: Grid, capacity: float, element: Codec, amax: float,
+    factors: np.ndarray, scales: np.ndarray, sums: np.ndarray,
+) -> None:  # fmt: skip
+    """Take the second factor and scale of a block, which put its amax at four, where the error is smaller with them."""
+    for k in range(2):
+        for row in rows:
+            _block_errors(
+                x[row, :stop], start, grid, capacity, element, amax, factors[k], scales[k], sums[k, row - rows.start],
+            )  # fmt: skip
+        _added_rows(sums[k])
+    for block in range(sums.shape[2]):
+        if sums[1, 0, block] < sums[0, 0, block]:
+            scales[0, block], factors[0, block] = scales[1, block], factors[1, block]
 
 
 def cast_blocks(
-    x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, grid: Grid, rule: Constants, element: Codec,
-    scale_codec: Codec, levels: np.ndarray, target: Target,
-) -> None:  # fmt: skip
+    x: np.ndarray, grid: Grid, rule: Constants, element: Codec, scale_codec: Codec, levels: np.ndarray, target: Target
+) -> None:
     """Codes and stored scales of the blocks of R rows.
 
     `levels`: (A, S, tensor scale) of the tensor, or of every row.
     """
-    width, codes = grid.columns, target.codes
+    width, columns, codes = grid.columns, x.shape[1], target.codes
     segment = max((SEGMENT if grid.rows == 1 else TILE_SEGMENT) // width, 1) * width
-    most = segment // width
-    line, spread, spread_scales = (
-        np.empty(segment, np.float32), np.empty(segment, np.float32), np.empty(segment, np.float32),
-    )  # fmt: skip
-    maxima, unpacked = np.empty(segment, np.float32), np.empty(segment, np.uint8)
-    amaxes_of, lost_of = np.empty(most, np.int32), np.empty(most, np.bool_)
-    groups = np.empty(segment // GROUP, np.int32)
-    factors_of, scales_of = np.empty((2, most), np.float32), np.empty((2, most), np.float32)
+    most = -(-(segment // width) // GROUP) * GROUP
+    maxima, every_amax, limits = np.zeros(most * GROUP, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
+    factors, scales = np.empty((2, most), np.float32), np.empty((2, most), np.float32)
     tree = 1
     while tree < grid.rows and grid.rule == FOUR_OVER_SIX:
         tree *= 2
-    sums_of = np.empty((2, tree, most), np.float32)
+    sums = np.zeros((2, tree, most), np.float32)
     for band in range(target.scale_bytes.shape[0] + target.scale_floats.shape[0]):
         rows = range(band * grid.rows, min((band + 1) * grid.rows, codes.shape[0]))
-        amax, encode, outer = levels[rows.start if levels.shape[0] > 1 else 0]
+        level = levels[rows.start if levels.shape[0] > 1 else 0]
         for start in range(0, columns, segment):
-            stop = min(start + segment, columns)
-            padded = -(-(stop - start) // GROUP) * GROUP
-            blocks, at = -(-padded // width), start // width
-            values, amaxes, lost = line[:padded], amaxes_of[:blocks], lost_of[:blocks]
-            factors, scales = factors_of[0, :blocks], scales_of[0, :blocks]
-            _widen(x_32, x_16, source, rows.start, start, stop, values)
-            if grid.rows == 1:
-                has_lost = _block_amaxes(values, width, groups, amaxes)
-            else:
-                maxima[:padded] = F32(0)
-                for row in rows:
-                    _widen(x_32, x_16, source, row, start, stop, values)
-                    _raise(values, maxima)
-                has_lost = _block_amaxes(maxima[:padded], width, groups, amaxes)
-            if has_lost and grid.rule != E8M0:
-                _amaxes_without_nan(x_32, x_16, source, rows, start, stop, width, values, amaxes, lost)
+            stop, first = min(start + segment, columns), start // width
+            blocks = -(-(stop - start) // width)
+            amaxes = every_amax[: -(-blocks // GROUP) * GROUP]
+            has_nan = _amaxes(x, rows, start, stop, grid, maxima, amaxes, limits)
             if grid.rule == E8M0:
-                has_lost = _power_scales(amaxes, grid, factors, lost, target.scale_bytes[band, at : at + blocks])
+                _power_scales(amaxes, grid, factors[0], target.scale_bytes[band, first : first + blocks])
             elif grid.rule == RATIO:
-                _ratio_scales(amaxes, grid, rule, factors, target.scale_floats[band, at : at + blocks])
+                _ratio_scales(amaxes, grid, rule, factors[0], target.scale_floats[band, first : first + blocks])
             else:
-                _two_level_scales(amaxes, grid, rule, scale_codec, encode, outer, F32(1), scales, factors)
+                _two_level_scales(amaxes, grid, rule, scale_codec, level, F32(1), scales[0], factors[0])
                 if grid.rule == FOUR_OVER_SIX:
-                    to_four, of_four = scales_of[1, :blocks], factors_of[1, :blocks]
-                    _two_level_scales(amaxes, grid, rule, scale_codec, encode, outer, F32(1.5), to_four, of_four)
-                    sums_of[:] = 0
-                    for k in range(2):
-                        _spread(factors_of[k, :blocks], width, spread[:padded])
-                        _spread(scales_of[k, :blocks], width, spread_scales[:padded])
-                        for row in rows:
-                            _widen(x_32, x_16, source, row, start, stop, values)
-                            _line_errors(
-                                values, width, grid.squared, rule.capacity, element, amax, spread, spread_scales,
-                                maxima, sums_of[k, row - rows.start, :blocks],
-                            )  # fmt: skip
-                        _added_rows(sums_of[k, :, :blocks])
-                    for block in range(blocks):
-                        if sums_of[1, 0, block] < sums_of[0, 0, block]:
-                            scales[block], factors[block] = to_four[block], of_four[block]
-                _store_scales(scales, scale_codec, has_lost, lost, target.scale_bytes[band, at : at + blocks])
-            _spread(factors, width, spread[:padded])
+                    _two_level_scales(amaxes, grid, rule, scale_codec, level, F32(1.5), scales[1], factors[1])
+                    sums[:] = 0
+                    _take_four(
+                        x, rows, start, stop, grid, rule.capacity, element, level[0], factors, scales,
+                        sums[:, :, :blocks],
+                    )  # fmt: skip
+                _store_scales(scales[0], scale_codec, limits, has_nan, target.scale_bytes[band, first : first + blocks])
             for row in rows:
-                if grid.rows > 1:
-                    _widen(x_32, x_16, source, row, start, stop, values)
-                for j in range(padded):
-                    unpacked[j] = U8(_code(values[j] * spread[j], element))
-                if has_lost:
-                    _write_lost(values[: stop - start], width, grid.rule == RATIO, element.nan_code, lost, unpacked)
-                _store_line(unpacked, stop - start, target.packed, codes[row], start)
+                _encode_row(
+                    x[row], start, stop, width, factors[0], limits, has_nan, element, codes[row], target.packed
+                )  # fmt: skip
 
 
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
 @_inner
-def _unpack(line: np.ndarray, start: int, stop: int, bits: int, out: np.ndarray) -> None:
-    """Codes [start, stop) of a stored row, one in each byte; `start` is the first code of a byte, and of three."""
+def _codes(line: np.ndarray, at: int, bits: int) -> Any:
+    """GROUP codes of a stored row, of which two are in a byte, or four in three bytes, or each is a byte."""
     if bits == 4:
-        part = line[start // 2 : (stop + 1) // 2]
-        pairs = out[: 2 * part.size].view(np.uint16)
-        for j in range(part.size):
-            pairs[j] = np.uint16((I32(part[j]) & 15) | (I32(part[j]) >> 4 << 8))
-    elif bits == 6:
-        part = line[start // 4 * 3 : (stop + 3) // 4 * 3]
-        for j in range(part.size // 3):
-            word = I32(part[3 * j]) | I32(part[3 * j + 1]) << 8 | I32(part[3 * j + 2]) << 16
-            for k in range(4):
-                out[4 * j + k] = U8(word >> 6 * k & 63)
-    else:
-        part = line[start:stop]
-        for j in range(part.size):
-            out[j] = part[j]
+        return nibbles_at(line, at // 2)
+    if bits == 6:
+        return sixes_at(line, at // 4 * 3)
+    return integers_at(line, at)
 
 
 @_inner
-def _decoded(code: int, codec: Codec) -> float:
-    """The value of a code; a subnormal one is the number with its mantissa and the least exponent, less that power."""
-    magnitude = I32(code & I32(codec.sign - 1))
-    bits = I32(_raised(magnitude, codec.shift) + codec.min_normal)
-    normal = I32(bits - I32(1 << 23))
-    bits = _bits(_float(bits) - _float(codec.min_normal)) if bits < I32(codec.min_normal + I32(1 << 23)) else normal
-    special = I32(_INFINITY) if normal == codec.infinity else I32(_QUIET_NAN)
-    bits = special if normal > codec.finite else bits
-    return _float(I32(bits | _raised(I32(code & codec.sign), codec.sign_shift)))
+def _half(values: Any) -> Any:
+    """Bits of bfloat16: nearest, ties to even; a NaN keeps its sign alone."""
+    bits = bits_of(values)
+    upper = bits >> 16
+    nearest = (bits + 0x7FFF + (upper & 1)) >> 16
+    return where((bits & _MAGNITUDE) > INFINITY, upper & 0x8000 | _QUIET_NAN_16, nearest)
 
 
-@_inner
-def _store_bfloat16(values: np.ndarray, out: np.ndarray) -> None:
-    """Round float32 to nearest, ties to even; a NaN keeps its sign alone."""
-    for j in range(out.size):
-        bits = _bits(values[j])
-        upper = _shifted(bits, I32(16))
-        nearest = _shifted(I32(I32(bits + I32(0x7FFF)) + I32(upper & I32(1))), I32(16))
-        is_nan = I32(bits & I32(_MAGNITUDE)) > _INFINITY
-        out[j] = np.uint16(I32(I32(upper & I32(0x8000)) | I32(_QUIET_NAN_16)) if is_nan else nearest)
+# numba compares the parameters of the two functions with those of the lambdas, so that they have no annotations.
+def _put(values, line, at):
+    """Store float32, or bfloat16 into a line of words."""
+
+
+@overload(_put, jit_options={"forceinline": True})
+def _put_of(values, line, at):
+    if line.dtype == types.float32:
+        return lambda values, line, at: store(values, line, at)
+    return lambda values, line, at: store(_half(values), line, at)
 
 
 def decode(
-    codes: np.ndarray, bits: int, columns: int, element: Codec, scales: np.ndarray, tile: Tile, outers: np.ndarray,
-    out_32: np.ndarray, out_16: np.ndarray,
-) -> None:  # fmt: skip
-    """``dec(code) * scale * outer`` of every element, or ``/ outer``, each product rounded: float32 in `out_32`, or
-    rounded once more to bfloat16 in `out_16`. There is one `outer` for all rows, or one for each.
+    codes: np.ndarray, bits: int, element: Codec, scales: np.ndarray, tile: Tile, outers: np.ndarray, out: np.ndarray
+) -> None:
+    """``dec(code) * scale * outer`` of every element, or ``/ outer``, each product rounded, and stored in `out`:
+    float32, or bfloat16 as words. There is one `outer` for all rows, or one for each.
     """
-    single, width = scales.shape[1] == 1, tile.columns
-    segment = SEGMENT if single else columns if width % GROUP else max(SEGMENT // width, 1) * width
-    most = -(-min(segment, columns) // GROUP) * GROUP
-    factors, line, unpacked = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most + 4, np.uint8)
-    for row in range(codes.shape[0]):
-        grid, outer = scales[row // tile.rows], outers[row if outers.size > 1 else 0]
-        for start in range(0, columns, segment):
-            stop = min(start + segment, columns)
-            if segment < columns or row % tile.rows == 0:
-                if single:
-                    factors[:] = grid[0]
-                elif width % GROUP == 0:
-                    _spread(grid[start // width :], width, factors[: -(-(stop - start) // GROUP) * GROUP])
-                else:
-                    for block in range(grid.size):
-                        factors[block * width : min((block + 1) * width, columns)] = grid[block]
-            _unpack(codes[row], start, stop, bits, unpacked)
-            values = out_32[row, start:stop] if out_32.shape[0] else line[: stop - start]
-            for j in range(values.size):
-                values[j] = _decoded(I32(unpacked[j]), element) * factors[j]
-            if tile.divides:
-                for j in range(values.size):
-                    values[j] = values[j] / outer
-            elif outer != F32(1):
-                for j in range(values.size):
-                    values[j] = values[j] * outer
-            if out_16.shape[0]:
-                _store_bfloat16(values, out_16[row, start:stop])
+    columns = out.shape[1]
+    for row in range(out.shape[0]):
+        line, target, factors = codes[row], out[row], scales[row // tile.rows]
+        outer = outers[row if outers.size > 1 else 0]
+        for block in range(factors.size):
+            for at in range(block * tile.columns, min((block + 1) * tile.columns, columns), GROUP):
+                values = _decoded(_codes(line, at, bits), element) * factors[block]
+                if tile.divides:
+                    values = values / outer
+                elif outer != F32(1):
+                    values = values * outer
+                _put(values, target, at)
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
-@numba.njit(error_model="numpy", fastmath={"reassoc"})  # sums in any order, by vectors
-def _energies_of(x: np.ndarray, y: np.ndarray) -> tuple:
-    signal, noise = F32(0), F32(0)
-    for j in range(x.size):
-        is_finite = I32(_bits(x[j]) & I32(_MAGNITUDE)) < _INFINITY
-        value, error = x[j] if is_finite else F32(0), y[j] - x[j] if is_finite else F32(0)
-        signal += value * value
-        noise += error * error
-    return signal, noise
-
-
-def energies(
-    x_32: np.ndarray, x_16: np.ndarray, source: int, columns: int, y: np.ndarray, sums: np.ndarray
-) -> None:  # fmt: skip
+def energies(x: np.ndarray, y: np.ndarray, sums: np.ndarray) -> None:
     """Sums of x * x and (y - x) * (y - x) over the finite x of every row; float32 in a segment, then float64."""
-    line = np.empty(SEGMENT, np.float32)
     for row in range(y.shape[0]):
-        for start in range(0, columns, SEGMENT):
-            stop = min(start + SEGMENT, columns)
-            values = line[: stop - start]
-            _widen(x_32, x_16, source, row, start, stop, values)
-            signal, noise = _energies_of(values, y[row, start:stop])
-            sums[row, 0] += signal
-            sums[row, 1] += noise
+        line, other = x[row], y[row]
+        for start in range(0, line.size, SEGMENT):
+            signal = noise = floats_of(lane_numbers() & 0)
+            for at in range(start, min(start + SEGMENT, line.size), GROUP):
+                values = values_at(line, at)
+                is_finite = (bits_of(values) & _MAGNITUDE) < INFINITY
+                value = where(is_finite, values, F32(0))
+                error = where(is_finite, values_at(other, at) - values, F32(0))
+                signal, noise = signal + value * value, noise + error * error
+            sums[row, 0] += added(F32(0), signal)
+            sums[row, 1] += added(F32(0), noise)
 
 
 # ---- compilation -------------------------------------------------------------------------------------------------
@@ -698,34 +518,34 @@ def _array(dtype: Any, dimensions: int, **properties: Any) -> Any:
     return types.Array(dtype, dimensions, "C", **properties)
 
 
-# Memory of a mapped file is read-only, and starts where the file says; arrays without these two traits fit as well.
-_SOURCE = [
-    *(_array(dtype, 2, readonly=True, aligned=False) for dtype in (types.float32, types.uint16)), types.int64,
-    types.int64,
-]  # fmt: skip
-_BYTES = _array(types.uint8, 2)
-_FLOATS = _array(types.float32, 2)
+_BYTES, _FLOATS = _array(types.uint8, 2), _array(types.float32, 2)
 _CODEC = types.NamedUniTuple(types.int32, len(Codec._fields), Codec)
 _GRID = types.NamedUniTuple(types.int64, len(Grid._fields), Grid)
 _CONSTANTS = types.NamedUniTuple(types.float32, len(Constants._fields), Constants)
 _TARGET = types.NamedTuple([_BYTES, types.int64, _BYTES, _FLOATS], Target)
+_TILE = types.NamedUniTuple(types.int64, len(Tile._fields), Tile)
+# Memory of a mapped file is read-only, and starts where the file says; arrays without these two traits fit as well.
+_MAPPED = {"readonly": True, "aligned": False}
 _SIGNATURES = {
-    row_amax: [*_SOURCE, _array(types.int32, 1)],
-    cast_rows: [*_SOURCE, _CODEC, _array(types.float32, 1), _BYTES, types.int64],
-    cast_blocks: [*_SOURCE, _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _TARGET],
-    decode: [
-        _array(types.uint8, 2, readonly=True, aligned=False), types.int64, types.int64, _CODEC, _FLOATS,
-        types.NamedUniTuple(types.int64, len(Tile._fields), Tile), _array(types.float32, 1), _FLOATS,
-        _array(types.uint16, 2),
+    row_amax: lambda words: [_array(words, 2, **_MAPPED), _array(types.int32, 1)],
+    cast_rows: lambda words: [
+        _array(words, 2, **_MAPPED), _CODEC, _array(types.float32, 1), _BYTES, types.int64,
     ],
-    energies: [*_SOURCE, _FLOATS, _array(types.float64, 2)],
+    cast_blocks: lambda words: [
+        _array(words, 2, **_MAPPED), _GRID, _CONSTANTS, _CODEC, _CODEC, _FLOATS, _TARGET,
+    ],
+    decode: lambda words: [
+        _array(types.uint8, 2, **_MAPPED), types.int64, _CODEC, _FLOATS, _TILE, _array(types.float32, 1),
+        _array(words, 2),
+    ],
+    energies: lambda words: [_array(words, 2, **_MAPPED), _FLOATS, _array(types.float64, 2)],
 }  # fmt: skip
 
 
 @functools.cache
-def compiled(kernel: Callable) -> Callable:
-    """The machine code of a kernel, from numba's cache where there is one that can be written."""
-    signature = types.void(*_SIGNATURES[kernel])
+def compiled(kernel: Callable, dtype: np.dtype) -> Callable:
+    """The machine code of a kernel for values of a dtype, from numba's cache where there is one that can be written."""
+    signature = types.void(*_SIGNATURES[kernel](numba.from_dtype(dtype)))
     settings = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(signature, cache=True, **settings)(kernel)
