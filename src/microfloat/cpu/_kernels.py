@@ -33,8 +33,10 @@ from microfloat.cpu._lanes import (
     smaller,
     store,
     store_pairs,
+    stored_magnitudes_at,
     values_at,
     where,
+    widened,
 )  # fmt: skip
 
 # Columns at a time: those of one row stay in the first-level cache. The rows of a tile are read twice in long runs,
@@ -165,18 +167,26 @@ def _magnitudes(line: np.ndarray, at: int, skip_nan: bool) -> Any:
     return where(found > INFINITY, 0, found) if skip_nan else found
 
 
+@_inner
+def _maxima(line: np.ndarray, start: int, stop: int, skip_nan: bool) -> Any:
+    """Bits of the largest magnitudes of a part of a line, lane by lane; with NaN they are compared as stored."""
+    if skip_nan:
+        most = _magnitudes(line, start, True)
+        for at in range(start + GROUP, stop, GROUP):
+            most = larger(most, _magnitudes(line, at, True))
+        return most
+    stored = stored_magnitudes_at(line, start)
+    for at in range(start + GROUP, stop, GROUP):
+        stored = larger(stored, stored_magnitudes_at(line, at))
+    return widened(stored, line)
+
+
 def row_amax(x: np.ndarray, out: np.ndarray) -> None:
     """Bits of the amax of every row, NaN ignored."""
     for row in range(out.size):
         line = x[row]
-        most = _magnitudes(line, 0, False)
-        for at in range(GROUP, line.size, GROUP):
-            most = larger(most, _magnitudes(line, at, False))
-        if largest(most) > INFINITY:
-            most = _magnitudes(line, 0, True)
-            for at in range(GROUP, line.size, GROUP):
-                most = larger(most, _magnitudes(line, at, True))
-        out[row] = largest(most)
+        amax = largest(_maxima(line, 0, line.size, False))
+        out[row] = amax if amax <= INFINITY else largest(_maxima(line, 0, line.size, True))
 
 
 @_inner
@@ -187,10 +197,7 @@ def _collect(x: np.ndarray, rows: range, start: int, stop: int, width: int, skip
         if width > NARROW:
             for block in range((stop - start + width - 1) // width):
                 first = start + block * width
-                most = _magnitudes(line, first, skip_nan)
-                for at in range(first + GROUP, min(first + width, stop), GROUP):
-                    most = larger(most, _magnitudes(line, at, skip_nan))
-                _raise(maxima, block, most, is_first)
+                _raise(maxima, block, _maxima(line, first, min(first + width, stop), skip_nan), is_first)
         else:
             for first in range(start, min(start + width, stop), GROUP):
                 for block in range((stop - first + width - 1) // width):

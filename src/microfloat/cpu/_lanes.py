@@ -32,7 +32,7 @@ class Lanes(types.Type):
 
 
 INTS, FLOATS = Lanes(types.int32, ir.IntType(32)), Lanes(types.float32, ir.FloatType())
-MASK = Lanes(types.boolean, ir.IntType(1))
+WORDS, MASK = Lanes(types.int16, ir.IntType(16)), Lanes(types.boolean, ir.IntType(1))
 
 
 @register_model(Lanes)
@@ -112,7 +112,7 @@ def _chosen(sign: str) -> Any:
     compared = _comparison(sign)
     return _lane_by_lane({
         kind: lambda builder, a, b, name=name: builder.select(compared[name](builder, b, a), b, a)
-        for kind, name in ((INTS, "ints"), (FLOATS, "floats"))
+        for kind, name in ((INTS, "ints"), (WORDS, "ints"), (FLOATS, "floats"))
     })  # fmt: skip
 
 
@@ -294,10 +294,34 @@ def _same(_builder: Any, raw: Any) -> Any:
     return raw
 
 
-values_at = _reader(FLOATS, {types.float32: _same, types.uint16: _bfloat16, types.int16: _float16})
+_WIDENED = {types.float32: _same, types.uint16: _bfloat16, types.int16: _float16}
+values_at = _reader(FLOATS, _WIDENED)
 integers_at = _reader(INTS, {types.int32: _same, types.uint8: _wide})
 nibbles_at, sixes_at = _reader(INTS, {types.uint8: _nibbles}, 8), _reader(INTS, {types.uint8: _sixes}, 12)
 store, store_pairs = _writer(_fitting), _writer(_in_pairs)
+
+
+@intrinsic
+def stored_magnitudes_at(_typing: Any, line: Any, _at: Any) -> Any:
+    """Values without their signs as they are stored: words, or the bits of float32. Their order is that of integers."""
+    kind = INTS if line.dtype == types.float32 else WORDS
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        raw = builder.bitcast(_read(context, builder, sig.args[0], *args), kind.vector)
+        bits = kind.number.bitwidth
+        return builder.and_(raw, _numbers([(1 << bits - 1) - 1] * GROUP, bits))
+
+    return kind(line, types.int64), generate
+
+
+@intrinsic
+def widened(_typing: Any, stored: Any, line: Any) -> Any:
+    """The bits as float32 of values as they are stored in a line."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(_WIDENED[line.dtype](builder, args[0]), INTS.vector)
+
+    return INTS(stored, line), generate
 
 
 @intrinsic
