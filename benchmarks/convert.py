@@ -47,7 +47,8 @@ LAYER = {
 }  # fmt: skip
 # Functions of a profile by what their own time is; the rest is Python.
 KINDS = {
-    "kernels": ("acquire", "sleep"), "disk": ("pwrite", "fsync", "posix_fallocate", "ftruncate", "read", "replace"),
+    "kernels": ("cast_blocks", "cast_rows", "row_amax", "decode", "energies", "acquire", "sleep"),
+    "disk": ("pwrite", "fsync", "posix_fallocate", "ftruncate", "read", "replace"),
     "amaxes": ("amax_of", "reduce"),
 }  # fmt: skip
 

@@ -8,7 +8,8 @@ bytes is recorded (torchao 0.18 computes some scales with float log2). Rows of `
 and its compiled path; their bytes are compared with those of the NumPy oracle first. Rows c.* are those of
 docs/performance.md with a target. Data are normal-distributed, never constants; allocating the result is part of every
 call on both sides. Every timed call comes after a pause, on both sides: the OpenMP threads of torch's kernels, eager or
-compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next.
+compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next. In
+rows of `microfloat.cpu` both sides run untimed for some milliseconds more, until their threads have a core each.
 `--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with other work.
 """
 
@@ -40,6 +41,7 @@ from microfloat.torch.backends.base import Operand
 
 SEED = (0x01234567, 0x89ABCDEF)
 PAUSE_S = 0.02  # before every timed call; libgomp's threads spin for about 5 ms (GOMP_SPINCOUNT)
+SETTLE_S = 0.01  # of calls that are not timed, after the pause: threads woken together can share a core for some ms
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Case:
     peer: Callable[[], object] | None = None
     equal_bytes: float | None = None
     target: float | None = None
+    settles: bool = False
     times: list[float] = field(default_factory=list)
     peer_times: list[float] = field(default_factory=list)
 
@@ -213,6 +216,8 @@ def cpu_cases(x: torch.Tensor, quantizers: dict) -> list[Case]:
         q = cpu.quantize(array, fmt)
         values = lambda q=q: cpu.dequantize(q, ml_dtypes.bfloat16, threads=torch.get_num_threads())  # noqa: E731
         found.append(Case("", "microfloat.cpu dequantize", fmt, values))
+    for case in found:
+        case.settles = True
     return found
 
 
@@ -235,8 +240,12 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 clock = CLOCKS["wall"]
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object], settles: bool) -> float:
+    """Seconds of a call, after a pause and, where it settles, untimed calls."""
     time.sleep(PAUSE_S)
+    begin = time.perf_counter()
+    while settles and time.perf_counter() - begin < SETTLE_S:
+        run()
     start = clock()
     run()
     return clock() - start
@@ -248,9 +257,9 @@ def measure(case: Case, elements: int, repetitions: int) -> Row:
     if case.peer is not None:
         case.peer()
     for _ in range(repetitions):
-        case.times.append(timed(case.run))
+        case.times.append(timed(case.run, case.settles))
         if case.peer is not None:
-            case.peer_times.append(timed(case.peer))
+            case.peer_times.append(timed(case.peer, case.settles))
     times = sorted(case.times)
     median = statistics.median(times)
     row = Row(
@@ -322,6 +331,7 @@ def main(given: list[str] | None = None) -> int:
             "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
             "torchao": why_not or "eager and compiled, same process, interleaved",
             "pause_s": PAUSE_S, "pause": "before every timed call of both sides, for OpenMP's threads to stop spinning",
+            "settle_s": SETTLE_S, "settle": "untimed calls of the same side after the pause, rows of microfloat.cpu",
             "rows": [asdict(row) for row in rows], "imports": [asdict(entry) for entry in imports],
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,8 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     text = f"{shape} {data['dtype']}, {data['machine']['threads']} threads; both libraries in one process, in turn."
     if "pause_s" in data:
         text += (
-            f" A pause of {data['pause_s'] * 1e3:.0f} ms before every call, in which OpenMP's threads stop spinning."
+            f" Before every timed call, on both sides, is a pause of {data['pause_s'] * 1e3:.0f} ms, in which OpenMP's "
+            f"threads stop spinning; in rows of microfloat.cpu {data['settle_s'] * 1e3:.0f} ms of untimed calls follow."
         )
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 

@@ -356,12 +356,16 @@ def _spread(work: Callable[[slice], None], bands: Iterable[slice], workers: int)
                 return
             work(band)
 
-    helpers = min(workers, len(left)) - 1
-    if helpers < 1:
+    helpers = [_pool(os.getpid()).submit(drain) for _ in range(min(workers, len(left)) - 1)]
+    try:
         drain()
-        return
-    with ThreadPoolExecutor(helpers) as pool:
-        started = [pool.submit(drain) for _ in range(helpers)]
-        drain()
-    for helper in started:
-        helper.result()
+    finally:
+        for helper in helpers:  # one that has not begun, as other calls keep the threads busy, has nothing left to do
+            if not helper.cancel():
+                helper.result()
+
+
+@functools.cache
+def _pool(_process: int) -> ThreadPoolExecutor:
+    """Threads that stay, as starting one for every call is a twentieth of a cast; a forked process has its own."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, "microfloat.cpu")

@@ -112,8 +112,12 @@ class Constants(NamedTuple):
     capacity: np.float32
 
 
+# Without numba's runtime: counting references to the lines takes longer than the arithmetic. The kernels keep them.
+_INNER = {"forceinline": True, "_nrt": False}
+
+
 def _inner(function: Callable) -> Callable:
-    return numba.njit(error_model="numpy", forceinline=True)(function)
+    return numba.njit(error_model="numpy", **_INNER)(function)
 
 
 # ---- elements ----------------------------------------------------------------------------------------------------
@@ -345,12 +349,20 @@ def _encode(
         store(code, codes, at)
 
 
+@_inner
+def _encode_run(
+    line: np.ndarray, start: int, stop: int, factor: float, limit: int, element: Codec, codes: np.ndarray, packed: int
+) -> None:  # fmt: skip
+    """The codes of a part of a row that has one factor and one limit."""
+    for at in range(start, stop, GROUP):
+        _encode(line, at, factor, limit, element, codes, packed)
+
+
 def cast_rows(x: np.ndarray, element: Codec, factors: np.ndarray, codes: np.ndarray, packed: int) -> None:
     """Codes of rows with a given encode factor, one for each row or one for all; a NaN is a NaN code alone."""
     for row in range(codes.shape[0]):
-        line, out, factor = x[row], codes[row], factors[row if factors.size > 1 else 0]
-        for at in range(0, line.size, GROUP):
-            _encode(line, at, factor, INFINITY + 1, element, out, packed)
+        factor = factors[row if factors.size > 1 else 0]
+        _encode_run(x[row], 0, x.shape[1], factor, INFINITY + 1, element, codes[row], packed)
 
 
 @_inner
@@ -359,10 +371,15 @@ def _encode_row(
     element: Codec, codes: np.ndarray, packed: int,
 ) -> None:  # fmt: skip
     """The codes of a part of a row, whose blocks have factors and, with `has_nan`, limits of their own."""
-    for first in range(start, min(start + width, stop), GROUP):
-        for block in range((stop - first + width - 1) // width):
-            limit = limits[block] if has_nan else _MAGNITUDE
-            _encode(line, first + block * width, factors[block], limit, element, codes, packed)
+    if width > NARROW:
+        for block in range((stop - start + width - 1) // width):
+            first, limit = start + block * width, limits[block] if has_nan else _MAGNITUDE
+            _encode_run(line, first, min(first + width, stop), factors[block], limit, element, codes, packed)
+    else:
+        for first in range(start, min(start + width, stop), GROUP):
+            for block in range((stop - first + width - 1) // width):
+                limit = limits[block] if has_nan else _MAGNITUDE
+                _encode(line, first + block * width, factors[block], limit, element, codes, packed)
 
 
 @_inner
@@ -472,7 +489,7 @@ def _put(values, line, at):
     """Store float32, or bfloat16 into a line of words."""
 
 
-@overload(_put, jit_options={"forceinline": True})
+@overload(_put, jit_options=_INNER)
 def _put_of(values, line, at):
     if line.dtype == types.float32:
         return lambda values, line, at: store(values, line, at)
