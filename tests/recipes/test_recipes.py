@@ -312,6 +312,7 @@ wgrad  x.T [K,M]   nvfp4     1x16   two_level   nearest     16, 0xd7e8  current 
 
 def test_the_table_shows_scaling_and_high_precision():
     assert "delayed(max of 1024, margin 0)" in str(DelayedScaling())
+    assert repr(DelayedScaling(margin=3.0)) == repr(DelayedScaling(margin=3))  # TransformerEngine writes both
     assert "delayed(callable of 7, margin 1)" in str(DelayedScaling(1, amax_history_len=7, amax_compute_algo=_Least()))
     assert "current(>= 1e-06)" in str(Float8CurrentScaling(amax_epsilon=1e-6))
     last = str(Float8RowScaling(wgrad="high_precision")).splitlines()[-1].split()

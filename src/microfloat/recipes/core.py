@@ -78,6 +78,8 @@ class Delayed:
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.margin, float) and self.margin.is_integer():  # as TransformerEngine also writes it
+            object.__setattr__(self, "margin", int(self.margin))
         check_int("margin", self.margin, -64, 64)
         check_int("amax_history_len", self.amax_history_len, 1, _LONGEST_HISTORY)
         if not callable(self.amax_compute_algo):

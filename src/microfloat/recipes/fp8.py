@@ -62,6 +62,7 @@ class DelayedScaling(NamedRecipe):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_format", as_format(self.fp8_format, (Format.E4M3, Format.HYBRID)))
+        object.__setattr__(self, "margin", Delayed(self.margin).margin)
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
