@@ -1,6 +1,7 @@
 """microfloat.cpu gives the bytes of the oracle: for every cast that it compiles, and for those that it hands on."""
 
 import dataclasses
+import os
 
 import ml_dtypes
 import numpy as np
@@ -122,6 +123,23 @@ def test_bytes_do_not_depend_on_threads(monkeypatch, cast):
     for threads in (1, 3):
         assert_same(cpu.quantize(x, cast, threads=threads), wanted)
         assert cpu.dequantize(wanted, threads=threads).tobytes() == reference.dequantize(wanted).tobytes()
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_in_a_band_reaches_the_caller(failing):
+    def work(band):
+        if band.start == failing:
+            raise OSError(f"band {failing}")
+
+    with pytest.raises(OSError, match=f"band {failing}"):
+        _casts._spread(work, [slice(start, start + 1) for start in range(4)], 2)
+
+
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+    ours = _casts._pool(os.getpid())
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert _casts._pool(os.getpid()) is not ours
+    assert_same(cpu.quantize(NORMAL, "mxfp8", threads=2), reference.quantize(NORMAL, "mxfp8"))
 
 
 @pytest.mark.parametrize(
