@@ -282,8 +282,8 @@ def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int
 def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> None:
     """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
     rows, columns = out.shape
-    fmt, element, kernels = matrix.format, matrix.format.element, _kernels()
-    not_compiled = isinstance(kernels, str) or (fmt.block[1] or 16) % 16 > 0
+    fmt, element = matrix.format, matrix.format.element
+    kernels = "blocks of such widths have no kernel" if (fmt.block[1] or 0) % 16 else _kernels()
     bits = 8 if element.bits == 6 and matrix.codes.shape[1] == columns else element.bits
     tile = (fmt.block[0] or rows or 1, fmt.block[1] or columns or 1)
     outer = np.ones((1, 1), _F32) if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
@@ -295,7 +295,7 @@ def decode_into(matrix: Matrix, out: np.ndarray, threads: int | None = None) -> 
             scales = scales * (matrix.inner[band] if matrix.inner.size > 1 else matrix.inner)
         codes, target, level = matrix.codes[band], out[band], outer[band] if len(outer) > 1 else outer
         with np.errstate(all="ignore"):
-            if not_compiled:
+            if isinstance(kernels, str):
                 values = decode(_unpacked(codes, bits, columns), element)
                 scale_in_place(values, scales, fmt.block)
                 target[...] = (np.divide if matrix.divides else np.multiply)(values, level, values)
