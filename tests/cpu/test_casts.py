@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -182,6 +183,20 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch):
     monkeypatch.setattr(_kernels.numba, "njit", njit)
     assert _kernels.compiled.__wrapped__(_kernels.decode, np.dtype(np.float32)) is _kernels.decode
     assert asked == [True, False]
+
+
+def test_what_another_version_has_compiled_is_not_taken(monkeypatch):
+    """numba's cache finds a kernel by its name, and by the date of one file: those of a wheel all have one date."""
+    from microfloat.cpu import _kernels
+
+    monkeypatch.setattr(_kernels.numba, "njit", lambda signature, **settings: lambda function: function)
+    names = {_kernels.compiled.__wrapped__(_kernels.decode, np.dtype(np.float32)).__qualname__}
+    for changed in ("_kernels.py", "_lanes.py"):
+        read = Path.read_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda file: read(file) + b"#" * (file.name == changed))  # noqa: B023
+            names.add(_kernels.compiled.__wrapped__(_kernels.decode, np.dtype(np.float32)).__qualname__)
+    assert len(names) == 3
 
 
 def test_a_rule_of_an_unknown_kind_is_refused(monkeypatch):

@@ -9,7 +9,10 @@ Arithmetic is that of docs/numerics.md: float32, one rounding per operation, no 
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numba
@@ -17,6 +20,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from microfloat.cpu import _lanes
 from microfloat.cpu._lanes import (
     GROUP,
     INFINITY,
@@ -566,12 +570,21 @@ _SIGNATURES = {
 }  # fmt: skip
 
 
+def sources() -> str:
+    """A digest of the code of the kernels. numba's cache itself looks at the date and the size of one file alone, and
+    a package's files all have one date."""
+    files = (Path(__file__), Path(_lanes.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
 @functools.cache
 def compiled(kernel: Callable, dtype: np.dtype) -> Callable:
     """The machine code of a kernel for values of a dtype, from numba's cache where there is one that can be written."""
     signature = types.void(*_SIGNATURES[kernel](numba.from_dtype(dtype)))
     settings = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(signature, cache=True, **settings)(kernel)
+        named = FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__)
+        named.__qualname__ = f"{kernel.__name__}-{sources()}"  # the name of the file in the cache
+        return numba.njit(signature, cache=True, **settings)(named)
     except (RuntimeError, OSError):  # no folder for the cache, or none with free space
         return numba.njit(signature, **settings)(kernel)

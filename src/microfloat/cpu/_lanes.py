@@ -3,8 +3,6 @@
 What LLVM makes of a loop over elements depends on the loop; lanes are vectors in its input already. They take one
 register with AVX-512, two with AVX2, four with NEON. Loads and stores know the end of their line: what lies behind it
 is read as zeros and is not written.
-
-numba's cache of a kernel looks at the date of the kernel's own file: after a change of this one, remove __pycache__.
 """
 
 import operator
