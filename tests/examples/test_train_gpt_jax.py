@@ -168,5 +168,5 @@ def test_watched_steps_train_alike(tmp_path):
     (records,) = (tmp_path / "watched").rglob("nvfp4_watch.csv")
     rows = [line.split(",") for line in records.read_text().splitlines()]
     assert {row[0] for row in rows[1:]} == {"0", "2"}
-    assert {row[1] for row in rows[1:]} >= {"blocks.0.qkv", "blocks.0.up"}
+    assert {row[1] for row in rows[1:]} >= {"blocks.0.qkv", "blocks.0.gate_up"}
     assert records.with_suffix(".png").stat().st_size > 10_000
