@@ -584,13 +584,13 @@ def test_one_graph_over_gathered_weights_is_refused_in_words() -> None:
 
 def test_shards_on_fewer_ranks_after_forward_are_refused() -> None:
     """`reshard_after_forward=2` of four ranks, which FSDP2 does with values alone."""
-    layer = mf.Linear(32, 32)
+    layer = low_precision_all_gather(mf.Linear(32, 32, recipe=RECIPES["mxfp8"]))
     owner = SimpleNamespace(
         post_forward_mesh_info=SimpleNamespace(shard_mesh_size=2), mesh_info=SimpleNamespace(shard_mesh_size=4)
     )
     layer.register_load_state_dict_post_hook(lambda *arguments: owner)
     with pytest.raises(NotSupportedError, match="reshard_after_forward: got 2 ranks"):
-        gathering.refuse_fewer_ranks(layer)
+        layer.weight.fsdp_pre_all_gather(None, layer.weight.size(), layer.weight.stride(), layer, None)
     owner.post_forward_mesh_info = owner.mesh_info
     gathering.refuse_fewer_ranks(layer)
 

@@ -273,7 +273,11 @@ def delayed_state(rank: int):
             for one in (layer, whole):
                 mf.update_scaling(one)
             state, (layer, read) = layer.state_dict(), (layer_on(mesh, kind, sequence, recipe, w, ours), layer)
-            layer.load_state_dict(state)  # before its first call
+            first = {name: value for name, value in layer.state_dict().items() if name.startswith("scaling_")}
+            assert first
+            assert not any(isinstance(value, DTensor) for value in first.values())
+            wrapped = {name: DTensor.from_local(state[name], mesh, [Replicate()], run_check=False) for name in first}
+            layer.load_state_dict({**state, **wrapped})  # before its first call; as torch's styles would have saved it
             assert str(layer.state_dict()) == str(read.state_dict())
             found[kind, sequence] = [dict((k, v.tolist()) for k, v in one.named_buffers()) for one in (layer, whole)]
     return found
