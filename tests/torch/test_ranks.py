@@ -122,6 +122,27 @@ def nothing_on_one_rank(rank: int):
     return state(layer)
 
 
+def evaluation_and_a_nested_recipe(rank: int):
+    """Rank 0 evaluates between two steps; in one a recipe that reduces nothing is nested, and rank 1 has no tokens."""
+    layer, own = mf.Linear(8, 8), mf.Linear(8, 8)
+    with region():
+        y = layer(full(rank + 1))
+    y.sum().backward()
+    mf.update_scaling(layer)
+    if rank == 0:
+        with torch.no_grad(), region():
+            layer(full(100))
+    dist.barrier()
+    with region():
+        y = layer(full(4)) if rank == 0 else None
+        with mf.autocast(recipe=DelayedScaling(amax_history_len=4, reduce_amax=False)):
+            own(full(rank + 1))
+    if y is not None:
+        y.sum().backward()
+    mf.update_scaling(layer)
+    return newest(layer), newest(own)
+
+
 def reentrant_checkpoint(rank: int):
     layer = mf.Linear(8, 8)
     layer.pin(RECIPE)
@@ -269,7 +290,7 @@ def master_shards(rank: int):
 
 CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
-    one_backward_alone, nothing_on_one_rank, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
+    one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
     different_layers_without_a_region, shapes_that_differ, master_shards,
 )  # fmt: skip
 
@@ -324,6 +345,12 @@ def test_a_rank_that_records_nothing_waits_for_nobody(ranks) -> None:
     first, second = of(ranks, nothing_on_one_rank)
     assert first == second
     assert first["scaling_x_amax_history"] == [0.0, 16.0, 32.0, 64.0]
+
+
+def test_one_rank_evaluates_and_a_nested_recipe_keeps_its_amaxes(ranks) -> None:
+    first, second = of(ranks, evaluation_and_a_nested_recipe)
+    assert first[0] == second[0]
+    assert (first[0][0], first[1][0], second[1][0]) == (4.0, 1.0, 2.0)
 
 
 def test_reentrant_checkpoints_reduce_too(ranks) -> None:

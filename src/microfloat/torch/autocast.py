@@ -124,7 +124,11 @@ class autocast:
                 scaling.flush_backward()
                 region = scaling.Region()
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
-                region.shared[group] = scaling.delayed_of(recipe)
+                delayed = scaling.delayed_of(recipe)
+                if (
+                    delayed.reduce_amax
+                ):  # else its own amaxes stay here, and those of an outer autocast are still shared
+                    region.shared[group] = delayed
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):
                 context.refuse_state()
