@@ -290,7 +290,8 @@ def master_shards(rank: int):
 
 CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
-    one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe, reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
+    one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
+    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
     different_layers_without_a_region, shapes_that_differ, master_shards,
 )  # fmt: skip
 
