@@ -125,9 +125,7 @@ class autocast:
                 region = scaling.Region()
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
                 delayed = scaling.delayed_of(recipe)
-                if (
-                    delayed.reduce_amax
-                ):  # else its own amaxes stay here, and those of an outer autocast are still shared
+                if delayed.reduce_amax:  # else what an outer autocast shares stays as it is
                     region.shared[group] = delayed
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):
