@@ -489,6 +489,30 @@ def test_a_region_updates_all_its_layers_in_one_launch_prepared_once(monkeypatch
     assert kernel.tables == 3
 
 
+def test_what_a_capture_prepares_is_not_kept(monkeypatch) -> None:
+    """Its memory belongs to the graph, and holds nothing before the first replay."""
+    kernel = _PlayedKernel()
+    monkeypatch.setattr(rolling, "update_kernel", lambda device: kernel)
+    layer, recipe, tables = mf.Linear(8, 8), DelayedScaling(amax_history_len=4), []
+    for captures in (True, True, False, False):
+        monkeypatch.setattr(rolling, "capturing", lambda captures=captures: captures)
+        with mf.autocast(recipe=recipe):
+            layer(torch.ones(2, 8))
+        tables.append(kernel.tables)
+    assert tables == [1, 2, 3, 3]
+
+
+def test_tables_of_a_capture_are_filled_without_a_copy_from_the_host(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from microfloat.torch.backends import triton
+
+    device, addresses, maxima = torch.device("cpu"), [2**47 + 4, 2**62 + 1, 0], [448.0, 57344.0]
+    monkeypatch.setattr(triton, "capturing", lambda: True)
+    monkeypatch.setattr(torch, "tensor", None)  # on a GPU a capture refuses a copy of such a one
+    assert triton._on_device(addresses, torch.int64, device).tolist() == addresses
+    assert triton._on_device(maxima, torch.float32, device).tolist() == maxima
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_recipe_that_delays_the_weight_alone_records_it(inside) -> None:
     delayed = DelayedScaling()

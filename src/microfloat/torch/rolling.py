@@ -14,6 +14,7 @@ from torch import nn
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
+from microfloat.torch.backends.base import capturing
 from microfloat.torch.reduction import Group
 
 if TYPE_CHECKING:
@@ -149,7 +150,10 @@ class Batch(NamedTuple):
 
 
 def batches_of(jobs: list[Job]) -> list[Batch]:
-    """The jobs, at least one, as batches; launches are prepared once for the same slots with the same buffers."""
+    """The jobs, at least one, as batches; launches are prepared once for the same slots with the same buffers.
+
+    What is prepared while a CUDA graph is captured holds nothing before the graph's first replay, so it is not kept.
+    """
     histories, scales, asked = [], [], []
     for layer, slot, entry in jobs:
         buffers: Any = layer._buffers
@@ -163,7 +167,9 @@ def batches_of(jobs: list[Job]) -> list[Batch]:
     if known is None or known[0] != asked:
         if len(prepared) >= _MOST_PREPARED:  # of a layer that is called together with ever other ones
             prepared.clear()
-        known = prepared[slots] = asked, _prepare(asked, histories, scales)
+        known = asked, _prepare(asked, histories, scales)
+        if not capturing():
+            prepared[slots] = known
     if len(known[1]) == 1:
         return [Batch(known[1][0], jobs, histories, scales)]
     return [Batch(part, *(_pick(values, part) for values in (jobs, histories, scales))) for part in known[1]]

@@ -34,7 +34,7 @@ from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, capturing
 from microfloat.torch.folding import routes_of
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
 from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
@@ -388,14 +388,27 @@ _UPDATE, _GATHER = program.Kernel(kernels.update_delayed), program.Kernel(kernel
 _LONGEST_HISTORY = 8192
 
 
+def _on_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of plain numbers, filled in one by one under capture, which forbids copies from memory not pinned."""
+    if not capturing():
+        return torch.tensor(values, dtype=dtype).to(device)
+    made = torch.empty(len(values), dtype=dtype, device=device)
+    for index, value in enumerate(values):
+        made[index].fill_(value)
+    return made
+
+
 class Slots:
-    """The buffers of some slots as kernels find them: addresses and largest elements, on their device."""
+    """The buffers of some slots as kernels find them: addresses and largest elements, on their device.
+
+    Made while a CUDA graph is captured, they belong to that graph, whose replays write them.
+    """
 
     def __init__(self, histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: list[float]) -> None:
         device = histories[0].device
         pairs = [[history.data_ptr(), scale.data_ptr()] for history, scale in zip(histories, scales, strict=True)]
-        self.addresses = torch.tensor(pairs, dtype=torch.int64).to(device)
-        self.maxima = torch.tensor(maxima, dtype=torch.float32).to(device)
+        self.addresses = _on_device([n for pair in pairs for n in pair], torch.int64, device)
+        self.maxima = _on_device(maxima, torch.float32, device)
         self.count, self.length, self.device = len(histories), histories[0].shape[0], device
         self.number = histories[0].get_device()
         self.empty = program.fast_empty(device)
