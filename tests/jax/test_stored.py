@@ -57,7 +57,7 @@ def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I
 
     found = program(repository, f"stored {name}")
     assert found["few"] == found["bias"] == ["decode_gemm"]
-    assert found["more"] == found["most"] == ["decode_gemm", "decode_finish"]
+    assert found["more"] == found["most"] == ["decode_order", "decode_gemm"]
     assert not any(found[kind] for kind in ("many", "wide", "batch", "cpu", "small", "empty"))
     operand = mf.quantize(torch.ones(256, 512), name).to_operand()
     scale, level = operand.scale, operand.tensor_scale

@@ -17,12 +17,17 @@ FORMATS = (
     "nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "fp8_tensor",
     "fp8_row", "fp8_1x128", "fp8_128x128",
 )  # fmt: skip
-# M, N, K, cut: whole chunks with a bias; ragged in every size, warps that share rows and K; K shared by programs.
+# M, N, K, cut: whole chunks with a bias; ragged in every size, warps that share rows and K; the same with x in order;
+# scales in whole words of rows that end within a chunk.
 CASES = {
-    "whole": (3, 40, 512, DecodeCut(1, 2, 1, 1, 1, 2, True, True)),
-    "ragged": (11, 33, 416, DecodeCut(2, 2, 2, 2, 1, 3, False, False)),
-    "split": (5, 24, 384, DecodeCut(1, 1, 1, 1, 3, 1, True, False)),
+    "whole": (3, 40, 512, DecodeCut(1, 2, 1, 1, 3, 8, True, True, True, False)),
+    "ragged": (11, 33, 416, DecodeCut(2, 2, 2, 2, 2, 3, False, False, False, False)),
+    "ordered": (11, 33, 416, DecodeCut(2, 2, 2, 2, 2, 3, False, False, False, True)),
+    "words": (5, 24, 384, DecodeCut(1, 1, 1, 1, 3, 1, True, False, True, False)),
 }
+
+
+_KINDS = {torch.bfloat16: 1, torch.float16: 2}  # which is also the number of bfloat16 parts
 
 
 def _codes_of(operand):
@@ -52,15 +57,18 @@ def _product(case):
     stride_r, stride_k = scale.stride() if scale.dim() == 2 else (0, 0)
     stride = level.stride(0) if level is not None and level.dim() else 0
     y = torch.full((m, n), float("inf"), dtype=dtype)
-    parts = torch.full((cut.SPLIT, m, n), float("inf"))
-    rows, stored = 16 * cut.TILES * cut.ROW_WARPS, operand.codes.view(torch.uint8)
-    inputs = scale, level, bias
-    decode.decode_gemm[(-(-n // rows) * cut.SPLIT,)](
-        x, stored, *inputs, parts if cut.SPLIT > 1 else y, m, n, k // 8, stored.shape[1] // 16, stride_r, stride_k,
-        stride, codes, cut, 1 if dtype == torch.bfloat16 else 2, False, False,
+    rows, stored, kind = 16 * cut.TILES * cut.ROW_WARPS, operand.codes.view(torch.uint8), _KINDS[dtype]
+    words = x
+    if cut.ORDERED:
+        chunks = cut.LENGTH_WARPS * -(-stored.shape[1] // (128 * cut.LENGTH_WARPS))
+        items = 2 * chunks * cut.TOKENS * (16 // codes.BITS)
+        words = torch.full((items, kind, 32, 4), 2**31 - 1, dtype=torch.int32)
+        decode.decode_order[(items,)](x, words, m, k // 8, cut, codes.BITS, kind, False, 1)
+    wide = cut._replace(WIDE=cut.WIDE and codes.SCALE != 0)
+    decode.decode_gemm[(-(-n // rows),)](
+        words, stored, scale, level, bias, y, m, n, k // 8, stored.shape[1] // 16, stride_r, stride_k, stride, codes,
+        wide, kind, False, False,
     )  # fmt: skip
-    if cut.SPLIT > 1:
-        decode.decode_finish[(m,)](parts, *inputs, y, m, n, stride_r, stride, codes, cut, False, 32)
     values = weight.dequantize(torch.float64)
     exact = x.double() @ values.T
     terms = x.double().abs() @ values.abs().T
@@ -78,7 +86,7 @@ def product():
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("ragged", "bfloat16"), pytest.param("whole", "float16", marks=_FURTHER)]
-    + [pytest.param("split", "bfloat16", marks=_FURTHER)],
+    + [pytest.param("ordered", "float16", marks=_FURTHER), pytest.param("words", "bfloat16", marks=_FURTHER)],
 )
 def test_values_of_every_format(product, name, kind, dtype):  # features I2
     y, exact, terms = product((name, kind, dtype, ""))
@@ -114,7 +122,7 @@ def _compile(capability):
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
     layouts, spilled = set(), []
     for kind in (DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(3, 7, 8, 1, 1, 32, False)):
-        cut = DecodeCut(2, 4, 2, 1, 1, 2, False, True)
+        cut = DecodeCut(2, 4, 2, 1, 3, 8, False, True, True, False)
         compiled = decode.decode_gemm.run(
             x, codes, codes, one, None, x, 8, 8192, 1024, 1024 * kind.BITS // 16, 8192 // kind.WIDTH, 1, 0, kind,
             cut, 1, True, capability >= 89, num_warps=8, enable_fp_fusion=False, grid=(1,), warmup=True,

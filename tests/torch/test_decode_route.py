@@ -65,10 +65,10 @@ def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # feature
 
 
 @pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
-def test_programs_share_the_contraction_of_more_rows(linear, length):
+def test_more_rows_come_in_the_order_of_the_tensor_cores(linear, length):
     worst, launches, _ = linear(("nvfp4", 20, length, "bfloat16"))
     assert worst <= 1
-    assert launches == ["decode_gemm", "decode_finish"]
+    assert launches == ["decode_order", "decode_gemm"]
 
 
 def _with_rounded_weight(length):

@@ -121,15 +121,18 @@ class DecodeCut(NamedTuple):
     """Division of a product among programs of `gemm.decode`.
 
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
-    of x; SPLIT programs share the contraction of the same rows. STAGES: chunks of codes that a warp has in registers.
-    EVEN: the contraction is a whole number of STAGES chunks for every warp.
+    of x. STAGES: chunks of codes (128 bytes of a row) that are on their way or in use. AHEAD: steps (8 elements of a
+    lane) that x is loaded before its use. EVEN: the contraction is a whole number of chunks for every warp. WIDE: the
+    scales of a row are whole words without gaps. ORDERED: x comes as `decode_order` writes it.
     """
 
     ROW_WARPS: int
     LENGTH_WARPS: int
     TILES: int
     TOKENS: int
-    SPLIT: int
     STAGES: int
+    AHEAD: int
     BIAS: bool
     EVEN: bool
+    WIDE: bool
+    ORDERED: bool

@@ -16,8 +16,9 @@ __all__ = ["BIAS", "CODES", "LEVEL", "SCALE", "cut_of", "decode_passes", "fits",
 # Positions in the table, besides At.SOURCE = x.
 CODES, SCALE, LEVEL, BIAS = 3, 4, 5, 6
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
-_CHUNK_BITS = 512  # of a row's codes, which four lanes take at once
-_TOGETHER = 512  # elements of y that a program of `decode_finish` sums
+_CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
+_WARPS_THAT_ORDER = 4
+_SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
 
 def stored_codes(fmt: ScaledFormat, hadamard: Hadamard | None, level: str | None, length: int) -> DecodeCodes | None:
@@ -45,53 +46,56 @@ def decode_passes(
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     passes = Passes(1)
     out = passes.put(0, Part((m, n), (n, 1), dtype))
-    cut = cut_of(codes, shape, bias is not None, device.multiprocessors)
-    hardware = device.number >= 0
-    sums = out if cut.SPLIT == 1 else passes.add(Buffer((cut.SPLIT, m, n), (m * n, n, 1), "float32"))
-    about = (device.number, dtypes, codes, cut)
+    cut = cut_of(codes, shape, scale_strides, bias is not None, device.multiprocessors)
+    hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
+    about, x = (device.number, dtypes, codes, cut), At.SOURCE
+    if cut.ORDERED:
+        steps = 2 * cut.LENGTH_WARPS * -(-k * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))  # halves of chunks
+        items = steps * cut.TOKENS * (16 // codes.BITS)
+        words = items * 128 * (1 if x_dtype == "bfloat16" else 2)
+        x = passes.add(Buffer((words,), (1,), "int32"))
+        scalars = (m, k // 8)
+        passes.launch(Pass(
+            decode.decode_order, (*about, *map(specialization, scalars[1:])), -(-items // _WARPS_THAT_ORDER),
+            (At.SOURCE, x), scalars, (cut, codes.BITS, kind, hardware, _WARPS_THAT_ORDER), Warps(_WARPS_THAT_ORDER),
+        ))  # fmt: skip
     inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
     scalars = (m, n, k // 8, k * codes.BITS // 128, *scale_strides, level_stride)
-    constants = (codes, cut, _X_KINDS[x_dtype], hardware, device.conversions)
     passes.launch(Pass(
-        decode.decode_gemm, (*about, *map(specialization, scalars[1:])),
-        -(-n // (16 * cut.TILES * cut.ROW_WARPS)) * cut.SPLIT, (At.SOURCE, CODES, *inputs, sums), scalars, constants,
+        decode.decode_gemm, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.TILES * cut.ROW_WARPS)),
+        (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions),
         Warps(cut.ROW_WARPS * cut.LENGTH_WARPS),
     ))  # fmt: skip
-    if cut.SPLIT > 1:
-        scalars = (m, n, scale_strides[0], level_stride)
-        passes.launch(Pass(
-            decode.decode_finish, (*about, *map(specialization, scalars[1:])), m * -(-n // _TOGETHER),
-            (sums, *inputs, out), scalars, (codes, cut, hardware, _TOGETHER),
-        ))  # fmt: skip
     return passes
 
 
-def cut_of(codes: DecodeCodes, shape: tuple[int, int, int], bias: bool, processors: int) -> DecodeCut:
+def cut_of(
+    codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, processors: int
+) -> DecodeCut:
     """The division of a product of M, K, N among programs: chosen among a few dozen on an H200.
 
-    Few rows of x wait for the weight alone: small programs, and more warps along K where rows are few. More rows have
-    x read again by every program, so programs take more rows of the weight and share K instead.
+    Small programs, so that several of a multiprocessor wait at different times; more warps along K where rows of the
+    weight are few, and more rows of a program where they are many and x is long.
     """
     m, k, n = shape
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    tiles, split, stages = 1, 1, 2
-    if tokens == 1:
-        rows, length = 2, 4
-        if n < 32 * 4 * processors:
-            rows, length = (2, 8) if n >= 48 * processors else (1, 8 if codes.BITS == 4 else 16)
-    elif tokens == 2:
-        tiles, split = 2 if codes.BITS == 4 else 1, 4
-        rows, length = 4, 1 if n * split >= 64 * tiles * 3 * processors // 2 else 2
-    else:
-        tiles, split, stages = 2, 8, 1
-        rows, length = 4, 1
+    many, few = n >= 128 * processors, n < 48 * processors
+    rows, length, tiles, stages, ahead = 1, 4, 1, 3, {1: 8, 2: 4, 4: 2, 8: 2}[tokens]
+    if few and tokens in (2, 4):
+        ahead *= 2
+    elif tokens == 2 and many:
+        length, tiles = 2, 2
+    elif tokens == 8 and not few:
+        rows, length, tiles, ahead = 2, 2, *((2, 1) if many else (1, 2))
+    if n < 16 * processors:
+        length = 8
     chunks = -(-k * codes.BITS // _CHUNK_BITS)
-    while split > 1 and split * length * stages > chunks:
-        split //= 2
-    while length > 1 and split * length * stages > chunks:
+    while length > 1 and length > chunks:
         length //= 2
-    even = k * codes.BITS % (_CHUNK_BITS * split * length * stages) == 0
-    return DecodeCut(rows, length, tiles, tokens, split, stages, bias, even)
+    even = k * codes.BITS % (_CHUNK_BITS * length) == 0
+    stride_r, stride_k = scale_strides
+    wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
+    return DecodeCut(rows, length, tiles, tokens, stages, ahead, bias, even, wide, tokens > 1)
 
 
 def fits(codes: DecodeCodes, shape: tuple[int, int, int]) -> bool:

@@ -492,6 +492,7 @@ def _stored(task: _Task) -> Product:
     def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
         if a[0].dtype not in (torch.bfloat16, torch.float16):
             return otherwise(a, b, bias)
+        b = b[0], _aligned(b[1]), b[2]
         b_scale = b[1]
         x, is_odd = _aligned(a[0].contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
         program = programs.get((x.dtype, b_scale.stride(), is_odd))

@@ -12,6 +12,11 @@ the only shape that Triton lays out in one way: lane 4 g + t of a warp has row (
 Elements are multiplied by their block scale as bfloat16, which is exact; FP32 scales and tensor scales multiply float32
 sums. x of float16 enters as two bfloat16 parts, whose sum is x. Sums have a fixed order: the same bytes every time.
 
+Both operands are asked for early: codes and scales by asynchronous copies to shared memory, STAGES chunks at a time
+(Triton's pipelining of a loop), x by loads into registers AHEAD steps before their use. A load of x at its use waits
+for the L2 cache, since every part of x is new to its multiprocessor: on an H200, half of all waiting was for that.
+More than eight tokens come in the order of the tensor cores, which `decode_order` gives them in a pass of its own.
+
 Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end.
 """
 
@@ -146,21 +151,101 @@ def _parts_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def _x_words(
-    at, inside, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr
-):
+def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
     """B operands of the tensor cores from 8 neighbours of each lane's token, paired as the codes are: 4 words."""
-    if EVEN:
-        words = tl.load(at, eviction_policy="evict_last")
-    else:
-        words = tl.load(at, mask=inside, other=0, eviction_policy="evict_last")
-    w0, w1, w2, w3 = _unstack(words)
-    w0, w1 = _parts_of_x(w0, KIND, PART, HW), _parts_of_x(w1, KIND, PART, HW)
-    w2, w3 = _parts_of_x(w2, KIND, PART, HW), _parts_of_x(w3, KIND, PART, HW)
+    w0, w1 = _parts_of_x(words[0], KIND, PART, HW), _parts_of_x(words[1], KIND, PART, HW)
+    w2, w3 = _parts_of_x(words[2], KIND, PART, HW), _parts_of_x(words[3], KIND, PART, HW)
     if BITS == 4:
         return _choose(w0, w2, 0, HW), _choose(w0, w2, 1, HW), _choose(w1, w3, 0, HW), _choose(w1, w3, 1, HW)
     else:
         return w0, w1, w2, w3
+
+
+@triton.jit
+def _four_words(at, here, ZERO: tl.constexpr, HW: tl.constexpr):
+    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0.
+
+    Written as an instruction, which Triton's pipelining does not send through shared memory.
+    """
+    if HW:
+        ANY: tl.constexpr = (
+            "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+        )
+        OR_ZERO: tl.constexpr = (
+            "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+            "@p ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+        )
+        return tl.inline_asm_elementwise(
+            OR_ZERO if ZERO else ANY, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _unstack(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(here != 0)[:, None], other=0))
+
+
+@triton.jit
+def _x_ahead(
+    x_at, chunk, here, x_units, P: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """The words of x of step P of a chunk, of every token; `x_at`: of the first chunk, 0."""
+    TOKENS: tl.constexpr = CUT.TOKENS
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+    EACH: tl.constexpr = 16 // CODES.BITS  # 16-byte units of x that go with 16 bytes of codes
+    made = ()
+    for n in tl.static_range(TOKENS):
+        if CUT.ORDERED:
+            at = x_at[n] + (chunk * 2 + P // EACH) * (TOKENS * EACH * PARTS * 128) + (P % EACH) * (PARTS * 128)
+            for part in tl.static_range(PARTS):
+                made = made + _four_words(at + part * 128, here[n], False, HW)
+        else:
+            at = x_at[n] + chunk * (32 * EACH) + (P // EACH) * (16 * EACH) + 4 * (P % EACH)
+            if CUT.EVEN:
+                made = made + _four_words(at, here[n], False, HW)
+            else:
+                t = tl.arange(0, here[n].shape[0]) & 3
+                unit = (chunk * 8 + 4 * (P // EACH) + t) * EACH + P % EACH
+                made = made + _four_words(at, tl.where(unit < x_units, here[n], 0), True, HW)
+    return made
+
+
+@triton.jit
+def _operands_of_x(words, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
+    """B operands of one step: for every token and part of x, 4 words."""
+    if CUT.ORDERED:
+        return words
+    else:
+        TOKENS: tl.constexpr = CUT.TOKENS
+        PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+        made = ()
+        for n in tl.static_range(TOKENS):
+            for part in tl.static_range(PARTS):
+                made = made + _paired(_four(words, 4 * n), CODES.BITS, KIND, part, HW)
+        return made
+
+
+@triton.jit
+def decode_order(
+    x_ptr, out_ptr, M, x_units, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """x in the order in which `decode_gemm` takes it: [chunk and half, 8 tokens, step, part of x, lane, 4 words].
+
+    A warp orders 8 elements of 4 places in each of 8 tokens; 0 where there is no token or element.
+    """
+    EACH: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+    lane = tl.arange(0, 32 * WARPS)
+    item = tl.program_id(0) * WARPS + (lane >> 5)
+    step, token = item % EACH, ((item // EACH) % CUT.TOKENS) * 8 + ((lane >> 2) & 7)
+    half = item // (EACH * CUT.TOKENS)
+    unit = (half * 4 + (lane & 3)) * EACH + step
+    x_at = x_ptr.to(tl.pointer_type(tl.int32)) + (token * x_units + unit) * 4
+    words = _four_words(x_at, ((token < M) & (unit < x_units)).to(tl.int32), True, HW)
+    at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
+    for part in tl.static_range(PARTS):
+        made = _stack(_paired(words, BITS, KIND, part, HW))
+        tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
 
 
 @triton.jit
@@ -186,72 +271,142 @@ def _scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.
 
 
 @triton.jit
-def _load(at, unit, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Words of a chunk of both rows of every tile of 16, and their scales: 5 tensors for each row; 0 beyond the end."""
-    made = ()
-    inside = unit < units
-    j = tl.arange(0, 4)[None, :]
-    for i in tl.static_range(2 * CUT.TILES):
-        words = at[2 * i][:, None] + j
-        if CUT.EVEN:
-            words = tl.load(words, eviction_policy="evict_first")
-        else:
-            words = tl.load(words, mask=inside[:, None], other=0, eviction_policy="evict_first")
-        made = made + _unstack(words)
-        if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
-            stored = 0
-        else:
-            scale_at, here = at[2 * i + 1], inside
-            if CODES.SCALE == SCALE_FLOAT:  # of a whole chunk, whose lanes share their sums
-                scale_at += (unit >> 2) * (512 // CODES.BITS) // CODES.WIDTH * stride_k
-                here = (unit & -4) < units
-            if CUT.EVEN:
-                stored = tl.load(scale_at)
-            else:
-                stored = tl.load(scale_at, mask=here, other=0)
-        if CODES.SCALE == SCALE_E4M3:
-            stored = stored.to(tl.int32)
-        made = made + (stored,)
-    return made
-
-
-@triton.jit
-def _addresses(codes_ptr, scale_ptr, rows, chunk, t, units, stride_r, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Of a chunk's words and of its scale, for both rows of every tile."""
-    made = ()
-    unit = chunk * 4 + t  # of 16 bytes
-    for i in tl.static_range(2 * CUT.TILES):
-        row = rows[i]
-        scale_at = scale_ptr + (row // CODES.HEIGHT) * stride_r
-        if CODES.SCALE == SCALE_E4M3:  # two of them in a word
-            scale_at += unit
-        elif CODES.SCALE == SCALE_E8M0:
-            scale_at += unit * (128 // CODES.BITS) // CODES.WIDTH * stride_k
-        made = made + (codes_ptr + (row * units + unit) * 4, scale_at)
-    return made
-
-
-@triton.jit
-def _moved(at, CHUNKS: tl.constexpr, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The addresses of as many chunks later."""
-    if CODES.SCALE == SCALE_E4M3:
-        scales = 4 * CHUNKS
-    elif CODES.SCALE == SCALE_E8M0:
-        scales = CHUNKS * (512 // CODES.BITS) // CODES.WIDTH * stride_k
+def _of_lane(word, lane, HW: tl.constexpr):
+    """What another lane of the warp holds."""
+    if HW:
+        PTX: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+        return tl.inline_asm_elementwise(PTX, "=r,r,r", [word, lane], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        scales = 0
+        return tl.gather(word, (tl.arange(0, word.shape[0]) & -32) | lane, 0)
+
+
+@triton.jit
+def _scale_addresses(scale_ptr, rows, t, stride_r, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Of the scales of chunk 0, for both rows of every tile."""
+    WORDS: tl.constexpr = 256 // CODES.BITS // CODES.WIDTH if CODES.WIDTH else 1  # of a chunk
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
-        made = made + (at[2 * i] + 16 * CHUNKS, at[2 * i + 1] + scales)
+        if CUT.WIDE:
+            at = scale_ptr.to(tl.pointer_type(tl.int32)) + (rows[i] // CODES.HEIGHT) * (stride_r // 4) + t % WORDS
+        else:
+            at = scale_ptr + (rows[i] // CODES.HEIGHT) * stride_r
+        made = made + (at,)
     return made
 
 
 @triton.jit
-def _slice(parts, START: tl.constexpr, COUNT: tl.constexpr):
+def _load(code_at, chunk, t, units, CUT: tl.constexpr, HALF: tl.constexpr):
+    """Words of half a chunk of both rows of every tile: 4 tensors for each row; 0 beyond the end."""
     made = ()
-    for i in tl.static_range(COUNT):
+    j = tl.arange(0, 4)[None, :]
+    unit = chunk * 8 + 4 * HALF + t
+    for i in tl.static_range(2 * CUT.TILES):
+        words = (code_at[i] + chunk * 32 + 16 * HALF)[:, None] + j
+        if CUT.EVEN:
+            made = made + _unstack(tl.load(words, eviction_policy="evict_first"))
+        else:
+            made = made + _unstack(tl.load(words, mask=(unit < units)[:, None], other=0, eviction_policy="evict_first"))
+    return made
+
+
+@triton.jit
+def _load_scales(scale_at, chunk, t, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
+    """What a chunk's scales are made of: for each row a word of several, one float32, or the scales of both halves."""
+    WORDS: tl.constexpr = 256 // CODES.BITS // CODES.WIDTH if CODES.WIDTH else 1
+    made = ()
+    for i in tl.static_range(2 * CUT.TILES):
+        if CODES.SCALE == SCALE_FLOAT:
+            if CODES.WIDTH == 0:
+                made = made + (0.0, 0.0)
+            else:  # of a whole chunk, whose lanes share their sums
+                stored = tl.load(scale_at[i] + chunk * stride_k, mask=chunk * 8 < units, other=0)
+                made = made + (stored, stored)
+        elif CUT.WIDE:
+            if CUT.EVEN:
+                stored = tl.load(scale_at[i] + chunk * WORDS)
+            else:
+                inside = (chunk * WORDS + t % WORDS) * 4 * CODES.WIDTH < units * (128 // CODES.BITS)
+                stored = tl.load(scale_at[i] + chunk * WORDS, mask=inside, other=0)
+            made = made + (stored, stored)
+        else:
+            for half in tl.static_range(2):
+                unit = chunk * 8 + 4 * half + t
+                if CODES.SCALE == SCALE_E4M3:  # two of them in a word
+                    at = scale_at[i].to(tl.pointer_type(tl.int16)) + unit
+                else:
+                    at = scale_at[i] + unit * (128 // CODES.BITS) // CODES.WIDTH * stride_k
+                made = made + (tl.load(at, mask=unit < units, other=0).to(tl.int32),)
+    return made
+
+
+@triton.jit
+def _stored_scales(words, lane, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr):
+    """The scale, or the two, of a lane's unit of a half, from `_load_scales`."""
+    t = lane & 3
+    if not CUT.WIDE:
+        return words[HALF]
+    elif CODES.SCALE == SCALE_E4M3:
+        return _of_lane(words[0], (lane & 28) | (2 * HALF + (t >> 1)), HW) >> ((t & 1) * 16)
+    elif CODES.BITS == 4:
+        return (_of_lane(words[0], (lane & 28) | HALF, HW) >> (t * 8)) & 0xFF
+    else:
+        return (words[0] >> ((t >> 1) * 8 + 16 * HALF)) & 0xFF
+
+
+@triton.jit
+def _from(parts, START: tl.constexpr):
+    made = ()
+    for i in tl.static_range(len(parts) - START):
         made = made + (parts[START + i],)
     return made
+
+
+@triton.jit
+def _chunk_sums(
+    at, lane, chunk, following, sums, queue, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
+    HW: tl.constexpr, CONVERSIONS: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of a chunk, and the words of x that are on their way, into the `following` chunk.
+
+    `at`: addresses of codes, scales and x of chunk 0, whether lanes have a token, units of a row of codes and of x, and
+    the stride of scales along a row.
+    """
+    code_at, scale_at, x_at, here, units, x_units, stride_k = at
+    TILES: tl.constexpr = CUT.TILES
+    TOKENS: tl.constexpr = CUT.TOKENS
+    EACH: tl.constexpr = 16 // CODES.BITS
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+    STEPS: tl.constexpr = 2 * EACH
+    AHEAD: tl.constexpr = min(CUT.AHEAD, STEPS)
+    EACH_STEP: tl.constexpr = 4 * TOKENS * (PARTS if CUT.ORDERED else 1)  # words of x
+    BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
+    t = lane & 3
+    words = _load(code_at, chunk, t, units, CUT, 0) + _load(code_at, chunk, t, units, CUT, 1)
+    stored = _load_scales(scale_at, chunk, t, units, stride_k, CODES, CUT)
+    total = sums
+    if BLOCKS:
+        total = ()
+        for i in tl.static_range(4 * TILES * TOKENS):
+            total = total + (tl.zeros_like(sums[i]),)
+    for half in tl.static_range(2):
+        scales = ()
+        if CODES.SCALE != SCALE_FLOAT:
+            for i in tl.static_range(2 * TILES):
+                of_row = _stored_scales((stored[2 * i], stored[2 * i + 1]), lane, half, CODES, CUT, HW)
+                scales = scales + _scale_words(of_row, CODES, CONVERSIONS, HW)
+        for u in tl.static_range(EACH):
+            x = _operands_of_x(queue, CODES, CUT, KIND, HW)
+            queue = _from(queue, EACH_STEP)
+            if half * EACH + u + AHEAD < STEPS:
+                queue = queue + _x_ahead(x_at, chunk, here, x_units, half * EACH + u + AHEAD, CODES, CUT, KIND, HW)
+            else:
+                queue = queue + _x_ahead(
+                    x_at, following, here, x_units, half * EACH + u + AHEAD - STEPS, CODES, CUT, KIND, HW
+                )
+            total = _step_sums(words, scales, x, total, half, u, CODES, CUT, PARTS, HW, CONVERSIONS)
+    if BLOCKS:
+        total = _scaled_sums(total, stored, sums, TILES, TOKENS)
+    return total, queue
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -260,157 +415,107 @@ def decode_gemm(
     scale_stride_k, level_stride, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
     CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of rows) x SPLIT. `x_units`, `code_units`: 16-byte units of a row of x and of codes.
-
-    A warp has STAGES chunks in registers: while one is multiplied, the others are on their way. Each is loaded into the
-    registers that it has just left, after its use: copies of registers would wait for the memory that they copy.
-    """
+    """Grid: tiles of rows. `x_units`, `code_units`: 16-byte units of a row of x and of codes."""
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
-    STAGES: tl.constexpr = CUT.STAGES
     WARPS: tl.constexpr = CUT.ROW_WARPS * CUT.LENGTH_WARPS
-    ROWS: tl.constexpr = 16 * TILES * CUT.ROW_WARPS
-    EACH: tl.constexpr = 16 // CODES.BITS  # 16-byte units of x that go with 16 bytes of codes
-    HELD: tl.constexpr = 10 * TILES
-    pid = tl.program_id(0)
-    part = pid % CUT.SPLIT
-    row0 = (pid // CUT.SPLIT) * ROWS
-    lane = tl.arange(0, 32 * WARPS)
-    warp, g, t = lane >> 5, (lane >> 2) & 7, lane & 3
-    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    if CODES.SCALE == SCALE_E4M3:
-        scale_ptr = scale_ptr.to(tl.pointer_type(tl.int16))
-        scale_stride_r = scale_stride_r // 2
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    rows = ()
-    first = row0 + (warp // CUT.LENGTH_WARPS) * (16 * TILES) + g
+    STRIDE: tl.constexpr = CUT.LENGTH_WARPS
+    EACH: tl.constexpr = 16 // CODES.BITS
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+    AHEAD: tl.constexpr = min(CUT.AHEAD, 2 * EACH)
+    row0 = tl.program_id(0) * (16 * TILES * CUT.ROW_WARPS)
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread & 31
+    warp, g, t = thread >> 5, lane >> 2, lane & 3
+    rows, code_at = (), ()
     for i in tl.static_range(2 * TILES):
-        rows = rows + (tl.minimum(first + 8 * i, N - 1),)
-    chunks = (code_units + 3) // 4
-    STRIDE: tl.constexpr = CUT.LENGTH_WARPS * CUT.SPLIT
-    chunk = part * CUT.LENGTH_WARPS + warp % CUT.LENGTH_WARPS
-    zero = (chunk * 0).to(tl.float32)
+        row = tl.minimum(row0 + (warp // STRIDE) * (16 * TILES) + g + 8 * i, N - 1)
+        rows = rows + (row,)
+        code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + t) * 4,)
+    scale_at = _scale_addresses(scale_ptr, rows, t, scale_stride_r, CODES, CUT)
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    x_at, here = (), ()
+    for n in tl.static_range(TOKENS):  # of tokens that are not there any words, and what comes of them is not stored
+        if CUT.ORDERED:
+            x_at = x_at + (x_ptr + n * (EACH * PARTS * 128) + lane * 4,)
+            here = here + (lane * 0 + 1,)
+        else:
+            x_at = x_at + (x_ptr + ((8 * n + g) * x_units + t * EACH) * 4,)
+            here = here + ((8 * n + g < M).to(tl.int32),)
+    first = warp % STRIDE
+    steps = ((code_units + 7) // 8 + STRIDE - 1) // STRIDE
+    zero = (first * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TILES * TOKENS):
         sums = sums + (zero,)
-    at = _addresses(codes_ptr, scale_ptr, rows, chunk, t, code_units, scale_stride_r, scale_stride_k, CODES, CUT)
-    x_at = ()
-    for n in tl.static_range(TOKENS):  # of tokens that are not there the last one's, and what comes of it is not stored
-        token = tl.minimum(8 * n + g, M - 1)
-        x_at = x_at + (x_ptr + (token * x_units + (chunk * 4 + t) * EACH) * 4,)
-    unit = chunk * 4 + t
-    x_unit = unit * EACH
-    held = ()
-    for _i in tl.static_range(STAGES):
-        held = held + _load(at, unit, code_units, scale_stride_k, CODES, CUT)
-        at = _moved(at, STRIDE, scale_stride_k, CODES, CUT)
-        unit += 4 * STRIDE
-    groups = (chunks + STRIDE * STAGES - 1) // (STRIDE * STAGES)
-    group = 1
-    while group < groups:
-        group += 1
-        following = ()
-        for i in tl.static_range(STAGES):
-            sums = _step_sums(
-                x_at, x_unit, _slice(held, i * HELD, HELD), sums, x_units, CODES, CUT, KIND, HW, CONVERSIONS
-            )
-            following = following + _load(at, unit, code_units, scale_stride_k, CODES, CUT)
-            if HW:
-                _loads_end_here(unit)
-            at = _moved(at, STRIDE, scale_stride_k, CODES, CUT)
-            x_at = _x_moved(x_at, 4 * STRIDE * EACH, TOKENS)
-            unit += 4 * STRIDE
-            x_unit += 4 * STRIDE * EACH
-        held = following
-    for i in tl.static_range(STAGES):
-        sums = _step_sums(x_at, x_unit, _slice(held, i * HELD, HELD), sums, x_units, CODES, CUT, KIND, HW, CONVERSIONS)
-        x_at = _x_moved(x_at, 4 * STRIDE * EACH, TOKENS)
-        x_unit += 4 * STRIDE * EACH
-    _store(
-        sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, part, M, N, scale_stride_r, level_stride, CODES, CUT, HW
-    )
-
-
-@triton.jit
-def _loads_end_here(lane):
-    """Keep the assembler from moving loads down to their use, where they would be waited for."""
-    tl.inline_asm_elementwise(
-        "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }", "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _x_moved(at, UNITS: tl.constexpr, TOKENS: tl.constexpr):
-    made = ()
-    for n in tl.static_range(TOKENS):
-        made = made + (at[n] + 4 * UNITS,)
-    return made
+    queue = ()
+    for p in tl.static_range(AHEAD):
+        queue = queue + _x_ahead(x_at, first, here, x_units, p, CODES, CUT, KIND, HW)
+    at = (code_at, scale_at, x_at, here, code_units, x_units, scale_stride_k)
+    if HW:
+        for step in tl.range(0, steps, num_stages=CUT.STAGES):
+            chunk, following = first + step * STRIDE, first + tl.minimum(step + 1, steps - 1) * STRIDE
+            sums, queue = _chunk_sums(at, lane, chunk, following, sums, queue, CODES, CUT, KIND, HW, CONVERSIONS)
+    else:  # the interpreter has no such loop
+        step = 0
+        while step < steps:
+            chunk, following = first + step * STRIDE, first + tl.minimum(step + 1, steps - 1) * STRIDE
+            sums, queue = _chunk_sums(at, lane, chunk, following, sums, queue, CODES, CUT, KIND, HW, CONVERSIONS)
+            step += 1
+    _store(sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride, CODES, CUT, HW)
 
 
 @triton.jit
 def _step_sums(
-    x_at, x_unit, words, sums, x_units, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
-    CONVERSIONS: tl.constexpr,
+    words, scales, x, sums, HALF: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
+    PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
+    """The sums with the products of 8 elements of every lane and token."""
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
-    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
-    FP4: tl.constexpr = CODES.BITS == 4
     EACH: tl.constexpr = 16 // CODES.BITS
-    BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
-    scales = ()
-    if CODES.SCALE != SCALE_FLOAT:
-        for r in tl.static_range(2 * TILES):
-            scales = scales + _scale_words(words[5 * r + 4], CODES, CONVERSIONS, HW)
-    total = sums
-    if BLOCKS:
-        total = ()
-        for i in tl.static_range(4 * TILES * TOKENS):
-            total = total + (tl.zeros_like(sums[i]),)
-    for u in tl.static_range(EACH):
-        operands = ()
+    made = ()
+    for tile in tl.static_range(TILES):
+        a = _elements(words, HALF * 8 * TILES + 8 * tile, U, CODES, CONVERSIONS)
+        b = _elements(words, HALF * 8 * TILES + 8 * tile + 4, U, CODES, CONVERSIONS)
+        if CODES.SCALE != SCALE_FLOAT:
+            a = _scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
+            b = _scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
         for n in tl.static_range(TOKENS):
-            inside = (x_unit + u < x_units)[:, None]
+            c = _four(sums, 4 * (tile * TOKENS + n))
             for part in tl.static_range(PARTS):
-                operands = operands + _x_words(
-                    x_at[n][:, None] + (4 * u + tl.arange(0, 4)[None, :]), inside, CODES.BITS, KIND, part, CUT.EVEN, HW
-                )
-        made = ()
-        for tile in tl.static_range(TILES):
-            if FP4:
-                a = _placed_fp4(words[10 * tile + u])
-                b = _placed_fp4(words[10 * tile + 5 + u])
-            else:
-                a = _fp8_pairs(words[10 * tile + 2 * u], CODES.MB, CODES.BIAS, CONVERSIONS) + _fp8_pairs(
-                    words[10 * tile + 2 * u + 1], CODES.MB, CODES.BIAS, CONVERSIONS
-                )
-                b = _fp8_pairs(words[10 * tile + 5 + 2 * u], CODES.MB, CODES.BIAS, CONVERSIONS) + _fp8_pairs(
-                    words[10 * tile + 5 + 2 * u + 1], CODES.MB, CODES.BIAS, CONVERSIONS
-                )
-            if CODES.SCALE != SCALE_FLOAT:
-                a = _scaled(a, scales[4 * tile + u // (EACH // 2)], CODES, HW)
-                b = _scaled(b, scales[4 * tile + 2 + u // (EACH // 2)], CODES, HW)
-            for n in tl.static_range(TOKENS):
-                c = _four(total, 4 * (tile * TOKENS + n))
-                for part in tl.static_range(PARTS):
-                    x = _four(operands, 4 * (n * PARTS + part))
-                    c = _multiply(a[0], b[0], a[1], b[1], x[0], x[1], c, HW)
-                    c = _multiply(a[2], b[2], a[3], b[3], x[2], x[3], c, HW)
-                made = made + c
-        total = made
-    if BLOCKS:
-        made = ()
-        for tile in tl.static_range(TILES):
-            for n in tl.static_range(TOKENS):
-                for i in tl.static_range(4):
-                    made = made + (
-                        tl.fma(
-                            total[4 * (tile * TOKENS + n) + i], words[10 * tile + 4 + 5 * (i // 2)],
-                            sums[4 * (tile * TOKENS + n) + i],
-                        ),
-                    )  # fmt: skip
-        total = made
-    return total
+                of_x = _four(x, 4 * (n * PARTS + part))
+                c = _multiply(a[0], b[0], a[1], b[1], of_x[0], of_x[1], c, HW)
+                c = _multiply(a[2], b[2], a[3], b[3], of_x[2], of_x[3], c, HW)
+            made = made + c
+    return made
+
+
+@triton.jit
+def _elements(words, AT: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CONVERSIONS: tl.constexpr):
+    """Four pairs of elements from the words of a row."""
+    if CODES.BITS == 4:
+        return _placed_fp4(words[AT + U])
+    else:
+        return _fp8_pairs(words[AT + 2 * U], CODES.MB, CODES.BIAS, CONVERSIONS) + _fp8_pairs(
+            words[AT + 2 * U + 1], CODES.MB, CODES.BIAS, CONVERSIONS
+        )
+
+
+@triton.jit
+def _scaled_sums(total, stored, sums, TILES: tl.constexpr, TOKENS: tl.constexpr):
+    """sums + total * the float32 scale of the chunk."""
+    made = ()
+    for tile in tl.static_range(TILES):
+        for n in tl.static_range(TOKENS):
+            for i in tl.static_range(4):
+                made = made + (
+                    tl.fma(
+                        total[4 * (tile * TOKENS + n) + i], stored[4 * tile + 2 * (i // 2)],
+                        sums[4 * (tile * TOKENS + n) + i],
+                    ),
+                )  # fmt: skip
+    return made
 
 
 @triton.jit
@@ -440,7 +545,7 @@ def _times(a, b, HW: tl.constexpr):
 
 @triton.jit
 def _store(
-    sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, part, M, N, scale_stride_r, level_stride,
+    sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride,
     CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = CUT.TILES
@@ -454,20 +559,6 @@ def _store(
     row = row0 + warp * (16 * TILES) + (i // (4 * TOKENS)) * 16 + ((i >> 1) & 1) * 8 + g
     token = ((i // 4) % TOKENS) * 8 + 2 * t + (i & 1)
     inside = (row < N) & (token < M)
-    if CUT.SPLIT > 1:
-        tl.store(out_ptr + (part * M + token).to(tl.int64) * N + row, total, mask=inside)
-    else:
-        _finish(
-            total, scale_ptr, level_ptr, bias_ptr, out_ptr, row, token, inside, N, scale_stride_r, level_stride, CODES,
-            CUT, HW,
-        )  # fmt: skip
-
-
-@triton.jit
-def _finish(
-    total, scale_ptr, level_ptr, bias_ptr, out_ptr, row, token, inside, N, scale_stride_r, level_stride,
-    CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
-):  # fmt: skip
     if CODES.SCALE == SCALE_E4M3:
         total = total * 128.0
     if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
@@ -481,23 +572,3 @@ def _finish(
         tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
     else:
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["M"])
-def decode_finish(
-    parts_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, scale_stride_r, level_stride, CODES: tl.constexpr,
-    CUT: tl.constexpr, HW: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The sum of the parts of a split contraction, in their order, scaled and rounded once."""
-    blocks = (N + COLUMNS - 1) // COLUMNS
-    token = tl.program_id(0) // blocks
-    row = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    at = parts_ptr + token * N + row
-    total = tl.load(at, mask=row < N, other=0.0)
-    SPLIT: tl.constexpr = CUT.SPLIT
-    for part in tl.static_range(1, SPLIT):
-        total += tl.load(at + part * M * N, mask=row < N, other=0.0)
-    _finish(
-        total, scale_ptr, level_ptr, bias_ptr, out_ptr, row, token, row < N, N, scale_stride_r, level_stride, CODES,
-        CUT, HW,
-    )  # fmt: skip
