@@ -506,11 +506,13 @@ def test_tables_of_a_capture_are_filled_without_a_copy_from_the_host(monkeypatch
     pytest.importorskip("triton", reason="triton is not installed")
     from microfloat.torch.backends import triton
 
-    device, addresses, maxima = torch.device("cpu"), [2**47 + 4, 2**62 + 1, 0], [448.0, 57344.0]
+    histories, scales = [torch.zeros(4), torch.zeros(4)], [torch.ones(()), torch.ones(())]
     monkeypatch.setattr(triton, "capturing", lambda: True)
     monkeypatch.setattr(torch, "tensor", None)  # on a GPU a capture refuses a copy of such a one
-    assert triton._on_device(addresses, torch.int64, device).tolist() == addresses
-    assert triton._on_device(maxima, torch.float32, device).tolist() == maxima
+    slots = triton.slots_of(histories, scales, [448.0, 57344.0])
+    pairs = zip(histories, scales, strict=True)
+    assert slots.addresses.tolist() == [part.data_ptr() for pair in pairs for part in pair]
+    assert slots.maxima.tolist() == [448.0, 57344.0]
 
 
 @pytest.mark.parametrize("inside", [False, True])
