@@ -6,7 +6,7 @@ import pytest
 from microfloat import reference
 from microfloat.formats import FORMATS, NVFP4, FP8_1x128
 from microfloat.layout import layout_of
-from microfloat.operands import OPERANDS, TENSORS, operands_of
+from microfloat.operands import OPERANDS, OPERANDS_OF, TENSORS
 from microfloat.recipes import Cast, Hadamard
 
 _SIZES = ((1, 1), (3, 17), (16, 32), (33, 130), (128, 256))
@@ -37,6 +37,6 @@ def test_a_turned_operand_is_the_same_memory_but_for_block_scales_of_fp8():
 
 def test_every_tensor_is_read_once_as_it_lies_and_once_transposed():
     for tensor in TENSORS:
-        row, column = operands_of(tensor)
+        row, column = OPERANDS_OF[tensor]
         assert (row.tensor, column.tensor, row.transposed, column.transposed) == (tensor, tensor, False, True)
     assert [operand.stream for operand in OPERANDS] == list(range(6))

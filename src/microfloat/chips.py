@@ -1,44 +1,42 @@
 """NVIDIA GPUs by compute capability: what they multiply on tensor cores, and the names that people call them by."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["CHIPS", "Chip", "chip_named"]
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Products that a CUDA device has tensor cores for, by compute capability."""
+    """Products that a CUDA device has tensor cores for, by compute capability.
+
+    `is_known`: NVIDIA's chips from Volta to Blackwell; others, such as AMD's 9.4, get no tensor cores of ours.
+    `has_fp8`: FP8 GEMM (Ada, Hopper and newer). `has_fp8_blocks`: the same with 1x128 and 128x128 scales (Hopper only;
+    newer chips take them as MX). `has_block_scales`: MX and NVFP4 GEMM (Blackwell). `multiplies_stored_codes`: bfloat16
+    products of a few rows with a weight decoded in registers, `kernels.gemm.decode` (Ampere and newer). `is_tried`: the
+    paths for it have run on such a chip, with the bytes and within the tolerances of the tests. `name`: its generation,
+    for people; `architecture`: as compilers call it.
+    """
 
     capability: tuple[int, int]
+    is_known: bool = field(init=False, repr=False, compare=False)
+    has_fp8: bool = field(init=False, repr=False, compare=False)
+    has_fp8_blocks: bool = field(init=False, repr=False, compare=False)
+    has_block_scales: bool = field(init=False, repr=False, compare=False)
+    multiplies_stored_codes: bool = field(init=False, repr=False, compare=False)
+    is_tried: bool = field(init=False, repr=False, compare=False)
+    name: str = field(init=False, repr=False, compare=False)
+    architecture: str = field(init=False, repr=False, compare=False)
 
-    def __hash__(self) -> int:
-        return self.capability[0] * 16 + self.capability[1]
-
-    @property
-    def is_known(self) -> bool:
-        """True for NVIDIA's chips from Volta to Blackwell; others, such as AMD's 9.4, get no tensor cores of ours."""
-        return self.capability in ((8, 9), (9, 0)) or self.capability[0] in (10, 11, 12) or self.capability < (8, 9)
-
-    @property
-    def has_fp8(self) -> bool:
-        """FP8 GEMM: Ada, Hopper and newer."""
-        return self.is_known and self.capability >= (8, 9)
-
-    @property
-    def has_fp8_blocks(self) -> bool:
-        """FP8 GEMM with 1x128 and 128x128 scales: Hopper only; newer chips take them as MX."""
-        return self.capability == (9, 0)
-
-    @property
-    def has_block_scales(self) -> bool:
-        """MX and NVFP4 GEMM: Blackwell."""
-        return self.is_known and self.capability[0] >= 10
-
-    @property
-    def multiplies_stored_codes(self) -> bool:
-        """bfloat16 products of a few rows with a weight decoded in registers (`kernels.gemm.decode`): Ampere, newer."""
-        return self.is_known and self.capability >= (8, 0)
+    def __post_init__(self) -> None:
+        here, (major, minor) = self.capability, self.capability
+        known = here in ((8, 9), (9, 0)) or major in (10, 11, 12) or here < (8, 9)
+        name = _GENERATIONS.get(major if known else 0, f"compute capability {major}.{minor}")
+        vars(self).update(
+            is_known=known, has_fp8=known and here >= (8, 9), has_fp8_blocks=here == (9, 0),
+            has_block_scales=known and major >= 10, multiplies_stored_codes=known and here >= (8, 0),
+            is_tried=here == (9, 0), name="Ada" if here == (8, 9) else name, architecture=f"sm_{major}{minor}",
+        )  # fmt: skip
 
     def lacks(self, what: str) -> str:
         """In words, that this chip does not have it."""
@@ -46,26 +44,8 @@ class Chip:
             return f"{self.name} is none that microfloat knows, so it gets no {what}"
         return f"{self.name} has no {what}"
 
-    @property
-    def is_tried(self) -> bool:
-        """True if the paths for it have run on such a chip, with the bytes and within the tolerances of the tests."""
-        return self.capability == (9, 0)
 
-    @property
-    def name(self) -> str:
-        """Its generation, for people."""
-        generations = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
-        if self.capability == (8, 9):
-            return "Ada"
-        major, minor = self.capability
-        return generations.get(major if self.is_known else 0, f"compute capability {major}.{minor}")
-
-    @property
-    def architecture(self) -> str:
-        """As compilers call it."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
-
-
+_GENERATIONS = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
 # Name of a chip or of its generation -> compute capability.
 CHIPS = {
     "volta": (7, 0), "v100": (7, 0), "turing": (7, 5), "t4": (7, 5), "ampere": (8, 0), "a100": (8, 0), "a30": (8, 0),

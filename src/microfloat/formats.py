@@ -109,7 +109,7 @@ class ElementFormat:
         whole = mantissa + (1 << self.mantissa_bits if exponent else 0)
         return whole * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
-    @property
+    @functools.cached_property
     def bits(self) -> int:
         """Width of a code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits

@@ -9,7 +9,7 @@ Legend: M = rows of x, K = in features, N = out features. Source: docs/numerics.
 
 from typing import NamedTuple
 
-__all__ = ["GEMMS", "OPERANDS", "TENSORS", "Operand", "operands_of"]
+__all__ = ["GEMMS", "OPERANDS", "OPERANDS_OF", "TENSORS", "Operand"]
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 TENSORS = ("x", "w", "dy")
@@ -40,11 +40,6 @@ OPERANDS = (
 )
 
 
-def operands_of(tensor: str) -> tuple[Operand, Operand]:
-    """Both operands of "x", "w" or "dy": the one as the tensor lies ("row"), and its transpose ("column")."""
-    return _OF_TENSOR[tensor]
-
-
 def _pair(tensor: str) -> tuple[Operand, Operand]:
     row, column = sorted(
         (operand for operand in OPERANDS if operand.tensor == tensor), key=lambda operand: operand.transposed
@@ -52,4 +47,5 @@ def _pair(tensor: str) -> tuple[Operand, Operand]:
     return row, column
 
 
-_OF_TENSOR = {tensor: _pair(tensor) for tensor in TENSORS}
+# Both operands of "x", "w" or "dy": the one as the tensor lies ("row"), and its transpose ("column").
+OPERANDS_OF = {tensor: _pair(tensor) for tensor in TENSORS}

@@ -23,13 +23,13 @@ import functools
 from typing import NamedTuple
 
 from microfloat.chips import Chip
-from microfloat.formats import E5M2, ScaledFormat
-from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of, is_stock
+from microfloat.formats import E5M2, ELEMENTS, ScaledFormat
+from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
     "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
-    "own_gemm_is_faster", "route_between", "route_of",
+    "own_gemm_is_faster", "route_between", "route_of", "routes_of",
 ]  # fmt: skip
 
 UNTRIED = "not yet run on the hardware"
@@ -137,9 +137,14 @@ def encoding_of(cast: Cast | None) -> Encoding | None:
     """The encoding that a cast makes; None stays None."""
     if cast is None:
         return None
-    two_level = cast.rule.two_level
-    level = cast.format.tensor_scale if two_level is not None and two_level.tensor_scale else None
-    return Encoding(cast.format, cast.hadamard, cast.rule.power_of_two, level)
+    return Encoding(cast.format, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
+
+
+@functools.lru_cache(1024)
+def routes_of(recipe: Recipe, chip: Chip | None) -> Routes:
+    """The routes of a recipe's GEMMs on `chip`; None = no tensor cores."""
+    fprop, dgrad, wgrad = (route_of(gemm, chip) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    return Routes(fprop, dgrad, wgrad).reading_fprop(recipe)
 
 
 @functools.lru_cache(4096)
@@ -148,7 +153,7 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
 
     `fold`: whether path="auto" may fold, given the lossy counts of the step before. `library`: "torch" or "xla".
     """
-    lhs, rhs = gemm.casts
+    lhs, rhs = gemm.lhs, gemm.rhs
     if gemm.path == "refused":
         return Route("refused", "codes", "codes", "-", False, NO_GRADIENT)
     route = route_between(encoding_of(lhs), encoding_of(rhs), chip, gemm.accumulate, gemm.path, library)
@@ -194,7 +199,7 @@ def route_between(
     if chip is None:
         return route("float32", "plain operations decode and multiply it in float32", kernel="no chip")
     a, b = lhs.format, rhs.format
-    foreign = [fmt.element.name for fmt in (a, b) if not is_stock(fmt.element)]
+    foreign = [fmt.element.name for fmt in (a, b) if fmt.element.name not in ELEMENTS]
     if foreign:
         reason = f"{foreign[0]} is not one of the stock elements: plain operations cast, decode and multiply it"
         return route("float32", reason)

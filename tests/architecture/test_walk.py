@@ -26,8 +26,8 @@ class Bound(NamedTuple):
     measured: int
 
 
-FIRST = {"files": Bound(7, 24), "functions": Bound(60, 170)}
-LATER = {"files": Bound(5, 8), "functions": Bound(28, 31)}
+FIRST = {"files": Bound(7, 19), "functions": Bound(60, 145)}
+LATER = {"files": Bound(5, 7), "functions": Bound(28, 30)}
 
 
 def walk(_case):

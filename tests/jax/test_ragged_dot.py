@@ -19,7 +19,7 @@ from microfloat.jax.numerics.bits import code_bytes
 from microfloat.jax.numerics.random import seed_words
 from microfloat.jax.ragged_dot import _Groups
 from microfloat.layout import stored_length
-from microfloat.operands import operands_of
+from microfloat.operands import OPERANDS_OF
 from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Gemm, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.jax.compare import gemm_limit
 from tests.jax.test_dot_general import SPECIAL
@@ -105,7 +105,7 @@ def test_codes_of_a_group_are_those_of_its_matrix(name):
     groups = _Groups(config, X, W.swapaxes(1, 2), jnp.asarray(SIZES), words, None)
     group, rows_of_block = np.asarray(groups._blocks.group), groups._blocks.rows.shape[1]
     for tensor, value in (("x", X), ("dy", DY)):
-        for operand in operands_of(tensor):
+        for operand in OPERANDS_OF[tensor]:
             cast = recipe.cast(*operand.key)
             element, cols = cast.format.element, rows_of_block if operand.transposed else value.shape[1]
 

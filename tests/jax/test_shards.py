@@ -18,7 +18,7 @@ from microfloat import reference
 from microfloat.jax.backends import casts, cuda, kernels
 from microfloat.jax.backends.casts import CastOf
 from microfloat.jax.transformations import max_over, varying_axes
-from microfloat.operands import TENSORS, operands_of
+from microfloat.operands import OPERANDS_OF, TENSORS
 from microfloat.recipes import Cast, NVFP4BlockScaling, from_name
 from tests.jax.compare import relative_error
 
@@ -84,7 +84,7 @@ def mesh_of(kind=AxisType.Auto):
 
 
 def casts_of(recipe, tensor):
-    return [recipe.cast(*operand.key) for operand in operands_of(tensor)]
+    return [recipe.cast(*operand.key) for operand in OPERANDS_OF[tensor]]
 
 
 def assert_bytes_of_one_device(made, array, pair):

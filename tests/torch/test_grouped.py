@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa:
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
-from microfloat.operands import operands_of  # noqa: E402
+from microfloat.operands import OPERANDS_OF  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch import schedule  # noqa: E402
@@ -122,7 +122,7 @@ def test_codes_of_the_oracle():
             continue
         of_group = functools.partial(oracle.random_bytes, batch=group)
         for tensor, matrix in (("x", x[rows]), ("w", weight[group]), ("dy", dy[rows])):
-            for index, operand in enumerate(operands_of(tensor)):
+            for index, operand in enumerate(OPERANDS_OF[tensor]):
                 cast = recipe.cast(*operand.key)
                 with mock.patch.object(oracle, "random_bytes", of_group):
                     values, axis = matrix.detach().float().numpy(), -2 if index else -1

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
-from microfloat.operands import TENSORS, operands_of  # noqa: E402
+from microfloat.operands import OPERANDS_OF, TENSORS  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
     Cast,
@@ -118,7 +118,7 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
         column = {"x": gemm == "wgrad", "w": gemm == "dgrad", "dy": gemm == "wgrad"}[slot]
         cast = recipe.cast(gemm, side)
         return oracle_operand(
-            tensor, cast, axis=-2 if column else -1, seed=seed, stream=operands_of(slot)[column].stream
+            tensor, cast, axis=-2 if column else -1, seed=seed, stream=OPERANDS_OF[slot][column].stream
         )
 
     w = layer.weight
@@ -204,7 +204,7 @@ def test_only_usages_whose_gemm_runs_are_cast(monkeypatch, x_grad: bool, w_grad:
 
     seen: list[str] = []
     original = backend.quantize_both
-    streams = {tuple(operand.stream for operand in operands_of(slot)): slot for slot in TENSORS}
+    streams = {tuple(operand.stream for operand in OPERANDS_OF[slot]): slot for slot in TENSORS}
 
     def spy(tensor, row, column, **options):
         slot = streams[options["row_stream"], options["column_stream"]]
@@ -268,7 +268,7 @@ def test_weight_cache_saves_casts_and_never_bits(monkeypatch) -> None:  # featur
     x = torch.randn(16, 64, requires_grad=True)
 
     def weight_casts() -> int:
-        return sum(options["row_stream"] == operands_of("w")[0].stream for options in casts)
+        return sum(options["row_stream"] == OPERANDS_OF["w"][0].stream for options in casts)
 
     expected = layer(x)
     casts.clear()

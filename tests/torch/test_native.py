@@ -21,7 +21,7 @@ from microfloat.recipes import (  # noqa: E402
     Hadamard,
     MXFP8BlockScaling,
 )
-from microfloat.routes import route_of  # noqa: E402
+from microfloat.routes import route_of, routes_of  # noqa: E402
 from microfloat.torch import backends, folding, gemms  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.backends import native  # noqa: E402
@@ -60,7 +60,7 @@ def multiplied(a, b, chip=AMPERE, *, bias=None, out_dtype=torch.float32):
     ],
 )
 def test_routes(recipe, chip: Chip, forms: set[str], accelerated: bool) -> None:
-    routes = folding.routes_of(recipe, chip, None)
+    routes = routes_of(recipe, chip)
     assert {form for route in routes for form in route.forms} == forms
     assert {route.accelerated for route in routes} == {accelerated}
     untried = ["not yet run" in route.reason for route in routes]
@@ -204,15 +204,15 @@ class Arrived:
 def test_lossy_counts_narrow_the_tile_then_give_up_folding() -> None:
     auto, folded = MXFP8BlockScaling(), MXFP8BlockScaling(path="folded")
     counts = Arrived({("fprop", "rhs", "tiles"): 2e-3})
-    assert folding.routes_of(auto, HOPPER, counts).fprop.forms == ("folded", "folded")
-    assert folding.routes_of(auto, HOPPER, counts).dgrad.forms == ("folded", "tiles")
+    assert folding.routes_after(auto, HOPPER, counts).fprop.forms == ("folded", "folded")
+    assert folding.routes_after(auto, HOPPER, counts).dgrad.forms == ("folded", "tiles")
     counts.shares = {("fprop", "rhs", "folded"): 2e-3}
-    assert folding.routes_of(auto, HOPPER, counts).fprop.forms == ("values", "values")
-    assert folding.routes_of(folded, HOPPER, counts).fprop.forms == ("folded", "folded")
+    assert folding.routes_after(auto, HOPPER, counts).fprop.forms == ("values", "values")
+    assert folding.routes_after(folded, HOPPER, counts).fprop.forms == ("folded", "folded")
     counts.shares = {("wgrad", "lhs", "folded"): 2e-3}
-    assert folding.routes_of(auto, HOPPER, counts).wgrad.forms == ("values", "values")
+    assert folding.routes_after(auto, HOPPER, counts).wgrad.forms == ("values", "values")
     counts.shares = {("wgrad", "lhs", "folded"): 5e-4}
-    assert folding.routes_of(auto, HOPPER, counts).wgrad.forms == ("folded", "tiles")
+    assert folding.routes_after(auto, HOPPER, counts).wgrad.forms == ("folded", "tiles")
 
 
 @pytest.mark.parametrize("name", ["reference", "triton", "native"])

@@ -48,7 +48,7 @@ from microfloat.jax.transformations import (
     told_axes,
     varying_axes,
 )
-from microfloat.operands import GEMMS, Operand, operands_of
+from microfloat.operands import GEMMS, OPERANDS_OF, Operand
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 
@@ -326,7 +326,7 @@ class Call:
         first, second = (
             self.cast_of(operand, x_RC.shape, decodes=decodes) if used else None
             for operand, used, decodes in zip(
-                operands_of(tensor), uses, (not self.reuses(tensor), not keeps), strict=True
+                OPERANDS_OF[tensor], uses, (not self.reuses(tensor), not keeps), strict=True
             )
         )
         axes = self.axes(x_RC)

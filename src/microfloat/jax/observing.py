@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from microfloat.formats import ScaleFormat
 from microfloat.jax.backends import casts, reference
 from microfloat.jax.numerics.bits import as_code_dtype, hadamard_transform, widened
-from microfloat.operands import Operand, operands_of
+from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
 from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.watching import BINADES, DRAWS, OF_CAST, OF_SAMPLE, OF_SCALES, SCALES, largest_byte, limits_of
@@ -135,7 +135,7 @@ def _operand(watch: Watching, call: "Call", tensor: str, matrix: Array, uses: tu
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
     if tensor not in watch.tensors or not matrix.size:
         return []
-    operands, made = operands_of(tensor), []
+    operands, made = OPERANDS_OF[tensor], []
     for operand, used in zip(operands, uses, strict=True):
         is_cast = used and not (operand.transposed and call.reuses(tensor))
         made.append(call.cast_of(operand, matrix.shape) if is_cast else None)

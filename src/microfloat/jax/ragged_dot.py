@@ -57,7 +57,7 @@ from microfloat.jax.transformations import (
     sum_to_type_of,
     varying_axes,
 )
-from microfloat.operands import GEMMS, OPERANDS, Operand, operands_of
+from microfloat.operands import GEMMS, OPERANDS, OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
 
 __all__ = ["RaggedDot", "ragged_dot"]
@@ -306,7 +306,7 @@ class _Groups:
             return made.first, made.second, {"w": call.live_amax(w_NK, "w") if made.amax is None else made.amax}
 
         w, w_kept, amaxes = self._for_each(weight, w_GNK)
-        x_BPK, (row, column) = self._blocks.gather(x_TK), operands_of("x")
+        x_BPK, (row, column) = self._blocks.gather(x_TK), OPERANDS_OF["x"]
         x = self._operand(row, x_BPK)
         y_BPN = self._products("fprop", x, w, x_TK.shape[1], x_TK.dtype, self._config.dtype)
         y_TN, x_kept = self._blocks.result(y_BPN), x_TK
@@ -318,11 +318,11 @@ class _Groups:
 
     def backward(self, dy_TN: Array, kept: _Kept) -> tuple[Array, Array, dict[str, Array]]:
         """(dx_TK, dw_GNK, the live amax of dy)."""
-        (row, column), x, w, outputs = operands_of("dy"), kept.x, kept.w, dy_TN.shape[1]
+        (row, column), x, w, outputs = OPERANDS_OF["dy"], kept.x, kept.w, dy_TN.shape[1]
         dy_BPN, dtype = self._blocks.gather(dy_TN), kept.no_x.dtype
         w = self._for_each(lambda call, one: call.read("dgrad", call.kept(one, "w"), kept.no_x.shape[1], dtype), w)
         if not isinstance(x, reference.Matrix):
-            x = self._operand(operands_of("x")[not self.call.reuses("x")], self._blocks.gather(cast(Array, x)))
+            x = self._operand(OPERANDS_OF["x"][not self.call.reuses("x")], self._blocks.gather(cast(Array, x)))
         x = jax.vmap(lambda one: self.call.read("wgrad", one, kept.no_x.shape[1], dtype))(x)
         a = self._operand(row, dy_BPN)
         # A product that is summed over mesh axes is rounded after that.

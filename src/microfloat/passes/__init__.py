@@ -12,7 +12,7 @@ installed.
 import functools
 from typing import Any, NamedTuple
 
-from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat
+from microfloat.formats import ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32
 from microfloat.recipes import Cast
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
@@ -22,13 +22,13 @@ __all__ = [
     "CastInputs",
     "OperandSpec",
     "family_of",
-    "is_stock",
     "why_not_in_groups",
 ]
 
 # The kinds of scale rules that kernels compute, by the scale format.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
 _BLOCKS = (16, 32, 64, 128)
+_LEAST_SCALE = 2.0**-6
 # The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
 WRITES_VALUES = ("blocks", "nvfp4")
 # Rows of x in high precision up to which a kernel multiplies a weight's stored codes. At 64 it has 0.49 to 0.81 of
@@ -63,12 +63,6 @@ class CastInputs(NamedTuple):
     groups: Any = None
 
 
-def is_stock(element: ElementFormat) -> bool:
-    """True for an element whose numbers the kernels know."""
-    stock = ELEMENTS.get(element.name)
-    return stock is element or stock == element
-
-
 @functools.lru_cache(512)
 def family_of(cast: Cast) -> tuple[str, str]:
     """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does.
@@ -77,11 +71,19 @@ def family_of(cast: Cast) -> tuple[str, str]:
     (per block of 16, 32, 64 or 128) or "nvfp4" (per 16 under a tensor scale).
     """
     fmt, element = cast.format, cast.format.element
-    if not is_stock(element):
+    if element.name not in ELEMENTS:
         return "", f"element {element.name}, which is not one of the stock elements"
     if _RULE_KINDS.get(fmt.scale) != cast.rule.kind:
         return "", unknown_kind(cast.rule)
-    if cast.rule.two_level is not None and cast.rule.two_level not in _two_levels(cast.rule.two_level):
+    level = cast.rule.two_level
+    # The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs.
+    computed = () if level is None else (
+        TwoLevel(level.capacity, level.inverse_six or 1.0), TwoLevel(level.capacity, None, _LEAST_SCALE),
+        TwoLevel(level.capacity, None, _LEAST_SCALE, tensor_scale=False),
+        TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mae"),
+        TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mse"),
+    )  # fmt: skip
+    if level is not None and level not in computed:
         return "", f"the constants of the scale rule {cast.rule.name!r}"
     if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
         return "nvfp4", ""
@@ -109,13 +111,3 @@ def why_not_in_groups(cast: Cast) -> str:
     if None in cast.format.block and not cast.is_delayed:
         return f"{cast.format.name} measures the amax of whole groups, or of rows as long as one"
     return ""
-
-
-def _two_levels(level: TwoLevel) -> tuple[TwoLevel, ...]:
-    """The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs."""
-    capacity, smallest = level.capacity, 2.0**-6
-    return (
-        TwoLevel(capacity, level.inverse_six or 1.0), TwoLevel(capacity, None, smallest),
-        TwoLevel(capacity, None, smallest, tensor_scale=False),
-        *(TwoLevel(capacity, smallest_amax=capacity * 2.0**-117, four_over_six=error) for error in ("mae", "mse")),
-    )  # fmt: skip

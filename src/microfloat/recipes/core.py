@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from microfloat.arguments import axes_of, check_bool, check_choice, check_int, check_number, for_each
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
@@ -44,7 +44,8 @@ class HashOnce:
             return value
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), functools.cached_property)}
+        return {name: value for name, value in vars(self).items() if name != "_hash" and name not in made}
 
 
 _LONGEST_HISTORY = 1 << 20
@@ -124,6 +125,7 @@ class Cast(HashOnce):
     rounding: str = "nearest"
     hadamard: Hadamard | None = None
     scaling: Current | Delayed = field(default_factory=Current)
+    is_gradient: ClassVar[bool] = False  # True for a `GradientCast` only
 
     def __post_init__(self) -> None:
         fmt = as_scaled_format(self.format, "Cast.format")
@@ -164,19 +166,19 @@ class Cast(HashOnce):
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
                 "Such scales are for activations as they are; use NVFP4.",
             )  # fmt: skip
-        if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+        if self.chooses_by_error and (self.hadamard is not None or self.is_stochastic):
             raise invalid_value(
                 "scale_rule",
                 f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
             )
-        if isinstance(self.scaling, Delayed) and not (self.format.is_per_tensor and self.scale_rule == "amax"):
+        if self.is_delayed and not (self.format.is_per_tensor and self.scale_rule == "amax"):
             raise invalid_value(
                 "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
                 "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
             )  # fmt: skip
-        if isinstance(self.scaling, Static) and (not self.takes_amax or self.tensor_scale == "row"):
+        if self.is_static and (not self.takes_amax or self.tensor_scale == "row"):
             raise invalid_value(
                 "scaling", f"Static with {self.format.name} and rule {self.scale_rule!r}",
                 "a format with one scale for the whole tensor: FP8_TENSOR or NVFP4", "Use Current() here.",
@@ -184,7 +186,7 @@ class Cast(HashOnce):
         if isinstance(self.scaling, Current) and self.scaling.amax_epsilon and self.format.scale.name != "FP32":
             raise invalid_value("amax_epsilon", self.scaling.amax_epsilon, f"0 for {self.format.name} (no FP32 scale)")
 
-    @property
+    @functools.cached_property
     def rule(self) -> ScaleRule:
         """The row of numbers behind `scale_rule`."""
         return SCALE_RULES[str(self.scale_rule)]
@@ -199,24 +201,22 @@ class Cast(HashOnce):
         """True where the amax was measured beforehand and comes with the call."""
         return isinstance(self.scaling, Static)
 
-    @property
-    def is_gradient(self) -> bool:
-        """True for a `GradientCast` only."""
-        return False
-
     @functools.cached_property
     def of_gradient(self) -> "Cast":
         """The same cast of an output gradient, as the products of a layer run it."""
         if self.format.scale.name == "E8M0":
             return self
-        return GradientCast(**{entry.name: getattr(self, entry.name) for entry in fields(self)})
+        made = object.__new__(GradientCast)
+        vars(made).update(vars(self))  # which were checked when this cast was made
+        vars(made).pop("_hash", None)  # it is another one for another class
+        return made
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """True where the cast draws random bytes."""
         return self.rounding == "stochastic"
 
-    @property
+    @functools.cached_property
     def tensor_scale(self) -> str | None:
         """The second scale that the cast stores: None, "tensor" or "row"."""
         two_level = self.rule.two_level
@@ -237,7 +237,7 @@ class Cast(HashOnce):
         deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
 
-    @property
+    @functools.cached_property
     def chooses_by_error(self) -> bool:
         """True where a block's scale depends on the errors of its elements, and not on its amax alone."""
         return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
@@ -308,10 +308,7 @@ class GradientCast(Cast):
     non-finite, which is what a GradScaler looks for. E8M0 scales do so by themselves. Source: docs/numerics.md 8.4.
     """
 
-    @property
-    def is_gradient(self) -> bool:
-        """True."""
-        return True
+    is_gradient: ClassVar[bool] = True
 
 
 def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> ScaledFormat:
@@ -449,7 +446,7 @@ class Recipe(HashOnce):
     @functools.cached_property
     def is_delayed(self) -> bool:
         """True where an operand carries delayed-scaling state."""
-        return any(cast is not None and isinstance(cast.scaling, Delayed) for cast in self.casts.values())
+        return any(cast is not None and cast.is_delayed for cast in self.casts.values())
 
     @functools.cached_property
     def is_static(self) -> bool:

@@ -22,7 +22,8 @@ from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, scaling
 from microfloat.torch._typing import Options, Result, Takes
-from microfloat.torch.context import Ambient, Tape, ambient, entered, reset_ambient, set_ambient
+from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
+from microfloat.torch.entries import delayed_of
 from microfloat.torch.reduction import Group
 
 __all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]
@@ -66,7 +67,7 @@ class autocast:
             raise invalid_type(name, type(value), "True or False", hint)
         backends.check_name(backend)
         _check_group(amax_reduction_group)
-        recipe = _default_recipe() if recipe is None else as_recipe(recipe)
+        recipe = canonical(_default_recipe() if recipe is None else as_recipe(recipe))
         self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
         self._entered: tuple[scaling.Region | None, Token] | None = None
@@ -124,7 +125,7 @@ class autocast:
                 scaling.flush_backward()
                 region = scaling.Region()
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
-                delayed = scaling.delayed_of(recipe)
+                delayed = delayed_of(recipe)
                 if delayed.reduce_amax:  # else what an outer autocast shares stays as it is
                     region.shared[group] = delayed
             is_traced = torch.compiler.is_compiling()

@@ -17,7 +17,7 @@ import torch
 
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.layout import Layout
-from microfloat.operands import operands_of
+from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
@@ -507,7 +507,7 @@ def _check_autocast_(marker: torch.Tensor, origin: str) -> None:
 def _delayed_casts(token: str) -> dict[str, Cast]:
     """Slot -> its cast, of x, w and dy as far as their scaling is delayed."""
     casts = context.recipe_of(token).casts
-    operands = [(slot, casts[one.key]) for slot in ("x", "w", "dy") for one in reversed(operands_of(slot))]
+    operands = [(slot, casts[one.key]) for slot in ("x", "w", "dy") for one in reversed(OPERANDS_OF[slot])]
     return {slot: cast for slot, cast in operands if cast is not None and isinstance(cast.scaling, Delayed)}
 
 

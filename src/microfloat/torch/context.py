@@ -115,7 +115,7 @@ _FIRST: dict[Recipe, Recipe] = {}
 
 
 def canonical(recipe: Recipe) -> Recipe:
-    """One object for all equal recipes, so that what was worked out for a recipe is found without comparing."""
+    """One object for all equal recipes, as layers and autocasts hold it: lookups by a recipe then compare nothing."""
     return _FIRST.setdefault(recipe, recipe)
 
 

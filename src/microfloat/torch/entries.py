@@ -10,15 +10,25 @@ from typing import NamedTuple
 import torch
 
 from microfloat.layout import Layout, Part, layout_of
-from microfloat.operands import Operand, operands_of
+from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.passes import OperandSpec
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend
 from microfloat.torch.backends.base import Operand as StoredOperand
 
-__all__ = ["Entries", "Entry", "entries_of", "first_delayed", "laid", "layouts_of", "parts_of", "saved_parts"]
+__all__ = [
+    "Entries",
+    "Entry",
+    "delayed_of",
+    "entries_of",
+    "first_delayed",
+    "laid",
+    "layouts_of",
+    "parts_of",
+    "saved_parts",
+]
 
 
 class Entry(NamedTuple):
@@ -41,12 +51,12 @@ Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; Non
 def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: bool) -> Entries:
     """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
     made: list[Entry | None] = []
-    for is_read, operand in zip((row, column), operands_of(tensor), strict=True):
+    for is_read, operand in zip((row, column), OPERANDS_OF[tensor], strict=True):
         gemm = getattr(recipe, operand.gemm)
         if not is_read or gemm.path == "refused" or (operand.side == "rhs" and gemm.from_fprop):
             made.append(None)
             continue
-        cast, route = recipe.cast(operand.gemm, operand.side), getattr(routes, operand.gemm)
+        cast, route = getattr(gemm, operand.side), getattr(routes, operand.gemm)
         if cast is not None and tensor == "dy":
             cast = cast.of_gradient  # it tells its products of overflow
         is_rhs = operand.side == "rhs"
@@ -87,6 +97,11 @@ def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tu
 def first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
     """The first of some casts whose scaling is delayed."""
     return next((cast for cast in casts if cast is not None and cast.is_delayed), None)
+
+
+def delayed_of(recipe: Recipe) -> Delayed:
+    """The settings of a recipe with delayed scaling."""
+    return next(one.scaling for one in recipe.casts.values() if one is not None and isinstance(one.scaling, Delayed))
 
 
 def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:

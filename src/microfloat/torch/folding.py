@@ -15,10 +15,10 @@ from microfloat.chips import Chip
 from microfloat.operands import GEMMS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Gemm, Recipe
-from microfloat.routes import Route, Routes, route_of
+from microfloat.routes import Route, Routes, route_of, routes_of
 from microfloat.torch.backends.base import capturing
 
-__all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_of"]
+__all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_after"]
 
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
@@ -136,26 +136,16 @@ class FoldCounts:
         }
 
 
-# By recipe and chip: the routes of a layer that has not folded yet, and whether any operand folds.
-_STATIC: dict[tuple[Recipe, Chip | None], tuple[Routes, bool]] = {}
-
-
-def routes_of(recipe: Recipe, chip: Chip | None, counts: FoldCounts | None) -> Routes:
-    """The routes of one call of a layer: its forward decides, its backward keeps them. `chip` None: no tensor cores."""
-    found = _STATIC.get((recipe, chip))
-    if found is None:
-        static = Routes(*(route_of(getattr(recipe, name), chip) for name in GEMMS)).reading_fprop(recipe)
-        found = _STATIC[recipe, chip] = static, any("folded" in route.forms for route in static)
-    static, folds = found
-    if not folds or counts is None or counts.is_quiet:
+def routes_after(recipe: Recipe, chip: Chip, counts: FoldCounts) -> Routes:
+    """The routes of one call of a layer by the counts of its earlier ones: its forward decides, its backward keeps
+    them."""
+    static = routes_of(recipe, chip)
+    if counts.is_quiet or not any("folded" in route.forms for route in static):
         return static
-    assert chip is not None
-    return Routes(
-        *(
-            _listened(name, getattr(recipe, name), chip, route, counts)
-            for name, route in zip(GEMMS, static, strict=True)
-        )
-    ).reading_fprop(recipe)
+    made = (
+        _listened(name, getattr(recipe, name), chip, route, counts) for name, route in zip(GEMMS, static, strict=True)
+    )
+    return Routes(*made).reading_fprop(recipe)
 
 
 def _listened(name: str, gemm: Gemm, chip: Chip, route: Route, counts: FoldCounts) -> Route:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.formats import ELEMENTS
 from microfloat.layout import folded_format
-from microfloat.passes import is_stock
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, route_between
 from microfloat.torch import backends, reference
@@ -329,7 +329,7 @@ def _decoder(
 
 def _dequantizer(one: Encoding, device: torch.device) -> Callable[[Operand, torch.dtype], torch.Tensor]:
     """The kernel where there is one for these codes on `device`, else the reference."""
-    if device.type != "cuda" or not is_stock(one.format.element) or not backends.support("triton", device):
+    if device.type != "cuda" or one.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return reference.dequantize
     from microfloat.torch.backends.triton import dequantize
 
@@ -478,7 +478,7 @@ def _stored(task: _Task) -> Product:
     rhs, shape, device = task.rhs, task.shape, task.device
     names = _name_of(task.out_dtype), task.bias and _name_of(task.bias.dtype)
     otherwise = _plain(task)
-    if not is_stock(rhs.format.element) or not backends.support("triton", device):
+    if rhs.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return otherwise
     from microfloat.passes import products
     from microfloat.passes.matrix import At

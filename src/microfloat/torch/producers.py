@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from microfloat.errors import unknown_name
 from microfloat.formats import ScaledFormat
-from microfloat.operands import operands_of
+from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, as_cast
 from microfloat.torch import _operators, backends
@@ -293,7 +293,7 @@ def _produce_values(
     producer = _producer(kind, x, second, bias, eps)
     x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
     module = backends.choose(backend, x.device)
-    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), operands_of("x"), strict=True)]
+    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF["x"], strict=True)]
     words = None
     if row.is_stochastic or column.is_stochastic:
         words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)

@@ -218,13 +218,6 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     return _tensor(layer._buffers[buffer_names(slot)[0]])
 
 
-def delayed_of(recipe: Recipe) -> Delayed:
-    """The settings of a recipe with delayed scaling."""
-    return next(
-        cast.scaling for cast in recipe.casts.values() if cast is not None and isinstance(cast.scaling, Delayed)
-    )
-
-
 def unwrap_buffers(layer: nn.Module) -> None:
     """Make buffers plain again, which torch's styles replicate: the state is one rank's, and casts read memory."""
     for name, buffer in layer._buffers.items():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from microfloat.layout import Layout
-from microfloat.operands import operands_of
+from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
 from microfloat.routes import Routes
@@ -33,7 +33,16 @@ from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.entries import Entries, entries_of, first_delayed, laid, layouts_of, parts_of, saved_parts
+from microfloat.torch.entries import (
+    Entries,
+    delayed_of,
+    entries_of,
+    first_delayed,
+    laid,
+    layouts_of,
+    parts_of,
+    saved_parts,
+)
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.seeds import draw_seed, fold_rank_
@@ -155,7 +164,7 @@ class CastStep:
             if inputs.record is not None:
                 options["amax"] = reference.amax(x)
                 record_amax_(inputs.record, options["amax"])
-        row, column = operands_of(next(entry.operand.tensor for entry in self.entries if entry is not None))
+        row, column = OPERANDS_OF[next(entry.operand.tensor for entry in self.entries if entry is not None)]
         options |= {"row_stream": row.stream, "column_stream": column.stream}
         made = reference.quantize_both(x, *casts, seed=inputs.seed, **options)
         return [
@@ -193,9 +202,8 @@ class Schedule:
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device = x.get_device()
-        delayed = first_delayed(recipe.casts.values())
-        self.delayed_scaling: Any = None if delayed is None else delayed.scaling
         self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
+        self.delayed_scaling: Any = delayed_of(recipe) if recipe.is_delayed else None
         self.is_static = recipe.fprop.lhs is not None and isinstance(recipe.fprop.lhs.scaling, Static)
         self.x_shape = None if x.dim() == 2 else x.shape
         self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
@@ -273,7 +281,7 @@ class Schedule:
         needed |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
         found = {}
         for tensor, size in sizes.items():
-            for operand in operands_of(tensor):
+            for operand in OPERANDS_OF[tensor]:
                 route = getattr(self.routes, operand.gemm)
                 form = route.rhs if operand.side == "rhs" else route.lhs
                 if form in ("folded", "tiles") and needed.get((tensor, operand.transposed), True):

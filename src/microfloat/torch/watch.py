@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from microfloat.arguments import check_int
 from microfloat.formats import ScaledFormat
-from microfloat.operands import TENSORS, Operand, operands_of
+from microfloat.operands import OPERANDS_OF, TENSORS, Operand
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.recipes.explanation import operands_of as formats_of
@@ -348,7 +348,7 @@ class _Call:
         session = self.session
         if tensor not in session.tensors:
             return
-        operands, casts = operands_of(tensor), self._casts(tensor, uses)
+        operands, casts = OPERANDS_OF[tensor], self._casts(tensor, uses)
         first = operands[0] if uses[0] else operands[1]
         cast = casts[operands.index(first)]
         entry = self._entry(first, str(matrix.dtype).removeprefix("torch.") if cast is None else cast.format.name)

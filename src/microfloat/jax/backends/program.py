@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from microfloat.formats import ScaledFormat
+from microfloat.formats import ELEMENTS, ScaledFormat
 from microfloat.jax.backends.kernels import Output, call
 from microfloat.jax.backends.reference import Decoded, Kind, Matrix, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
 from microfloat.kernels.constants import DecodeCodes
 from microfloat.layout import Part
-from microfloat.passes import CastInputs, OperandSpec, is_stock, products
+from microfloat.passes import CastInputs, OperandSpec, products
 from microfloat.passes import matrix as passes_of
 from microfloat.passes.casts import cast_passes
 from microfloat.passes.conversions import SCALE, dequantize_passes
@@ -77,7 +77,7 @@ def stored_codes_of(
 ) -> DecodeCodes | None:  # fmt: skip
     """The stored codes of a weight as `multiply_stored` reads them for a product of M, K, N; None where it does not."""
     level = None if matrix.tensor_scale is None else "row" if matrix.tensor_scale.ndim else "tensor"
-    if x_dtype not in (jnp.bfloat16, jnp.float16) or not is_stock(kind.format.element):
+    if x_dtype not in (jnp.bfloat16, jnp.float16) or kind.format.element.name not in ELEMENTS:
         return None
     codes = products.stored_codes(kind.format, kind.hadamard, level, shape[1])
     return codes if codes is not None and products.fits(codes, shape) else None

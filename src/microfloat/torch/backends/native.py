@@ -8,14 +8,15 @@ from types import ModuleType
 
 import torch
 
-from microfloat.passes import OperandSpec, is_stock
+from microfloat.formats import ELEMENTS
+from microfloat.passes import OperandSpec
 from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Routes
+from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.backends import triton
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.folding import FoldCounts, routes_of
+from microfloat.torch.folding import FoldCounts, routes_after
 
 __all__ = [
     "amax", "dequantize", "name", "producers", "programs", "quantize", "quantize_both", "routes", "scaled_matmul",
@@ -45,7 +46,7 @@ def quantize_both(
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     """See `torch.reference.dequantize`."""
-    by_kernel = operand.codes.is_cuda and is_stock(operand.format.element)
+    by_kernel = operand.codes.is_cuda and operand.format.element.name in ELEMENTS
     return (triton if by_kernel else reference).dequantize(operand, dtype)
 
 
@@ -60,7 +61,8 @@ def scaled_matmul(
 
 def routes(recipe: Recipe, device: torch.device, counts: FoldCounts | None = None) -> Routes:
     """See `backends.base.Backend`."""
-    return routes_of(recipe, backends.chip_of(device), counts)
+    chip = backends.chip_of(device)
+    return routes_of(recipe, chip) if counts is None else routes_after(recipe, chip, counts)
 
 
 def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:

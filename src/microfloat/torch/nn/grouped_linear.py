@@ -91,7 +91,7 @@ class GroupedLinear(RecipeLayer):
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
-            arguments = x, self.weight, self.bias, groups, canonical(recipe), name, state, is_first_microbatch
+            arguments = x, self.weight, self.bias, groups, recipe, name, state, is_first_microbatch
             return run_grouped(self, *arguments)
         except MicrofloatError as error:
             raise self._with_path(error) from None
@@ -100,7 +100,7 @@ class GroupedLinear(RecipeLayer):
         """The schedule of a call with `x` here and now, whatever the sizes of its groups; ``print`` shows it."""
         self._check_input(x)
         recipe, state = self.effective_recipe(), ambient()
-        recipe = HIGH_PRECISION if recipe is None else canonical(recipe)
+        recipe = HIGH_PRECISION if recipe is None else recipe
         weight = self.weight
         name = backend_name(self, state)
         return find_grouped(x, weight, self.bias, recipe, name, x.requires_grad, weight.requires_grad)
@@ -138,7 +138,7 @@ def grouped_matmul(
         return compiled_grouped(None, x_TK, w_GNK, None, group_sizes, pin_token, backend)
     state = ambient()
     backends.check_name(backend)
-    chosen = None if recipe is None else as_recipe(recipe)
+    chosen = None if recipe is None else canonical(as_recipe(recipe))
     if state is not None:
         chosen = None if not state.enabled else state.recipe if chosen is None else chosen
     check_grouped(x_TK, w_GNK, None)
@@ -151,4 +151,4 @@ def grouped_matmul(
             "microfloat.torch.GroupedLinear, or a recipe with current scaling."
         )
     name = backend if backend != "auto" or state is None else state.backend
-    return run_grouped(None, x_TK, w_GNK, None, groups, canonical(chosen), name, state)
+    return run_grouped(None, x_TK, w_GNK, None, groups, chosen, name, state)

@@ -18,6 +18,7 @@ from microfloat.torch._checks import check_linear, check_linear_parameters, is_a
 from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
+from microfloat.torch.entries import delayed_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import quantize_parameter
@@ -84,12 +85,12 @@ class RecipeLayer(nn.Module):
         Delayed-scaling state is made or dropped as the recipe asks. Raises InvalidTypeError and InvalidValueError for
         anything but a Recipe, the name of one, or None.
         """
-        self._pinned = None if recipe is None else as_recipe(recipe)
+        self._pinned = None if recipe is None else canonical(as_recipe(recipe))
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
         scaling.number_layer(self)
         if self._pinned is not None and self._pinned.is_delayed:
-            scaling.ensure_buffers(self, scaling.delayed_of(self._pinned))
+            scaling.ensure_buffers(self, delayed_of(self._pinned))
         else:
             scaling.drop_buffers(self)
         return self
@@ -151,7 +152,7 @@ class RecipeLayer(nn.Module):
         self._check_input(x)
         if x.numel() == 0 or is_abstract(x):
             return
-        scaling.ensure_buffers(self, scaling.delayed_of(recipe))
+        scaling.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
 
     def folded_elements(self) -> dict[str, float]:
@@ -173,6 +174,8 @@ class RecipeLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
+        if isinstance(self._pinned, Recipe):
+            self._pinned = canonical(self._pinned)
         if self._pinned is not UNPINNED:
             self._pin_token = token_of(self._pinned)
         scaling.number_layer(self)
@@ -276,7 +279,6 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 return y
             if is_first_microbatch is not None:
                 check_first_microbatch(is_first_microbatch)
-            recipe = canonical(recipe)
             if self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             y = run_linear(self, x, recipe, state, is_first_microbatch)
@@ -343,7 +345,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         """
         with torch.enable_grad():
             recipe, state = self.effective_recipe(), ambient()
-            return find_for(self, x, HIGH_PRECISION if recipe is None else canonical(recipe), state)
+            return find_for(self, x, HIGH_PRECISION if recipe is None else recipe, state)
 
 
 def check_first_microbatch(value: object) -> None:
@@ -420,7 +422,7 @@ def linear(
 
 def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
     """The recipe, and how compiled code names it."""
-    made = as_recipe(recipe)
+    made = canonical(as_recipe(recipe))
     return made, token_of(made)
 
 

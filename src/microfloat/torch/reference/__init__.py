@@ -9,8 +9,7 @@ import torch
 
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Recipe
-from microfloat.routes import Routes
-from microfloat.torch.folding import routes_of
+from microfloat.routes import Routes, routes_of
 from microfloat.torch.reference._quantize import quantize, quantize_both, transpose_operand
 from microfloat.torch.reference._quantize import tensor_amax as amax
 from microfloat.torch.reference._values import dequantize, scaled_matmul
@@ -26,7 +25,7 @@ name, programs, producers = "reference", None, None
 
 def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
     """See `backends.base.Backend`: operands are codes, decoded and multiplied by torch operations."""
-    return routes_of(recipe, None, None)
+    return routes_of(recipe, None)
 
 
 def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:

@@ -31,11 +31,10 @@ from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
 from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.routes import Routes
+from microfloat.routes import Routes, routes_of
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing
-from microfloat.torch.folding import routes_of
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
 from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
@@ -53,7 +52,7 @@ scaled_matmul = reference.scaled_matmul
 
 def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
     """See `backends.base.Backend`: operands are codes, decoded and multiplied in float32."""
-    return routes_of(recipe, None, None)
+    return routes_of(recipe, None)
 
 
 def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
