@@ -7,6 +7,7 @@ second matrix.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from microfloat.errors import NotSupportedError
 from microfloat.kernels.casts import amax as amax_kernels
@@ -16,9 +17,9 @@ from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of
 from microfloat.passes import WRITES_VALUES, OperandSpec, tables
+from microfloat.passes.amaxes import measure, measure_axes
 from microfloat.passes.matrix import (
     GROUP_ROWS,
-    INT32_MAX,
     SCALAR,
     At,
     Buffer,
@@ -32,8 +33,8 @@ from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast
 from microfloat.recipes import Cast
 
 __all__ = [
-    "Both", "amax_passes", "block_casts", "cast_passes", "codes_of", "launches_of", "operands_of", "packed_passes",
-    "pair_passes", "scale_of", "scaled_casts", "seed_of", "shared_scale", "streams_of",
+    "Both", "block_casts", "cast_passes", "launches_of", "operands_of", "packed_passes", "pair_passes",
+    "scaled_casts", "shared_scale",
 ]  # fmt: skip
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
@@ -51,14 +52,20 @@ _MEASURING = 3
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """An `OperandSpec` with what it means for one matrix. `at`: number of its first result."""
+    """An `OperandSpec` with what it means for one matrix.
+
+    `at`: number of its first result. `codes`, `scale`, `tensor_scale`: positions of its parts, NOTHING for one that it
+    has not. `ordered`: scales lie column-major.
+    """
 
     spec: OperandSpec
     numbers: KernelCast
     layout: Layout
-    rows: int
     at: int
-    ordered: bool  # scales lie column-major
+    codes: int
+    scale: int
+    tensor_scale: int
+    ordered: bool
 
     @property
     def block_cast(self) -> BlockCast:
@@ -67,7 +74,38 @@ class _Operand:
         return self.numbers.block_cast(_VALUES if self.spec.form == "values" else _CODES, order.value)
 
 
-Both = tuple["_Operand | None", "_Operand | None"]
+class Both(NamedTuple):
+    """Both operands of a matrix, None for one that is not made, and what launches take of them: the first of the two,
+    positions of codes, scales and tensor scales, random streams, and the position of the call seed.
+    """
+
+    row: _Operand | None
+    column: _Operand | None
+    one: _Operand
+    codes: tuple[int, int]
+    scales: tuple[int, int]
+    tensor_scales: tuple[int, int]
+    streams: tuple[int, int]
+    seed: int
+
+    @staticmethod
+    def of(row: _Operand | None, column: _Operand | None) -> "Both":
+        """Those of these operands, one of which is there."""
+        one = row or column
+        assert one is not None
+        parts = [
+            (At.NOTHING, At.NOTHING, At.NOTHING, 0) if operand is None
+            else (operand.codes, operand.scale, operand.tensor_scale, operand.spec.stream)
+            for operand in (row, column)
+        ]  # fmt: skip
+        draws = any(operand is not None and operand.spec.cast.is_stochastic for operand in (row, column))
+        codes, scales, levels, streams = zip(*parts, strict=True)
+        return Both(row, column, one, codes, scales, levels, streams, At.SEED if draws else At.NOTHING)
+
+    @property
+    def operands(self) -> tuple[_Operand | None, _Operand | None]:
+        """The row and the column."""
+        return self.row, self.column
 
 
 def cast_passes(
@@ -94,7 +132,7 @@ def _copy_tails(passes: Passes, matrix: Matrix) -> int:
     tails = passes.add(Buffer(shape, (matrix.stride_r, 1), matrix.dtype))
     programs = shape[0] // rows * ceil_div(matrix.columns, columns)
     scalars = (matrix.rows // GROUP_ROWS, matrix.groups, matrix.columns, matrix.stride_r)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         groups.copy_tails, (matrix.key, *map(specialization, scalars[:2]), warps), programs,
         (At.SOURCE, At.GROUPS, tails), scalars, (rows, columns), warps,
     ))  # fmt: skip
@@ -117,8 +155,11 @@ def pair_passes(
             return None
         if len(launches_of(matrix.device, *specs)) != 1 or matrix.is_column_major:
             return None
-    matrices = [(first, operands_of(first, first_specs)), (second, operands_of(second, second_specs, (6, 9)))]
-    operands = [one for _, both in matrices for one in both if one is not None]
+    matrices = [
+        (first, operands_of(passes, first, first_specs)),
+        (second, operands_of(passes, second, second_specs, (6, 9))),
+    ]
+    operands = [one for _, both in matrices for one in both.operands if one is not None]
     if all(one.spec.form == "values" for one in operands):
         if not _fit_values_together(matrices):
             return None
@@ -136,26 +177,18 @@ def pair_passes(
     return passes
 
 
-def amax_passes(matrix: Matrix) -> Passes:
-    """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""
-    passes = Passes(1)
-    _measure(passes, matrix, At.SOURCE, passes.put(0, Part(*SCALAR[:3])))
-    return passes
-
-
 def packed_passes(matrix: Matrix, spec: OperandSpec, batch: int = 0) -> Passes:
     """The pass that packs four codes of 6 bits into three bytes: uint8 [R, 3 * ceil(C / 4)], and their scales."""
     passes = Passes(2)
-    (one, _) = operands_of(matrix, (spec, None))
-    assert one is not None
+    one = operands_of(passes, matrix, (spec, None)).one
     width = 3 * ceil_div(matrix.columns, 4)
     codes = passes.put(0, Part((matrix.rows, width), (width, 1), "uint8"))
-    scale = passes.put(1, _made(one.layout.scale))
     rows, columns, warps = tables.TILES["block_rows"]
     constants = (one.block_cast, matrix.columns % 16 == 0, matrix.how(rows, columns))
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         fp6.quantize_packed, (matrix.key, constants, warps, spec.stream, batch), matrix.tiles(rows, columns),
-        (At.SOURCE, codes, scale, seed_of(one)), (spec.stream, batch, *matrix.sizes), constants, warps,
+        (At.SOURCE, codes, one.scale, At.SEED if spec.cast.is_stochastic else At.NOTHING),
+        (spec.stream, batch, *matrix.sizes), constants, warps,
     ))  # fmt: skip
     return passes
 
@@ -198,18 +231,18 @@ def launches_of(device: Device, row: OperandSpec | None, column: OperandSpec | N
     return [(row, None), (None, column)]
 
 
-def operands_of(matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> Both:
-    """Both operands of a matrix that lies as it is read; `results`: the numbers of their first results."""
+def operands_of(passes: Passes, matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> Both:
+    """Both operands of a matrix that lies as it is read, made results; `results`: the numbers of their first ones."""
     paired = None not in specs
-    first, second = (
-        None if spec is None else _operand(matrix, spec, kernel_cast(spec.cast), at, of_transpose, paired)
+    row, column = (
+        None if spec is None else _operand(passes, matrix, spec, kernel_cast(spec.cast), at, of_transpose, paired)
         for spec, at, of_transpose in zip(specs, results, (False, True), strict=True)
     )
-    return first, second
+    return Both.of(row, column)
 
 
 def _operand(
-    matrix: Matrix, spec: OperandSpec, numbers: KernelCast, at: int, of_transpose: bool, paired: bool
+    passes: Passes, matrix: Matrix, spec: OperandSpec, numbers: KernelCast, at: int, of_transpose: bool, paired: bool
 ) -> _Operand:
     rows, length = (matrix.columns, matrix.rows) if of_transpose else (matrix.rows, matrix.columns)
     layout = layout_of(spec.cast, rows, length, spec.form, of_transpose=of_transpose, paired=paired, turned=spec.turned)
@@ -218,92 +251,31 @@ def _operand(
     if not matrix.device.orders_scales and layout.scale is not None:
         shape, ordered = layout.scale.shape, False
         layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
-    return _Operand(spec, numbers, layout, rows, at, ordered)
-
-
-def _made(part: Part | None) -> Part:
-    assert part is not None
-    return part
-
-
-def seed_of(*operands: _Operand | None) -> int:
-    return At.SEED if any(one is not None and one.spec.cast.is_stochastic for one in operands) else At.NOTHING
-
-
-def codes_of(passes: Passes, one: _Operand | None) -> int:
-    return At.NOTHING if one is None else passes.put(one.at, one.layout.codes)
-
-
-def scale_of(passes: Passes, one: _Operand | None) -> int:
-    return At.NOTHING if one is None or one.layout.scale is None else passes.put(one.at + 1, one.layout.scale)
+    codes, scale, tensor_scale = (
+        At.NOTHING if part is None else passes.put(at + number, part) for number, part in enumerate(layout)
+    )
+    return _Operand(spec, numbers, layout, at, codes, scale, tensor_scale, ordered)
 
 
 def shared_scale(passes: Passes, both: Both) -> int:
     """Both operands of a matrix have one scale."""
-    row, column = both
-    if row is not None and column is not None:
-        passes.share(column.at + 1, row.at + 1, _made(column.layout.scale))
-    return scale_of(passes, row or column)
-
-
-def _tensor_scale(passes: Passes, one: _Operand | None) -> int:
-    """The first level of a two-level scale: a result, or a buffer that nobody reads."""
-    if one is None:
-        return At.NOTHING
-    if one.layout.tensor_scale is not None:
-        return passes.put(one.at + 2, one.layout.tensor_scale)
-    return passes.add(Buffer((one.rows, 1), (1, 1), "float32") if one.numbers.is_scaled_per_row else SCALAR)
-
-
-def streams_of(both: Both) -> tuple[int, int]:
-    row, column = (0 if one is None else one.spec.stream for one in both)
-    return row, column
+    if both.row is not None and both.column is not None:
+        part = both.column.layout.scale
+        assert part is not None
+        passes.share(both.column.at + 1, both.row.at + 1, part)
+    return both.one.scale
 
 
 def scaled_casts(both: Both) -> tuple[ScaledCast | None, ScaledCast | None]:
     """The constants of `kernels.casts.scaled`."""
-    row, column = (None if one is None else one.numbers.scaled_cast for one in both)
+    row, column = (None if one is None else one.numbers.scaled_cast for one in both.operands)
     return row, column
 
 
 def block_casts(both: Both) -> tuple[BlockCast | None, BlockCast | None]:
     """The constants of `kernels.casts.blocks`."""
-    row, column = (None if one is None else one.block_cast for one in both)
+    row, column = (None if one is None else one.block_cast for one in both.operands)
     return row, column
-
-
-def _measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
-    """The launch that measures a matrix."""
-    tensors = (source, result, At.WORDS)
-    if not matrix.is_contiguous:
-        passes.launch(Pass(
-            amax_kernels.amax_strided, (matrix.key,), matrix.tiles(32, 128), tensors, matrix.sizes,
-            (matrix.index64, 32, 128),
-        ))  # fmt: skip
-        return
-    count, device = matrix.rows * matrix.columns, matrix.device
-    block, unroll, at_once, warps = tables.AMAX_PIECES
-    kind = matrix.kind if count & 1 == 0 else 0
-    constants = (kind, count % (block * unroll) == 0, device.conversions, block, unroll)
-    programs = min(ceil_div(count, block * unroll), at_once * device.multiprocessors)
-    key = (matrix.key, count & 15 == 0, count > INT32_MAX, count == 1, constants)
-    passes.launch(Pass(amax_kernels.amax_contiguous, key, programs, tensors, (count,), constants, warps))
-
-
-def _measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
-    """The launch that measures rows and columns, and where their amaxes stand, float32 [R] and [C]."""
-    rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
-    amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
-    tile_rows, tile_columns, warps = tables.TILES["axes"]
-    constants = (row, column, matrix.how(tile_rows, tile_columns))
-    parts = [(0, rows) if row else None, (rows, columns) if column else None]
-    bits = [At.NOTHING if part is None else passes.slice(amaxes, *part, "int32") for part in parts]
-    passes.launch(Pass(
-        amax_kernels.amax_rows_columns, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns),
-        (source, *bits), matrix.sizes, constants, warps,
-    ))  # fmt: skip
-    of_rows, of_columns = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
-    return of_rows, of_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,10 +305,10 @@ class _Casting:
         # The transpose of a column-major matrix lies in memory row by row. Counts of folding come in this order.
         exchanged = matrix.is_column_major and one.form not in ("folded", "tiles")
         if exchanged:
-            both = operands_of(matrix.transposed, (specs[1], specs[0]), (3, 0))
+            both = operands_of(self.passes, matrix.transposed, (specs[1], specs[0]), (3, 0))
             replace(self, matrix=matrix.transposed)._pass(source, both, records)
         else:
-            self._pass(source, operands_of(matrix, specs), records)
+            self._pass(source, operands_of(self.passes, matrix, specs), records)
 
     def _transformed(self, source: int, specs: _Specs, bare: Cast, records: bool) -> None:
         """The Hadamard transform as a pass of its own, then the cast of its rows, which are the operand."""
@@ -345,27 +317,25 @@ class _Casting:
         assert spec is not None
         assert spec.cast.hadamard is not None
         matrix = self.matrix.transposed if is_column else self.matrix
-        operand = _operand(self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
+        operand = _operand(self.passes, self.matrix, spec, kernel_cast(bare), 3 * is_column, is_column, False)
         columns = ceil_div(matrix.columns, 16) * 16
         made = self.passes.add(Buffer((matrix.rows, columns), (columns, 1), "bfloat16"))
         rows, width, warps = tables.TILES["nvfp4"]
         # Its output has columns to fill.
         constants = (spec.cast.hadamard.sign_mask, matrix.how(rows, width)._replace(EVEN=False))
-        self.passes.launch(Pass(
+        self.passes.launches.append(Pass(
             nvfp4.transform, (matrix.key, constants, warps), matrix.tiles(rows, width), (source, made), matrix.sizes,
             constants, warps,
         ))  # fmt: skip
         transformed = Matrix(matrix.rows, columns, columns, 1, "bfloat16", 16, matrix.device)
         as_column = is_column and spec.form == "values"  # which lie in the memory of the matrix
-        both = (None, operand) if as_column else (operand, None)
+        both = Both.of(None, operand) if as_column else Both.of(operand, None)
         if as_column:
             transformed = transformed.transposed
         replace(self, matrix=transformed)._pass(made, both, records)
 
     def _pass(self, source: int, both: Both, records: bool) -> None:
-        one = both[0] or both[1]
-        assert one is not None
-        form, family, block = one.spec.form, one.numbers.family, one.numbers.block
+        form, family, block = both.one.spec.form, both.one.numbers.family, both.one.numbers.block
         if family == "nvfp4":
             self._nvfp4(source, both)
         elif form in ("folded", "tiles"):
@@ -377,30 +347,27 @@ class _Casting:
         elif block == (1, None):
             self._rows(source, both)
         else:
-            scales = scale_of(self.passes, both[0]), scale_of(self.passes, both[1])
-            self._scaled(source, both, scales, _TILE)
+            self._scaled(source, both, both.scales, _TILE)
 
     def _scaled(
         self, source: int, both: Both, scales: tuple[int, int], mode: int,
         sources: tuple[int, int] = (At.NOTHING, At.NOTHING), record: int = At.NOTHING,
     ) -> None:  # fmt: skip
         """The launch of `kernels.scaled`, whose scales come by one of GIVEN, AMAX, AXES, TILE."""
-        matrix, casts, streams = self.matrix, scaled_casts(both), streams_of(both)
+        matrix, casts, streams = self.matrix, scaled_casts(both), both.streams
         rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
         constants = (*casts, mode, record != At.NOTHING, matrix.how(rows, columns, units=True))
-        codes = codes_of(self.passes, both[0]), codes_of(self.passes, both[1])
         words = At.NOTHING if record == At.NOTHING else At.WORDS
-        epsilon = (both[0] or both[1]).numbers.epsilon  # type: ignore[union-attr]
-        self.passes.launch(Pass(
+        self.passes.launches.append(Pass(
             scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),
-            (source, *codes, *scales, *sources, record, words, seed_of(*both), *self.plan),
-            (*streams, epsilon, *matrix.sizes), constants, warps,
+            (source, *both.codes, *scales, *sources, record, words, both.seed, *self.plan),
+            (*streams, both.one.numbers.epsilon, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _tensor(self, source: int, both: Both, records: bool) -> None:
         """FP8 per tensor: by a scale that is given, or by an amax that is given or measured."""
         passes, matrix = self.passes, self.matrix
-        cast = (both[0] or both[1]).spec.cast  # type: ignore[union-attr]
+        cast = both.one.spec.cast
         record = At.RECORD if records else At.NOTHING
         if cast.is_delayed:
             if cast.is_gradient and not records:  # the scale depends on what is recorded
@@ -408,73 +375,74 @@ class _Casting:
             mode, amax = _GIVEN, At.SCALE_ENC
         elif self.given_amax or not matrix.device.measures:
             mode, amax = _AMAX, At.AMAX
-        elif source == At.SOURCE and seed_of(*both) == At.NOTHING and _fit_together([matrix]):
+        elif source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], records)
             return
         else:
             mode, amax = _AMAX, passes.add(SCALAR)
-            _measure(passes, matrix, source, amax)
+            measure(passes, matrix, source, amax)
         scale = shared_scale(passes, both)
         self._scaled(source, both, (scale, scale), mode, (amax, At.NOTHING), record)
 
     def _rows(self, source: int, both: Both) -> None:
         """FP8 per row of each operand."""
         passes, matrix = self.passes, self.matrix
-        if source == At.SOURCE and seed_of(*both) == At.NOTHING and _fit_together([matrix]):
+        if source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], False)
             return
-        amaxes = _measure_axes(passes, matrix, source, both[0] is not None, both[1] is not None)
-        self._scaled(source, both, (scale_of(passes, both[0]), scale_of(passes, both[1])), _AXES, amaxes)
+        amaxes = measure_axes(passes, matrix, source, both.row is not None, both.column is not None)
+        self._scaled(source, both, both.scales, _AXES, amaxes)
 
     def _blocks(self, source: int, both: Both) -> None:
         """MX and FP8 in blocks: codes and scales, or bfloat16 values."""
-        matrix, streams = self.matrix, streams_of(both)
-        casts = block_casts(both)
+        matrix, streams, casts = self.matrix, both.streams, block_casts(both)
         rows, columns, warps = tables.tile_of_blocks(*casts, matrix.kind, matrix.fills)
         constants = (*casts, matrix.how(rows, columns, units=True))
-        outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
-        epsilons = (0.0 if one is None else one.numbers.epsilon for one in both)
-        self.passes.launch(Pass(
+        outputs = both.codes[0], both.scales[0], both.codes[1], both.scales[1]
+        epsilons = (0.0 if one is None else one.numbers.epsilon for one in both.operands)
+        self.passes.launches.append(Pass(
             blocks.quantize_blocks, (matrix.key, constants, warps, *streams, self.batch), matrix.tiles(rows, columns),
-            (source, *outputs, seed_of(*both), *self.plan), (*streams, self.batch, *epsilons, *matrix.sizes), constants,
+            (source, *outputs, both.seed, *self.plan), (*streams, self.batch, *epsilons, *matrix.sizes), constants,
             warps,
         ))  # fmt: skip
 
     def _folded(self, source: int, both: Both) -> None:
         """MX folded to one scale for 1x128 or 128x128, and counts of what that changed."""
-        matrix, streams = self.matrix, streams_of(both)
-        are_tiles = [one is not None and one.spec.form == "tiles" for one in both]
+        matrix, streams = self.matrix, both.streams
+        are_tiles = [one is not None and one.spec.form == "tiles" for one in both.operands]
         multiples = [_TILES_TOGETHER if is_tile else 0 for is_tile in are_tiles]
         casts, how = scaled_casts(both), matrix.how(128, 128, units=True)
         constants = (*casts, *multiples, how)
         warps = tables.TILES["fold_squares" if fold.folds(*casts, sum(multiples), how.KIND, how.EVEN) else "fold"][2]
-        outputs = [at for one in both for at in (codes_of(self.passes, one), scale_of(self.passes, one))]
-        folded = any(one is not None and one.spec.form == "folded" for one in both)
-        self.passes.launch(Pass(
+        outputs = both.codes[0], both.scales[0], both.codes[1], both.scales[1]
+        folded = any(one is not None and one.spec.form == "folded" for one in both.operands)
+        self.passes.launches.append(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, At.FOLDED if folded else At.TILES, At.WORDS, seed_of(*both), *self.plan),
+            (source, *outputs, At.FOLDED if folded else At.TILES, At.WORDS, both.seed, *self.plan),
             (*streams, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _nvfp4(self, source: int, both: Both) -> None:
         """NVFP4: codes and scales, or bfloat16 values."""
         passes, matrix = self.passes, self.matrix
-        if all(one is None or one.spec.form == "values" for one in both):
+        if both.one.spec.form == "values" and (both.column or both.one).spec.form == "values":
             both = _without_copies(passes, both)
             measured = not self.given_amax and matrix.device.measures
             if source == At.SOURCE and measured and not self.batch and _fit_values_together([(matrix, both)]):
                 _values_together(passes, [(matrix, both)])
                 return
         amaxes = (At.AMAX, At.AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
-        casts = _nvfp4_constant(matrix, both[0], False), _nvfp4_constant(matrix, both[1], True)
+        casts = _nvfp4_constant(matrix, both.row, False), _nvfp4_constant(matrix, both.column, True)
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
-        constants, streams = (*casts, steps, matrix.how(rows, columns)), streams_of(both)
-        outputs = [
-            at for one in both for at in (codes_of(passes, one), scale_of(passes, one), _tensor_scale(passes, one))
-        ]  # fmt: skip
-        passes.launch(Pass(
+        constants, streams = (*casts, steps, matrix.how(rows, columns)), both.streams
+        row, column = (
+            passes.add(SCALAR) if one is not None and at == At.NOTHING else at  # nobody reads one that is not stored
+            for one, at in zip(both.operands, both.tensor_scales, strict=True)
+        )
+        outputs = both.codes[0], both.scales[0], row, both.codes[1], both.scales[1], column
+        passes.launches.append(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
-            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, seed_of(*both)),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed),
             (*streams, self.batch, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
@@ -485,11 +453,11 @@ class _Casting:
         passes, matrix = self.passes, self.matrix
         found: list[int | None] = [None, None]
         plain = None
-        for at, one in enumerate(both):
+        for at, one in enumerate(both.operands):
             if one is not None and one.numbers.is_scaled_per_row:
-                found[at] = _measure_axes(passes, matrix, source, at == 0, at == 1)[at]
+                found[at] = measure_axes(passes, matrix, source, at == 0, at == 1)[at]
         for at in (1, 0):
-            one = both[at]
+            one = both.operands[at]
             if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:
                 continue
             plain = passes.add(Buffer((2,), (1,), "float32", spans_mesh=True))
@@ -497,15 +465,17 @@ class _Casting:
             rows, columns, warps = tables.TILES["nvfp4_amax"]
             constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
             programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
-            passes.launch(Pass(
+            passes.launches.append(Pass(
                 amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, At.WORDS),
                 matrix.sizes, constants, warps,
             ))  # fmt: skip
-        if plain is None and any(one is not None and amax is None for one, amax in zip(both, found, strict=True)):
+        if plain is None and any(
+            one is not None and amax is None for one, amax in zip(both.operands, found, strict=True)
+        ):
             plain = At.AMAX
             if matrix.device.measures:
                 plain = passes.add(SCALAR)
-                _measure(passes, matrix, source, plain)
+                measure(passes, matrix, source, plain)
         row, column = (plain or At.NOTHING if amax is None else amax for amax in found)
         return row, column
 
@@ -517,19 +487,22 @@ def _nvfp4_constant(matrix: Matrix, one: _Operand | None, is_column: bool) -> Nv
     length = matrix.rows if is_column else matrix.columns
     stored = ceil_div(length, 16) * 16 if one.numbers.signs != NO_SIGNS else length
     if one.spec.form != "values":
-        return one.numbers.nvfp4_constant(_CODES, stored % 8 == 0)
-    return one.numbers.nvfp4_constant(_VALUES, (matrix.columns if is_column else stored) % 2 == 0)
+        output, aligned = _CODES, stored % 8 == 0
+    else:
+        output, aligned = _VALUES, (matrix.columns if is_column else stored) % 2 == 0
+    assert one.numbers.nvfp4_cast is not None
+    return one.numbers.nvfp4_cast._replace(OUTPUT=output, ALIGNED=aligned)
 
 
 def _without_copies(passes: Passes, both: Both) -> Both:
     """The operands to write: where both have the same values, those of the column are a view of the row's."""
-    row, column = both
+    row, column = both.operands
     if row is None or column is None or not tables.same_values(row.numbers, column.numbers):
         return both
     passes.share(column.at, row.at, column.layout.codes)
     if column.layout.tensor_scale is not None:
         passes.share(column.at + 2, row.at + 2, column.layout.tensor_scale)
-    return row, None
+    return Both.of(row, None)
 
 
 _Matrices = list[tuple[Matrix, Both]]
@@ -550,7 +523,7 @@ def _fit_together(matrices: list[Matrix]) -> bool:
 
 def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
     """One launch for one or two matrices with scales per tensor or per row, measured first where they are not given."""
-    numbers = (matrices[0][1][0] or matrices[0][1][1]).numbers  # type: ignore[union-attr]
+    numbers = matrices[0][1].one.numbers
     mode = _AXES if numbers.block == (1, None) else _GIVEN if numbers.cast.is_delayed else _AMAX
     rows, columns, warps = tables.TILES["together"]
     tensors: list[int] = []
@@ -558,21 +531,20 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
     tiles, of_each, keys = 0, [], []
     inputs = ((At.SOURCE, At.SCALE_ENC, At.RECORD), (At.SECOND, At.SECOND_SCALE_ENC, At.SECOND_RECORD))
     for (source, scale_enc, record), (matrix, both) in zip(inputs, matrices, strict=False):
-        codes = [codes_of(passes, one) for one in both]
+        scales = both.scales
         if mode == _AXES:
-            scales = [scale_of(passes, one) for one in both]
             amaxes = passes.add(Buffer((matrix.rows + matrix.columns,), (1,), "int32"))
         else:
-            scales, amaxes = [shared_scale(passes, both)] * 2, scale_enc if mode == _GIVEN else At.NOTHING
-        tensors += [source, *codes, *scales, amaxes, record if records else At.NOTHING]
+            scales, amaxes = (shared_scale(passes, both),) * 2, scale_enc if mode == _GIVEN else At.NOTHING
+        tensors += [source, *both.codes, *scales, amaxes, record if records else At.NOTHING]
         tiles += matrix.tiles(rows, columns)
-        scalars += [(both[0] or both[1]).numbers.epsilon, *matrix.sizes]  # type: ignore[union-attr]
+        scalars += [both.one.numbers.epsilon, *matrix.sizes]
         of_each.append(MatrixConstants(*scaled_casts(both), matrix.how(rows, columns, units=True)))
         keys.append(matrix.key)
     if len(matrices) == 1:
         tensors, scalars, of_each = tensors + [At.NOTHING] * 7, [*scalars, 0.0, 0, 0, 0, 0], [*of_each, None]
     constants = (mode, records, *of_each)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         pair.cast_pair, (*keys, constants, warps), min(tiles, _most_programs(matrices[0][0])),
         (*tensors, At.WORDS if records or mode != _GIVEN else At.NOTHING), tuple(scalars), constants, warps,
         cooperative=mode != _GIVEN,
@@ -584,7 +556,7 @@ def _fit_values_together(matrices: _Matrices) -> bool:
     column operand of a second matrix, and no amax is one of rows.
     """
     for number, (matrix, both) in enumerate(matrices):
-        numbers = [None if one is None else one.numbers for one in both]
+        numbers = [None if one is None else one.numbers for one in both.operands]
         if matrix.index64 or not matrix.device.cooperates:
             return False
         if any(one is not None and (one.family != "nvfp4" or one.is_scaled_per_row) for one in numbers):
@@ -602,19 +574,27 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     scalars: list[int] = []
     tiles, of_each, keys, streams = 0, [], [], []
     for source, (matrix, both) in zip((At.SOURCE, At.SECOND), matrices, strict=False):
-        tensors += [source, *(at for one in both for at in (codes_of(passes, one), _tensor_scale(passes, one)))]
+        row_scale, column_scale = (
+            passes.add(SCALAR) if one is not None and at == At.NOTHING else at  # nobody reads one that is not stored
+            for one, at in zip(both.operands, both.tensor_scales, strict=True)
+        )
+        tensors += [source, both.codes[0], row_scale, both.codes[1], column_scale]
         tiles += matrix.tiles(rows, columns)
-        scalars += [*streams_of(both), *matrix.sizes]
+        scalars += [*both.streams, *matrix.sizes]
         aligned = matrix.columns % 2 == 0
-        row, column = (None if one is None else one.numbers.nvfp4_constant(_VALUES, aligned) for one in both)
+        row, column = (
+            None if one is None or one.numbers.nvfp4_cast is None
+            else one.numbers.nvfp4_cast._replace(OUTPUT=_VALUES, ALIGNED=aligned)
+            for one in both.operands
+        )  # fmt: skip
         of_each.append(MatrixConstants(row, column, matrix.how(rows, columns)))
         keys.append(matrix.key)
-        streams.append(streams_of(both))
+        streams.append(both.streams)
     if len(matrices) == 1:
         tensors, scalars, of_each = tensors + [At.NOTHING] * 5, [*scalars, 0, 0, 0, 0, 0, 0], [*of_each, None]
-    seeds = (At.SEED, At.SECOND_SEED) if draws_seed else (seed_of(*matrices[0][1]), At.NOTHING)
+    seeds = (At.SEED, At.SECOND_SEED) if draws_seed else (matrices[0][1].seed, At.NOTHING)
     constants = (draws_seed, *of_each)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
         (*tensors, *seeds, At.WORDS), tuple(scalars), constants, warps, cooperative=True,
     ))  # fmt: skip

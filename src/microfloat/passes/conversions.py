@@ -46,7 +46,7 @@ def dequantize_passes(
     key = (device.number, fmt.element.name, dtype, constants, *map(specialization, scalars))
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
     tensors = (At.SOURCE, SCALE, At.NOTHING if level_stride is None else TENSOR_SCALE, out)
-    passes.launch(Pass(dequantize.dequantize, key, programs, tensors, scalars, constants, warps))
+    passes.launches.append(Pass(dequantize.dequantize, key, programs, tensors, scalars, constants, warps))
     return passes
 
 
@@ -70,7 +70,7 @@ def packed_values_passes(fmt: ScaledFormat, rows: int, length: int, dtype: str, 
     )  # fmt: skip
     key = (device.number, dtype, constants, specialization(rows), specialization(length))
     programs = -(-rows // tile_rows) * -(-length // tile_columns)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         fp6.dequantize_packed, key, programs, (At.SOURCE, SCALE, out), (rows, length), constants, warps
     ))  # fmt: skip
     return passes
@@ -83,5 +83,5 @@ def swizzle_passes(rows: int, columns: int, strides: tuple[int, int], words: boo
     scalars, constants = (rows, columns, *strides), (words, _SWIZZLED_TOGETHER)
     key = (device.number, constants, *map(specialization, scalars))
     programs = -(-rows // 128) * -(-tiles // _SWIZZLED_TOGETHER)
-    passes.launch(Pass(swizzle.swizzle_scales, key, programs, (At.SOURCE, out), scalars, constants))
+    passes.launches.append(Pass(swizzle.swizzle_scales, key, programs, (At.SOURCE, out), scalars, constants))
     return passes

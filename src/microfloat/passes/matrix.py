@@ -1,6 +1,6 @@
 """Parts of passes: a device and a matrix as numbers, launches as data, and the buffers that launches fill."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from microfloat.kernels.constants import How
@@ -59,6 +59,12 @@ class Matrix:
     """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address.
 
     `groups`: its rows are the padded ones of so many groups (`kernels.casts.groups`), in tiles of 128 rows at most.
+
+    What follows from these: `sizes`, R, C and both strides, as kernels take them. `kind`, the form in which elements
+    are read (`kernels.device.convert`). `index64`: 32 bits do not hold the offsets inside a tile of 128 rows or
+    columns, of the input and of outputs in either layout, or the number of block scales, of which there is one for 16
+    elements at most. `is_column_major`, `is_contiguous`: the transpose, or the matrix itself without gaps, lies in
+    memory row by row. `key`: all that Triton specializes on.
     """
 
     rows: int
@@ -69,6 +75,29 @@ class Matrix:
     alignment: int
     device: Device
     groups: int = 0
+    sizes: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
+    kind: int = field(init=False, repr=False, compare=False)
+    index64: bool = field(init=False, repr=False, compare=False)
+    is_column_major: bool = field(init=False, repr=False, compare=False)
+    is_contiguous: bool = field(init=False, repr=False, compare=False)
+    key: tuple = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows, columns, stride_c = self.rows, self.columns, self.stride_c
+        stride_r = columns if rows == 1 else self.stride_r
+        # Column operands read two words at once, so rows must begin at multiples of 8 bytes; else element by element.
+        in_words = stride_c == 1 and not columns & 1 and not stride_r & 3 and self.alignment >= 8
+        kind = _KINDS.get(self.dtype, 0) if in_words else 0
+        index64 = 128 * max(stride_r, stride_c, rows, columns) > INT32_MAX or rows * columns >> 4 > INT32_MAX
+        sizes = rows, columns, stride_r, stride_c
+        key = self.dtype, self.device.number, kind, index64, columns & 1, rows & 3, self.groups > 0
+        for name, value in (
+            ("sizes", sizes), ("kind", kind), ("index64", index64),
+            ("is_column_major", self.stride_r == 1 and stride_c != 1 and rows > 1),
+            ("is_contiguous", (stride_c == 1 or columns == 1) and (self.stride_r == columns or rows == 1)),
+            ("key", (*key, *map(specialization, sizes))),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
 
     @property
     def transposed(self) -> "Matrix":
@@ -76,49 +105,6 @@ class Matrix:
         return replace(
             self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r
         )  # fmt: skip
-
-    @property
-    def is_column_major(self) -> bool:
-        """True where the transpose lies in memory row by row."""
-        return self.stride_r == 1 and self.stride_c != 1 and self.rows > 1
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True where it lies in memory row by row, without gaps."""
-        return (self.stride_c == 1 or self.columns == 1) and (self.stride_r == self.columns or self.rows == 1)
-
-    @property
-    def kind(self) -> int:
-        """The form in which its elements are read (`kernels.device.convert`). Column operands read two words at once,
-        so rows must begin at multiples of 8 bytes; else element by element.
-        """
-        in_words = self.stride_c == 1 and not self.columns & 1 and not self._row_stride & 3 and self.alignment >= 8
-        return _KINDS.get(self.dtype, 0) if in_words else 0
-
-    @property
-    def index64(self) -> bool:
-        """True where 32 bits do not hold the offsets inside a tile of 128 rows or columns, of the input and of outputs
-        in either layout, or the number of block scales, of which there is one for 16 elements at most.
-        """
-        largest = max(self._row_stride, self.stride_c, self.rows, self.columns)
-        return 128 * largest > INT32_MAX or self.rows * self.columns >> 4 > INT32_MAX
-
-    @property
-    def key(self) -> tuple:
-        """All that Triton specializes on."""
-        return (
-            self.dtype, self.device.number, self.kind, self.index64, self.columns & 1, self.rows & 3, self.groups > 0,
-            *map(specialization, self.sizes),
-        )  # fmt: skip
-
-    @property
-    def _row_stride(self) -> int:
-        return self.columns if self.rows == 1 else self.stride_r
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """R, C and both strides, as kernels take them."""
-        return self.rows, self.columns, self._row_stride, self.stride_c
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """True where whole tiles cover the matrix, so that no load or store needs a mask."""
@@ -210,6 +196,7 @@ class Passes:
 
     def share(self, index: int, original: int, part: Part) -> None:
         """Let the result number `index` be the number `original`, seen as `part`: the same, or transposed."""
+        self.buffers[index] = None
         self.shared.append((index, original, part))
 
     def add(self, buffer: Buffer) -> int:
@@ -224,7 +211,3 @@ class Passes:
         aligned = offset * _ITEM_BYTES[buffer.dtype] % ALIGNMENT == 0
         self.slices.append(Slice(position - At.MADE, offset, length, dtype, aligned))
         return ~(len(self.slices) - 1)
-
-    def launch(self, one: Pass) -> None:
-        """Start `one` after those before it."""
-        self.launches.append(one)

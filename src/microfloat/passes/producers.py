@@ -22,13 +22,9 @@ from microfloat.passes import OperandSpec, tables
 from microfloat.passes.casts import (
     Both,
     block_casts,
-    codes_of,
     operands_of,
-    scale_of,
     scaled_casts,
-    seed_of,
     shared_scale,
-    streams_of,
 )
 from microfloat.passes.matrix import SCALAR, At, Buffer, Matrix, Pass, Passes
 from microfloat.passes.tables import KernelCast, Pieces, kernel_cast
@@ -151,13 +147,13 @@ def cast_passes(
     results = 12 if work.two else 6
     passes = Passes(results + (2 if work.parameter_dtype else 0))
     statistics = _statistics(passes, matrix, work)
-    produced = [operands_of(matrix, (row, column), (at, at + 3)) for at in ((0, 6) if work.two else (0,))]
+    produced = [operands_of(passes, matrix, (row, column), (at, at + 3)) for at in ((0, 6) if work.two else (0,))]
     if work.parameter_dtype and _by_clusters(passes, matrix, work, statistics, produced[0], records[0], given):
         return passes
     _measure(passes, matrix, work, statistics)
     inputs = (At.SOURCE, work.y, work.z, *statistics)
-    streams = streams_of(produced[0])
-    seeds = (At.SEED, At.SECOND_SEED) if seed_of(*produced[0]) != At.NOTHING else (At.NOTHING, At.NOTHING)
+    streams = produced[0].streams
+    seeds = (At.SEED, At.SECOND_SEED) if produced[0].seed != At.NOTHING else (At.NOTHING, At.NOTHING)
     seeds = seeds if work.two else (seeds[0], At.NOTHING)
     outputs: list[int] = []
     if numbers.family == "blocks":
@@ -165,7 +161,7 @@ def cast_passes(
         kind = matrix.kind if matrix.kind == _produced_kind(matrix) else 0
         rows, columns, warps = tables.tile_of_produced_blocks(*casts, kind, matrix.fills, two=work.two)
         for both in produced:
-            outputs += [at for one in both for at in (codes_of(passes, one), scale_of(passes, one))]
+            outputs += [both.codes[0], both.scales[0], both.codes[1], both.scales[1]]
         outputs += [At.NOTHING] * (8 - len(outputs))
         kernel, tensors = fused.produce_blocks, (*inputs, *outputs, *seeds)
         constants = (*casts, work.number, work.function, _how(matrix, rows, columns))
@@ -175,13 +171,13 @@ def cast_passes(
         each = _records(passes, records, numbers, given)
         sources = (At.SCALE_ENC, At.SECOND_SCALE_ENC) if given == "scale_enc" else (At.AMAX, SECOND_AMAX)
         for both, source, record in zip(produced, sources, each, strict=False):
-            outputs += [*(codes_of(passes, one) for one in both), shared_scale(passes, both), source, record]
+            outputs += [*both.codes, shared_scale(passes, both), source, record]
         outputs += [At.NOTHING] * (10 - len(outputs))
         meeting = At.NOTHING if each[0] == At.NOTHING else At.WORDS
         kernel, tensors = fused.produce_scaled, (*inputs, *outputs, meeting, *seeds)
         how = _how(matrix, rows, columns)
         constants = (*casts, _mode(given), each[0] != At.NOTHING, work.number, work.function, how)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         kernel, (matrix.key, constants, warps, *streams, work.parameter_dtype), matrix.tiles(rows, columns), tensors,
         (*streams, numbers.epsilon, *matrix.sizes), constants, warps,
     ))  # fmt: skip
@@ -203,7 +199,7 @@ def values_passes(matrix: Matrix, work: Producer) -> Passes:
         work.function,
         _how(matrix, rows, columns)._replace(QUADS=False),
     )  # no columns are written
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         fused.produce_values, (matrix.key, constants, warps, work.parameter_dtype), matrix.tiles(rows, columns),
         (At.SOURCE, work.y, work.z, *statistics, *outputs, At.WORDS), matrix.sizes, constants, warps,
     ))  # fmt: skip
@@ -248,7 +244,7 @@ def _measure(passes: Passes, matrix: Matrix, work: Producer, statistics: _Statis
     columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))
     rows, is_whole = max(1, _ELEMENTS // columns), matrix.columns % columns == 0
     constants = (matrix.kind, is_whole, matrix.index64, rows, columns)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         fused.measure_rows, (matrix.key, constants, not work.is_layer_norm), -(-matrix.rows // rows),
         (At.SOURCE, statistics.mean, statistics.inverse), (work.eps, *matrix.sizes), constants,
     ))  # fmt: skip
@@ -258,32 +254,27 @@ def _by_clusters(
     passes: Passes, matrix: Matrix, work: Producer, statistics: _Statistics, both: Both, records: bool, given: str
 ) -> bool:
     """The launch that makes statistics and operands of a norm from one reading; False where no cluster can."""
-    row, column = both
-    one = row or column
-    assert one is not None
-    per_tensor = one.numbers.family == "scaled"
+    per_tensor = both.one.numbers.family == "scaled"
     casts = scaled_casts(both) if per_tensor else block_casts(both)
     pieces = _pieces(matrix, work, casts, per_tensor)
     if pieces is None:
         return False
     tile_rows, tile_columns, warps = tables.TILES[pieces.name]
-    codes = [codes_of(passes, operand) for operand in both]
+    codes, scales = both.codes, both.scales
     mode = source = record = At.NOTHING
     if per_tensor:
         mode, source = _mode(given), At.SCALE_ENC if given == "scale_enc" else At.AMAX
         record = At.RECORD if records else At.NOTHING
-        scales = [shared_scale(passes, both)] * 2
-    else:
-        scales = [scale_of(passes, operand) for operand in both]
+        scales = (shared_scale(passes, both),) * 2
     how = matrix.how(tile_rows, tile_columns, units=True)
     held = max(1, pieces.each // 2) if how.HW else pieces.each
     band = Band(4 if per_tensor else 8, pieces.programs, pieces.each, held, pieces.miss)
     constants = (*casts, mode, record != At.NOTHING, work.number, band, how)
-    streams = streams_of(both)
-    passes.launch(Pass(
+    streams = both.streams
+    passes.launches.append(Pass(
         norm_clusters.norm_pieces, (matrix.key, constants, warps, *streams), matrix.rows // tile_rows,
         (At.SOURCE, *statistics, codes[0], scales[0], codes[1], scales[1], source, record,
-         At.NOTHING if record == At.NOTHING else At.WORDS, seed_of(*both)),
+         At.NOTHING if record == At.NOTHING else At.WORDS, both.seed),
         (*streams, work.eps, *matrix.sizes[:3]), constants, warps, cluster=pieces.programs,
     ))  # fmt: skip
     return True

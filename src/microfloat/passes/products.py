@@ -55,13 +55,13 @@ def decode_passes(
         words = items * 128 * (1 if x_dtype == "bfloat16" else 2)
         x = passes.add(Buffer((words,), (1,), "int32"))
         scalars = (m, k // 8)
-        passes.launch(Pass(
+        passes.launches.append(Pass(
             decode.decode_order, (*about, *map(specialization, scalars[1:])), -(-items // _WARPS_THAT_ORDER),
             (At.SOURCE, x), scalars, (cut, codes.BITS, kind, hardware, _WARPS_THAT_ORDER), Warps(_WARPS_THAT_ORDER),
         ))  # fmt: skip
     inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
     scalars = (m, n, k // 8, k * codes.BITS // 128, *scale_strides, level_stride)
-    passes.launch(Pass(
+    passes.launches.append(Pass(
         decode.decode_gemm, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.TILES * cut.ROW_WARPS)),
         (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions),
         Warps(cut.ROW_WARPS * cut.LENGTH_WARPS),

@@ -97,7 +97,10 @@ class KernelCast:
 
     `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `scaled_cast`: the
     constant that `casts.scaled` and `casts.fold` take. `nvfp4_cast`: that of `casts.nvfp4` for codes, None in other
-    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own.
+    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own. `block`: that of the
+    format. `float_scale`: scales are float32, not bytes. `epsilon`: the smallest amax of current scaling. `signs`: the
+    sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS. `is_scaled_per_row`: an NVFP4 cast has a first level
+    for every row.
     """
 
     cast: Cast
@@ -106,21 +109,11 @@ class KernelCast:
     scaled_cast: ScaledCast
     nvfp4_cast: Nvfp4Cast | None
     bare: Cast | None
-
-    @property
-    def block(self) -> tuple[int | None, int | None]:
-        """That of the format."""
-        return self.cast.format.block
-
-    @property
-    def float_scale(self) -> bool:
-        """True for float32 scales, False for bytes."""
-        return self.cast.format.scale.name == "FP32"
-
-    @property
-    def epsilon(self) -> float:
-        """The smallest amax of current scaling."""
-        return self.cast.scaling.amax_epsilon if isinstance(self.cast.scaling, Current) else 0.0
+    block: tuple[int | None, int | None]
+    float_scale: bool
+    epsilon: float
+    signs: int
+    is_scaled_per_row: bool
 
     def block_cast(self, output: int, scale_layout: int) -> BlockCast:
         """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
@@ -129,21 +122,6 @@ class KernelCast:
             bits, bias, int(self.float_scale), rule, self.block[1] or 0, stochastic, output, scale_layout,
             TILE=self.block[0] != 1, GRADIENT=gradient,
         )  # fmt: skip
-
-    def nvfp4_constant(self, output: int, aligned: bool) -> Nvfp4Cast:
-        """The constant that `casts.nvfp4` takes; `output`: codes or values; `aligned`: whether stored units are."""
-        assert self.nvfp4_cast is not None
-        return self.nvfp4_cast._replace(OUTPUT=output, ALIGNED=aligned)
-
-    @property
-    def signs(self) -> int:
-        """The sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS."""
-        return NO_SIGNS if self.nvfp4_cast is None else self.nvfp4_cast.SIGNS
-
-    @property
-    def is_scaled_per_row(self) -> bool:
-        """True for an NVFP4 cast that has a first level for every row."""
-        return self.nvfp4_cast is not None and self.nvfp4_cast.PER_ROW
 
 
 def tile_of_scaled(
@@ -241,7 +219,13 @@ def kernel_cast(cast: Cast) -> KernelCast:
     is_e8m0 = fmt.scale.name == "E8M0"
     rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
     scaled = ScaledCast(element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient)
-    return KernelCast(cast, family, refusal, scaled, _nvfp4_cast(cast) if family == "nvfp4" else None, _bare(cast))
+    nvfp4 = _nvfp4_cast(cast) if family == "nvfp4" else None
+    # Kernels of other families do not transform: they run the cast without it on the transformed matrix.
+    bare = None if cast.hadamard is None or fmt.scale.name == "E4M3" else replace(cast, hadamard=None)
+    epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
+    signs, per_row = (NO_SIGNS, False) if nvfp4 is None else (nvfp4.SIGNS, bool(nvfp4.PER_ROW))
+    numbers = fmt.block, fmt.scale.name == "FP32", epsilon, signs, per_row
+    return KernelCast(cast, family, refusal, scaled, nvfp4, bare, *numbers)
 
 
 def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
@@ -262,13 +246,6 @@ def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
     return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
 
 
-def _bare(cast: Cast) -> Cast | None:
-    """The cast to run on the transformed matrix, for formats whose kernels do not transform."""
-    if cast.hadamard is None or cast.format.scale.name == "E4M3":
-        return None
-    return replace(cast, hadamard=None)
-
-
 def _nvfp4_cast(cast: Cast) -> Nvfp4Cast:
     level = cast.rule.two_level
     assert level is not None
@@ -279,8 +256,8 @@ def _nvfp4_cast(cast: Cast) -> Nvfp4Cast:
     else:
         rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
     signs = NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask
-    per_row = cast.format.tensor_scale == "row" and level.tensor_scale
+    per_row = cast.tensor_scale == "row"
     return Nvfp4Cast(
-        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.is_tile, per_row,
-        OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
+        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.block[0] != 1,
+        per_row, OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
     )  # fmt: skip

@@ -25,7 +25,8 @@ from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
-from microfloat.passes.casts import amax_passes, cast_passes, packed_passes
+from microfloat.passes.amaxes import amax_passes
+from microfloat.passes.casts import cast_passes, packed_passes
 from microfloat.passes.conversions import check_packed, dequantize_passes, packed_values_passes, swizzle_passes
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses

@@ -1,0 +1,50 @@
+"""Amaxes of a matrix as passes: the largest magnitude of all of it, or of its rows and columns."""
+
+from microfloat.kernels.casts import amax
+from microfloat.layout import Part
+from microfloat.passes import tables
+from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Matrix, Pass, Passes
+from microfloat.passes.tables import ceil_div
+
+__all__ = ["amax_passes", "measure", "measure_axes"]
+
+
+def amax_passes(matrix: Matrix) -> Passes:
+    """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""
+    passes = Passes(1)
+    measure(passes, matrix, At.SOURCE, passes.put(0, Part(*SCALAR[:3])))
+    return passes
+
+
+def measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
+    """The launch that measures a matrix."""
+    tensors = (source, result, At.WORDS)
+    if not matrix.is_contiguous:
+        passes.launches.append(Pass(
+            amax.amax_strided, (matrix.key,), matrix.tiles(32, 128), tensors, matrix.sizes,
+            (matrix.index64, 32, 128),
+        ))  # fmt: skip
+        return
+    count, device = matrix.rows * matrix.columns, matrix.device
+    block, unroll, at_once, warps = tables.AMAX_PIECES
+    kind = matrix.kind if count & 1 == 0 else 0
+    constants = (kind, count % (block * unroll) == 0, device.conversions, block, unroll)
+    programs = min(ceil_div(count, block * unroll), at_once * device.multiprocessors)
+    key = (matrix.key, count & 15 == 0, count > INT32_MAX, count == 1, constants)
+    passes.launches.append(Pass(amax.amax_contiguous, key, programs, tensors, (count,), constants, warps))
+
+
+def measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
+    """The launch that measures rows and columns, and where their amaxes stand, float32 [R] and [C]."""
+    rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
+    amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
+    tile_rows, tile_columns, warps = tables.TILES["axes"]
+    constants = (row, column, matrix.how(tile_rows, tile_columns))
+    parts = [(0, rows) if row else None, (rows, columns) if column else None]
+    bits = [At.NOTHING if part is None else passes.slice(amaxes, *part, "int32") for part in parts]
+    passes.launches.append(Pass(
+        amax.amax_rows_columns, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns),
+        (source, *bits), matrix.sizes, constants, warps,
+    ))  # fmt: skip
+    of_rows, of_columns = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
+    return of_rows, of_columns
