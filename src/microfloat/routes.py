@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ELEMENTS, ScaledFormat
+from microfloat.layout import folded_format
 from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
@@ -133,11 +134,12 @@ _KERNELS = {
 }
 
 
-def encoding_of(cast: Cast | None) -> Encoding | None:
-    """The encoding that a cast makes; None stays None."""
+def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
+    """The encoding that a cast makes in a form; None stays None."""
     if cast is None:
         return None
-    return Encoding(cast.format, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
+    fmt = folded_format(cast.format, form) if form in ("folded", "tiles") else cast.format
+    return Encoding(fmt, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
 
 
 @functools.lru_cache(1024)

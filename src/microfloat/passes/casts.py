@@ -75,12 +75,12 @@ class _Operand:
 
 
 class Both(NamedTuple):
-    """Both operands of a matrix, None for one that is not made, and what launches take of them: the first of the two,
-    positions of codes, scales and tensor scales, random streams, and the position of the call seed.
+    """Both operands of a matrix, None for one that is not made, and what launches take of them.
+
+    `one`: the first that is there. `codes`, `scales`, `tensor_scales`: positions. `seed`: that of the call seed.
     """
 
-    row: _Operand | None
-    column: _Operand | None
+    operands: tuple[_Operand | None, _Operand | None]
     one: _Operand
     codes: tuple[int, int]
     scales: tuple[int, int]
@@ -100,12 +100,7 @@ class Both(NamedTuple):
         ]  # fmt: skip
         draws = any(operand is not None and operand.spec.cast.is_stochastic for operand in (row, column))
         codes, scales, levels, streams = zip(*parts, strict=True)
-        return Both(row, column, one, codes, scales, levels, streams, At.SEED if draws else At.NOTHING)
-
-    @property
-    def operands(self) -> tuple[_Operand | None, _Operand | None]:
-        """The row and the column."""
-        return self.row, self.column
+        return Both((row, column), one, codes, scales, levels, streams, At.SEED if draws else At.NOTHING)
 
 
 def cast_passes(
@@ -161,11 +156,8 @@ def pair_passes(
     ]
     operands = [one for _, both in matrices for one in both.operands if one is not None]
     if all(one.spec.form == "values" for one in operands):
-        if not _fit_values_together(matrices):
-            return None
         matrices = [(matrix, _without_copies(passes, both)) for matrix, both in matrices]
-        _values_together(passes, matrices, draws_seed)
-        return passes
+        return passes if _values_together(passes, matrices, draws_seed) else None
     # FP8 with a scale per tensor, or per row; of both matrices the same, given or measured.
     kinds = {(one.spec.form, one.numbers.family, one.numbers.block, one.spec.cast.is_delayed) for one in operands}
     wide = [("codes", "scaled", block) for block in ((None, None), (1, None))]
@@ -259,10 +251,11 @@ def _operand(
 
 def shared_scale(passes: Passes, both: Both) -> int:
     """Both operands of a matrix have one scale."""
-    if both.row is not None and both.column is not None:
-        part = both.column.layout.scale
+    row, column = both.operands
+    if row is not None and column is not None:
+        part = column.layout.scale
         assert part is not None
-        passes.share(both.column.at + 1, both.row.at + 1, part)
+        passes.share(column.at + 1, row.at + 1, part)
     return both.one.scale
 
 
@@ -390,7 +383,7 @@ class _Casting:
         if source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], False)
             return
-        amaxes = measure_axes(passes, matrix, source, both.row is not None, both.column is not None)
+        amaxes = measure_axes(passes, matrix, source, *(one is not None for one in both.operands))
         self._scaled(source, both, both.scales, _AXES, amaxes)
 
     def _blocks(self, source: int, both: Both) -> None:
@@ -425,21 +418,21 @@ class _Casting:
     def _nvfp4(self, source: int, both: Both) -> None:
         """NVFP4: codes and scales, or bfloat16 values."""
         passes, matrix = self.passes, self.matrix
-        if both.one.spec.form == "values" and (both.column or both.one).spec.form == "values":
+        if all(one is None or one.spec.form == "values" for one in both.operands):
             both = _without_copies(passes, both)
             measured = not self.given_amax and matrix.device.measures
-            if source == At.SOURCE and measured and not self.batch and _fit_values_together([(matrix, both)]):
-                _values_together(passes, [(matrix, both)])
+            if source == At.SOURCE and measured and not self.batch and _values_together(passes, [(matrix, both)]):
                 return
         amaxes = (At.AMAX, At.AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
-        casts = _nvfp4_constant(matrix, both.row, False), _nvfp4_constant(matrix, both.column, True)
+        row, column = both.operands
+        casts = _nvfp4_constant(matrix, row, False), _nvfp4_constant(matrix, column, True)
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
         constants, streams = (*casts, steps, matrix.how(rows, columns)), both.streams
-        row, column = (
+        row_scale, column_scale = (
             passes.add(SCALAR) if one is not None and at == At.NOTHING else at  # nobody reads one that is not stored
             for one, at in zip(both.operands, both.tensor_scales, strict=True)
         )
-        outputs = both.codes[0], both.scales[0], row, both.codes[1], both.scales[1], column
+        outputs = both.codes[0], both.scales[0], row_scale, both.codes[1], both.scales[1], column_scale
         passes.launches.append(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
             matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed),
@@ -551,24 +544,24 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
     ))  # fmt: skip
 
 
-def _fit_values_together(matrices: _Matrices) -> bool:
-    """True if one launch is to measure and cast these matrices to NVFP4 values: no row operand is transformed, nor the
-    column operand of a second matrix, and no amax is one of rows.
+def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = False) -> bool:
+    """One launch that measures one or two matrices and casts them to NVFP4 values; it may make a call seed as well.
+
+    False, and none, where they do not fit: a row operand is transformed, or the column operand of a second matrix, or
+    an amax is one of rows.
     """
     for number, (matrix, both) in enumerate(matrices):
-        numbers = [None if one is None else one.numbers for one in both.operands]
         if matrix.index64 or not matrix.device.cooperates:
             return False
-        if any(one is not None and (one.family != "nvfp4" or one.is_scaled_per_row) for one in numbers):
-            return False
-        row, column = numbers
-        if (row and row.signs != NO_SIGNS) or (number and column and column.signs != NO_SIGNS):
-            return False
-    return sum(matrix.rows * matrix.columns for matrix, _ in matrices) <= _MOST_TOGETHER
-
-
-def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = False) -> None:
-    """One launch that measures one or two matrices and casts them to NVFP4 values; it may make a call seed as well."""
+        for one, transforms in zip(both.operands, (False, number == 0), strict=True):
+            numbers = None if one is None else one.numbers
+            if numbers is not None and (
+                numbers.family != "nvfp4" or numbers.is_scaled_per_row
+                or (numbers.signs != NO_SIGNS and not transforms)
+            ):  # fmt: skip
+                return False
+    if sum(matrix.rows * matrix.columns for matrix, _ in matrices) > _MOST_TOGETHER:
+        return False
     rows, columns, warps = tables.TILES["nvfp4_together"]
     tensors: list[int] = []
     scalars: list[int] = []
@@ -598,3 +591,4 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
         pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
         (*tensors, *seeds, At.WORDS), tuple(scalars), constants, warps, cooperative=True,
     ))  # fmt: skip
+    return True

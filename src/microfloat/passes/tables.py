@@ -217,9 +217,18 @@ def kernel_cast(cast: Cast) -> KernelCast:
     fmt, element = cast.format, cast.format.element
     family, refusal = family_of(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
-    rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
-    scaled = ScaledCast(element.mantissa_bits, element.bias, rule, cast.is_stochastic, cast.is_gradient)
-    nvfp4 = _nvfp4_cast(cast) if family == "nvfp4" else None
+    numbers_of_rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
+    scaled = ScaledCast(element.mantissa_bits, element.bias, numbers_of_rule, cast.is_stochastic, cast.is_gradient)
+    nvfp4, level = None, cast.rule.two_level
+    if family == "nvfp4" and level is not None:
+        rule = TWO_LEVEL if level.inverse_six is not None else TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
+        if level.four_over_six is not None:
+            rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
+        nvfp4 = Nvfp4Cast(
+            rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic,
+            NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask, fmt.block[0] != 1,
+            cast.tensor_scale == "row", OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
+        )  # fmt: skip
     # Kernels of other families do not transform: they run the cast without it on the transformed matrix.
     bare = None if cast.hadamard is None or fmt.scale.name == "E4M3" else replace(cast, hadamard=None)
     epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
@@ -244,20 +253,3 @@ def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
     if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
         return False
     return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
-
-
-def _nvfp4_cast(cast: Cast) -> Nvfp4Cast:
-    level = cast.rule.two_level
-    assert level is not None
-    if level.four_over_six is not None:
-        rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
-    elif level.inverse_six is not None:
-        rule = TWO_LEVEL
-    else:
-        rule = TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
-    signs = NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask
-    per_row = cast.tensor_scale == "row"
-    return Nvfp4Cast(
-        rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic, signs, cast.format.block[0] != 1,
-        per_row, OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
-    )  # fmt: skip

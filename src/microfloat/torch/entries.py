@@ -32,17 +32,16 @@ __all__ = [
 
 
 class Entry(NamedTuple):
-    """One of the six operands in a schedule. `cast` None: the GEMM reads it in high precision."""
+    """One of the six operands in a schedule; `spec`: as casts are asked for it.
+
+    `cast` and `spec` None: the GEMM reads it in high precision.
+    """
 
     operand: Operand
     cast: Cast | None
     form: str
     turned: bool
-
-    @property
-    def spec(self) -> OperandSpec | None:
-        """The operand as casts are asked for it; None in high precision."""
-        return None if self.cast is None else OperandSpec(self.cast, self.form, self.turned, self.operand.stream)
+    spec: OperandSpec | None
 
 
 Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; None: no GEMM will read it
@@ -60,7 +59,9 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
         if cast is not None and tensor == "dy":
             cast = cast.of_gradient  # it tells its products of overflow
         is_rhs = operand.side == "rhs"
-        made.append(Entry(operand, cast, route.rhs if is_rhs else route.lhs, is_rhs and route.turned))
+        form, turned = (route.rhs, route.turned) if is_rhs else (route.lhs, False)
+        spec = None if cast is None else OperandSpec(cast, form, turned, operand.stream)
+        made.append(Entry(operand, cast, form, turned, spec))
     return made[0], made[1]
 
 

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ELEMENTS
-from microfloat.layout import folded_format
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, route_between
 from microfloat.torch import backends, reference
@@ -103,19 +102,9 @@ def product(
     All tensors but the bias begin at multiples of 16 bytes. Products run on the current device, which is `device`.
     Raises InvalidValueError for a route that is refused.
     """
-    lhs, rhs = (_entering(encoding_of(cast), form) for cast, form in zip(gemm.casts, route.forms, strict=True))
-    return _made(_Task(lhs, rhs, route, gemm.accumulate, shape, _looks(bias), out_dtype, device))
-
-
-def _entering(one: Encoding | None, form: str) -> Encoding | None:
-    """The encoding that enters the GEMM in `form`."""
-    if one is None or form not in ("folded", "tiles"):
-        return one
-    return one._replace(format=folded_format(one.format, form))
-
-
-def _looks(bias: torch.Tensor | None) -> _Bias | None:
-    return None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+    lhs, rhs = encoding_of(gemm.lhs, route.lhs), encoding_of(gemm.rhs, route.rhs)
+    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+    return _made(_Task(lhs, rhs, route, gemm.accumulate, shape, looks, out_dtype, device))
 
 
 def _made(task: _Task) -> Product:
@@ -292,7 +281,7 @@ def _values(task: _Task) -> Product:
         for one, is_outer in zip((task.lhs, task.rhs), outer, strict=True)
     )
     multiply = _product_of_values(task, levels)
-    if task.route.forms == ("values", "values"):
+    if task.route.lhs == task.route.rhs == "values":
         return multiply
     decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
     decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
@@ -346,7 +335,7 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
     multiply = float32_product if task.device.type == "cuda" else float32_product_on_cpu
     if unscaled and bias is None and dtype == torch.float32:
         return _as_product(lambda a, b, bias: multiply(a[0], b[0]))
-    step = _up(-(-m // -(-m * n // LARGEST_SUM)), _ROWS)
+    step = -(-m // (-(-m * n // LARGEST_SUM) * _ROWS)) * _ROWS
     if m <= step:
         finish = _epilogue(m, n, levels, bias, dtype, task.device)
         return _as_product(lambda a, b, bias: finish(multiply(a[0], b[0]), a[2], b[2], bias))
@@ -558,7 +547,8 @@ def scaled_matmul(
     """``round(a @ b.T + bias)`` on `chip`: [M, N] in `out_dtype`, one rounding; the product of both operands' parts."""
     device, shape = a.codes.device, (a.rows, a.length, b.rows)
     encodings = _encoding_of_stored(a, chip), _encoding_of_stored(b, chip)
-    multiply, turned = stored_product(*encodings, chip, accumulate, shape, _looks(bias), out_dtype, device)
+    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+    multiply, turned = stored_product(*encodings, chip, accumulate, shape, looks, out_dtype, device)
     parts = _parts(a, False), _parts(b, turned)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -14,6 +14,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -217,6 +218,7 @@ def counts_of(layer: nn.Module) -> FoldCounts:
 # ------------------------------------------------------------------------------------------------------- one forward
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
 
@@ -225,15 +227,16 @@ class Run:
     name of the layer in its model.
     """
 
-    __slots__ = ("bias_dtype", "delayed", "dy", "into", "kept", "later", "path", "schedule", "w", "x")
-
-    def __init__(self, schedule: Schedule, x: CastInputs, w: CastInputs, dy: CastInputs) -> None:
-        self.schedule, self.x, self.w, self.dy = schedule, x, w, dy
-        self.later = NO_INPUTS[1]
-        self.kept: Parts | None = None
-        self.delayed: _Delayed | None = None
-        self.into: MainGrad | None = None
-        self.path = ""
+    schedule: Schedule
+    x: CastInputs
+    w: CastInputs
+    dy: CastInputs
+    later: CastInputs = NO_INPUTS[1]
+    kept: Parts | None = None
+    delayed: "_Delayed | None" = None
+    into: MainGrad | None = None
+    path: str = ""
+    bias_dtype: torch.dtype | None = None
 
     def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""

@@ -12,7 +12,7 @@ so every form is checked before it is used, and the ordinary path remains where 
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from microfloat.kernels.device import convert, random
 from microfloat.layout import Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, launches_of, pair_passes
-from microfloat.passes.matrix import ALIGNMENT, GROUP_ROWS, At, Device, Matrix, Pass, Passes, specialization
+from microfloat.passes.matrix import ALIGNMENT, GROUP_ROWS, At, Device, Matrix, Passes, specialization
 from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options, Parts
 
@@ -195,6 +195,7 @@ class ClusterKernel(Kernel):
         return bind
 
 
+@dataclass(slots=True, eq=False)
 class Prepared:
     """A launch of a kernel that lacks only its stream and addresses, for callers that make it again and again.
 
@@ -202,32 +203,31 @@ class Prepared:
     tensors, has compiled it (always in the interpreter).
     """
 
-    __slots__ = ("_constants", "_kernel", "_key", "_programs", "_scalars", "_warps", "at")
-
-    def __init__(
-        self, kernel: Kernel, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps
-    ) -> None:
-        self._kernel, self._key, self._programs, self._warps = kernel, key, programs, warps
-        self._scalars, self._constants = scalars, constants
-        self.at: Callable[..., None] | None = None
+    kernel: Kernel
+    key: tuple
+    programs: int
+    scalars: tuple
+    constants: tuple
+    warps: Warps
+    at: Callable[..., None] | None = None
 
     def __call__(self, stream: int, *tensors: torch.Tensor | None) -> None:
         """Start it on a stream of the current device. The tensors are aligned as was said when it was prepared."""
         if self.at is not None:
             self.at(stream, *[None if t is None else t.data_ptr() for t in tensors])
             return
-        kernel, rest = self._kernel, (*self._scalars, *self._constants)
+        kernel, rest = self.kernel, (*self.scalars, *self.constants)
         if INTERPRETED:
-            kernel.function[(self._programs,)](*[as_bytes(t) for t in tensors], *rest)
+            kernel.function[(self.programs,)](*[as_bytes(t) for t in tensors], *rest)
             return
-        bind = kernel.compiled.get(self._key)
+        bind = kernel.compiled.get(self.key)
         if bind is not None:
-            self.at = bind(self._programs, rest)
+            self.at = bind(self.programs, rest)
             self(stream, *tensors)
             return
-        bind = kernel.compile(self._key, self._programs, tensors, self._scalars, self._constants, self._warps)
+        bind = kernel.compile(self.key, self.programs, tensors, self.scalars, self.constants, self.warps)
         if bind is not None:
-            self.at = bind(self._programs, rest)
+            self.at = bind(self.programs, rest)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -404,7 +404,9 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            self._prepared.append((_prepared(launch, aligned), itemgetter(*table)))
+            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster)
+            arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
+            self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
     def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> Parts:
@@ -414,8 +416,15 @@ class Program:
         for index in self._cleared:
             made[index].zero_()
         starts = self._starts
-        if starts is None:
-            self._first(stream, table, made)
+        if starts is None:  # with tensors: what compiles the kernels, and the only way in the interpreter
+            tensors = [*table, *made]
+            for index, offset, _, dtype in self._slices:
+                part = made[index].view(-1)[offset:]
+                tensors.append(part if dtype is None else part.view(getattr(torch, dtype)))
+            for prepared, pick in self._prepared:
+                prepared(stream, *pick(tensors))
+            if all(prepared.at is not None for prepared, _ in self._prepared):
+                self._starts = tuple((prepared.at, pick) for prepared, pick in self._prepared)
         else:
             addresses = [tensor if tensor is None else tensor.data_ptr() for tensor in table]
             addresses += [tensor if tensor is None else tensor.data_ptr() for tensor in made]
@@ -427,27 +436,11 @@ class Program:
             made[index] = made[original].t() if transposed else made[original]
         return made if len(made) == self._results else made[: self._results]
 
-    def _first(self, stream: int, table: tuple[torch.Tensor | None, ...], made: list) -> None:
-        """With tensors: what compiles the kernels, and the only way in the interpreter."""
-        tensors = [*table, *made]
-        for index, offset, _, dtype in self._slices:
-            part = made[index].view(-1)[offset:]
-            tensors.append(part if dtype is None else part.view(getattr(torch, dtype)))
-        for prepared, pick in self._prepared:
-            prepared(stream, *pick(tensors))
-        if all(prepared.at is not None for prepared, _ in self._prepared):
-            self._starts = tuple((prepared.at, pick) for prepared, pick in self._prepared)
-
 
 def _bytes_of(passes: Passes, buffer: int) -> int:
     made = passes.buffers[buffer]
     assert made is not None
     return getattr(torch, made.dtype).itemsize
-
-
-def _prepared(launch: Pass, aligned: tuple[bool, ...]) -> Prepared:
-    kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster)
-    return kernel.prepared(launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned)
 
 
 def cast_program(
@@ -465,7 +458,7 @@ def cast_program(
     if in_groups:
         matrix = replace(matrix, rows=padded_rows(matrix.rows, in_groups), groups=in_groups)
     passes = cast_passes(matrix, row, column, records=records, given_amax=given_amax, batch=batch)
-    return Program(passes, x.device, misaligned | _misaligned(At.SOURCE, matrix))
+    return Program(passes, x.device, misaligned if matrix.alignment >= ALIGNMENT else misaligned | {At.SOURCE})
 
 
 def padded_rows(rows: int, groups: int) -> int:
@@ -512,11 +505,8 @@ def pair_program(
     passes = pair_passes(first, x_specs, second, w_specs, records=records, draws_seed=draws_seed)
     if passes is None:
         return None
-    return Program(passes, x.device, _misaligned(At.SOURCE, first) | _misaligned(At.SECOND, second))
-
-
-def _misaligned(position: int, matrix: Matrix) -> frozenset[int]:
-    return frozenset() if matrix.alignment >= ALIGNMENT else frozenset((position,))
+    matrices = (At.SOURCE, first), (At.SECOND, second)
+    return Program(passes, x.device, frozenset(at for at, matrix in matrices if matrix.alignment < ALIGNMENT))
 
 
 _PROGRAMS: dict[tuple, Program] = {}

@@ -87,7 +87,8 @@ class CastStep:
     """
 
     __slots__ = (
-        "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "entries", "program", "reason"
+        "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "delayed", "entries", "is_bound",
+        "program", "reason"
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +105,9 @@ class CastStep:
         self._recording: Program | None = None
         self._layouts: tuple[Layout | None, Layout | None] = (None, None)
         self.reason = ""
+        # The first delayed cast, by whose scaling the amax is recorded.
+        self.delayed = first_delayed(entry and entry.cast for entry in entries)
+        self.is_bound = False  # True where bound launches make every operand
         if row is None and column is None:
             return
         self.reason = backend.why_no_program(row, column)
@@ -113,18 +117,14 @@ class CastStep:
         options = {"batch": batch, "in_groups": in_groups}
         given_amax |= row is not None and isinstance(row.cast.scaling, Static)
         self.program = backend.programs.cast_program(x, row, column, given_amax=given_amax, **options)
-        if any(spec is not None and spec.cast.is_delayed for spec in (row, column)):
+        self.is_bound = not (self._row_as_is or self._column_as_is)
+        if self.delayed is not None:
             self._recording = backend.programs.cast_program(x, row, column, records=True, **options)
 
     @property
     def names(self) -> str:
         """The launches in words."""
         return self.program.names if self.program is not None else "torch operations" if self.reason else ""
-
-    @property
-    def delayed(self) -> Cast | None:
-        """The first delayed cast, by whose scaling the amax is recorded."""
-        return first_delayed(entry and entry.cast for entry in self.entries)
 
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
@@ -134,11 +134,6 @@ class CastStep:
             return "", ""
         reason = backend.why_no_program(row, column)
         return "torch operations" if reason else "kernels", reason
-
-    @property
-    def is_bound(self) -> bool:
-        """True where bound launches make every operand."""
-        return self.program is not None and not (self._row_as_is or self._column_as_is)
 
     def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         program = self.program if inputs.record is None else self._recording

@@ -145,13 +145,9 @@ CHOSEN: dict[tuple[str, torch.device], Backend] = {}
 
 def choose(backend: str, device: torch.device) -> Backend:
     """The module of `backend` for tensors on `device`; NotSupportedError with the reason where it cannot run."""
-    module = CHOSEN.get((backend, device))
-    if module is None:
-        module = CHOSEN[backend, device] = _choose(backend, device)
-    return module
-
-
-def _choose(backend: str, device: torch.device) -> Backend:
+    found = CHOSEN.get((backend, device))
+    if found is not None:
+        return found
     name = resolve(backend, device)
     supports, module = _REGISTRY[name]
     verdict = supports(device)
@@ -159,7 +155,10 @@ def _choose(backend: str, device: torch.device) -> Backend:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
     chosen: Any = importlib.import_module(module)
     interpreted = not _PRETENDED or _PRETENDED[-1][1]
-    return chosen if interpreted or name == "reference" else _without_kernels(chosen)
+    if not interpreted and name != "reference":
+        chosen = _without_kernels(chosen)
+    CHOSEN[backend, device] = chosen
+    return chosen
 
 
 def _without_kernels(backend: Backend) -> Any:
