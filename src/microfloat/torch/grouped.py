@@ -33,7 +33,7 @@ from microfloat.torch._operators import refuse_transforms
 from microfloat.torch._typing import Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
-from microfloat.torch.entries import Entries, entries_of, saved_parts
+from microfloat.torch.entries import Entries, delayed_of, entries_of, first_delayed, saved_parts
 from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, autocast_dtype, remember
@@ -182,8 +182,12 @@ def find_grouped(
     if schedule is None:
         backend = backends.choose(name, x.device)
         routes = backend.routes(recipe, x.device, None)
-        made = GroupedSchedule(recipe, backend, routes, x, weight, bias, compute, wants_dx, wants_dw)
-        schedule = remember(key, made)
+        is_bfloat16 = x.shape[0] > 0 and compute == x.dtype == torch.bfloat16
+        reason = why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
+        if not reason and backend.programs is None:
+            reason = "kernels are left out"
+        made = GroupedSchedule if reason else _AllAtOnce
+        schedule = remember(key, made(recipe, backend, routes, x, weight, reason, compute, wants_dx, wants_dw))
     return schedule
 
 
@@ -239,52 +243,35 @@ class _Words(NamedTuple):
 class GroupedSchedule(Schedule):
     """fprop, dgrad and wgrad of G Linears over the groups of one x. ``print(schedule)`` shows every cast and product.
 
-    `reason`: why each group runs a `Schedule` of its own, "" where launches serve all groups. The groups of a call come
-    with the inputs of its casts.
+    Each group runs a `Schedule` of its own, and `reason` says why; "" where launches serve all groups, as `_AllAtOnce`
+    runs them. The groups of a call come with the inputs of its casts.
     """
 
     folds = False  # nothing is counted: what folding one group has changed says nothing of the next
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
-        bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+        reason: str, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
     ) -> None:  # fmt: skip
-        self.recipe, self.backend, self.routes = recipe, backend, routes
+        self.recipe, self.backend, self.routes, self.reason = recipe, backend, routes, reason
         self.wants_dx, self.wants_dw = wants_dx, wants_dw
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
         self.device, self.shields = x.get_device(), True
         self.number, self.out_features, self.in_features = weight.shape
         self.rows = x.shape[0]
-        casts = [cast for cast in recipe.casts.values() if cast is not None]
         self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
         self.keeps_weight = False
-        self.delayed_scaling: Any = next((cast.scaling for cast in casts if cast.is_delayed), None)
+        self.delayed_scaling: Any = delayed_of(recipe) if recipe.is_delayed else None
         self._programs = backend.programs
         self._entries = {
             "x": entries_of(recipe, routes, "x", True, wants_dw),
             "w": entries_of(recipe, routes, "w", True, wants_dx),
         }
-        delayed = [
-            next((one.cast for one in self._entries[name] if one and one.cast and one.cast.is_delayed), None)
-            for name in ("x", "w")
-        ]
-        self.delayed = delayed[0], delayed[1]
-        self._steps: dict[tuple, CastStep] = {}
+        x_delayed, w_delayed = (first_delayed(one and one.cast for one in self._entries[name]) for name in ("x", "w"))
+        self.delayed = x_delayed, w_delayed
         self._schedules: dict[tuple, Schedule] = {}
-        is_bfloat16 = self.rows > 0 and self.dtype == self.x_dtype == torch.bfloat16
-        self.reason = why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
-        if not self.reason and self._programs is None:
-            self.reason = "kernels are left out"
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs, self.reason)
-        self._counts = None if self.reason else torch.zeros(2, dtype=torch.int64, device=x.device)
-        self._describe()
-
-    def _describe(self) -> None:
-        """Set what ``print`` reads of a schedule besides its recipe and its routes."""
-        if not self.reason:
-            own = "microfloat's FP8 GEMM of all groups"
-            routes = (route._replace(kernel=route.kernel.replace("vendor FP8 GEMM", own)) for route in self.routes)
-            self.routes = Routes(*routes)
+        # What ``print`` reads of a schedule besides its recipe and its routes.
         made = {tensor: CastStep.described(self.backend, entries) for tensor, entries in self._entries.items()}
         self.x_cast, self.w_cast = (_Words(*made[name], self._entries[name]) for name in ("x", "w"))  # type: ignore
         wanted = {"fprop": True, "dgrad": self.wants_dx, "wgrad": self.wants_dw}
@@ -303,13 +290,8 @@ class GroupedSchedule(Schedule):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-        """y, and the operands of x and w that backward reads: of all groups, or of one after the other."""
+        """y, and the operands of x and w that backward reads, of one group after the other."""
         x, groups = self._matrix(x), x_inputs.groups
-        if not self.reason:
-            x_made = self._cast("x", x, x_inputs)
-            w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
-            y = self._multiply("fprop", x_made[:3], w_made[:3], groups, self.dtype)
-            return y, (*x_made[3:], *w_made[3:])
         y, saved = torch.empty((self.rows, self.out_features), dtype=self.dtype, device=x.device), []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
@@ -333,8 +315,6 @@ class GroupedSchedule(Schedule):
 
     def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
         """Both operands of the weights of all experts, of those without rows too; each part a tuple, or one tensor."""
-        if not self.reason:
-            return self._cast("w", self._experts(weight), inputs)
         made, inputs = [], inputs._replace(groups=None)
         row = torch.empty((1, self.in_features), dtype=self.dtype, device=weight.device)
         for g, own in enumerate(weight.detach()):
@@ -344,10 +324,6 @@ class GroupedSchedule(Schedule):
     def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
         """The operands that `forward` would save, cast again."""
         x, groups = self._matrix(x), x_inputs.groups
-        if not self.reason:
-            x_made = self._cast("x", x, x_inputs, False, self.wants_dw)[3:] if self.wants_dw else [None] * 3
-            w_made = self._cast("w", self._experts(weight), w_inputs, False, True)[3:] if self.wants_dx else [None] * 3
-            return [*x_made, *w_made]
         saved: Parts = []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
@@ -361,10 +337,8 @@ class GroupedSchedule(Schedule):
         return saved
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
-        """The groups, and both operands of a gradient: of all groups, or of one after the other."""
+        """The groups, and both operands of a gradient, of one group after the other."""
         dy, groups = self._matrix(dy), inputs.groups
-        if not self.reason:
-            return [groups, *self._cast("dy", dy, inputs, wants_dx, wants_dw)]
         made, inputs = [groups], inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
             schedule = self._of_backward(g, rows)
@@ -378,12 +352,6 @@ class GroupedSchedule(Schedule):
         """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
         groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
         dw_dtype = self.w_dtype if into is None else torch.float32
-        if not self.reason:
-            if wants_dx:
-                dx = self._multiply("dgrad", dy[1:4], saved[3:6], groups, self.x_dtype)
-            if wants_dw:
-                dw = self._multiply("wgrad", dy[4:7], saved[:3], groups, dw_dtype).view(shape)
-            return dx, dw if into is None or dw is None else into.add(dw)
         device = groups.ends.device
         if wants_dx:
             dx = torch.zeros((self.rows, self.in_features), dtype=self.x_dtype, device=device)
@@ -420,7 +388,53 @@ class GroupedSchedule(Schedule):
     def _of_backward(self, group: int, rows: slice) -> Schedule | None:
         return self._schedules.get((group if self.is_stochastic else 0, rows.stop - rows.start))
 
-    # -------------------------------------------------------------------------------------------- all groups at once
+
+class _AllAtOnce(GroupedSchedule):
+    """A `GroupedSchedule` whose casts and products are launches that serve all groups."""
+
+    def __init__(self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, *options: Any) -> None:
+        own = "microfloat's FP8 GEMM of all groups"
+        named = (route._replace(kernel=route.kernel.replace("vendor FP8 GEMM", own)) for route in routes)
+        super().__init__(recipe, backend, Routes(*named), x, *options)
+        self._steps: dict[tuple, CastStep] = {}
+        self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)  # of folding, which nobody reads
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
+        w_inputs: CastInputs, kept: Parts | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+        """y, and the operands of x and w that backward reads, of all groups."""
+        x_made = self._cast("x", self._matrix(x), x_inputs)
+        w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
+        y = self._multiply("fprop", x_made[:3], w_made[:3], x_inputs.groups, self.dtype)
+        return y, (*x_made[3:], *w_made[3:])
+
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+        """Both operands of the weights of all experts."""
+        return self._cast("w", self._experts(weight), inputs)
+
+    def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
+        """The operands that `forward` would save, cast again."""
+        x_made = self._cast("x", self._matrix(x), x_inputs, False, True)[3:] if self.wants_dw else [None] * 3
+        w_made = self._cast("w", self._experts(weight), w_inputs, False, True)[3:] if self.wants_dx else [None] * 3
+        return [*x_made, *w_made]
+
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+        """The groups, and both operands of a gradient, of all groups."""
+        return [inputs.groups, *self._cast("dy", self._matrix(dy), inputs, wants_dx, wants_dw)]
+
+    def gradients(
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
+        into: Sink | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
+        groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
+        if wants_dx:
+            dx = self._multiply("dgrad", dy[1:4], saved[3:6], groups, self.x_dtype)
+        if wants_dw:
+            dw_dtype = self.w_dtype if into is None else torch.float32
+            dw = self._multiply("wgrad", dy[4:7], saved[:3], groups, dw_dtype).view(shape)
+        return dx, dw if into is None or dw is None else into.add(dw)
 
     def _experts(self, weight: torch.Tensor) -> torch.Tensor:
         """[G * N, K]: the weights of all experts, one below the other."""

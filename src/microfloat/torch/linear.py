@@ -297,7 +297,7 @@ class Run:
             region, group = scaling.record_late(layer, delayed.late)
         history = None
         if delayed.records:
-            scaling.note_recorded(layer, "dy", cast, group=group, region=region)
+            scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
             history = scaling.amax_history(layer, "dy")
         return CastInputs(_aligned(scaling.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
 
@@ -545,7 +545,7 @@ def _begin_delayed(
         if w_cast is not None and w_history is not None:
             late["w"] = w_cast, w_history
     elif records and region is not None:
-        scaling.note_forward(layer, x_cast, w_cast, group=group, region=region)
+        scaling.note_recorded(layer, {"x": x_cast, "w": w_cast}, group=group, region=region)
     closed = scaling.CLOSED_REGION if region is None else region
     is_alone = region is None and recomputed is None
     run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast), is_alone)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
     "buffer_names", "calibrate", "check_kept", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward",
-    "flush_to_read", "forget", "has_buffers", "note_forward", "note_recorded", "number_layer", "numbered",
+    "flush_to_read", "forget", "has_buffers", "note_recorded", "number_layer", "numbered",
     "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling",
     "roll_alone", "scaled_layers", "state_of", "update_scaling",
 ]  # fmt: skip
@@ -292,31 +292,26 @@ def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
 
 
 def note_recorded(
-    layer: nn.Module, slot: str, cast: Cast, *, group: Group = None, region: Region | None = None
+    layer: nn.Module, casts: dict[str, Cast | None], *, group: Group = None, region: Region | None = None
 ) -> None:
-    """Remember that a slot's live amax awaits its update; `region` None: until `update_scaling` asks for it."""
-    state, entry = state_of(layer), _pending(cast, group, region)
-    state.slots[slot].pending = entry
-    if slot != "dy":
+    """Remember that live amaxes await their update: those of dy, or of x and w (None: one that was not recorded).
+
+    `region` None: until `update_scaling` asks for it.
+    """
+    state = state_of(layer)
+    for name, cast in casts.items():
+        if cast is not None:
+            state.slots[name].pending = _pending(cast, group, region)
+    if "dy" not in casts:
         if region is not None:
             region._states[state] = None
         _await_backward(state)
-    elif capturing():
-        state.slots[slot].pending = entry._replace(captured=True)
+        return
+    dy = state.slots["dy"]
+    if dy.pending is not None and capturing():
+        dy.pending = dy.pending._replace(captured=True)
     else:
-        state.slots[slot].latest = entry
-
-
-def note_forward(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, group: Group, region: Region) -> None:
-    """`note_recorded` of x and of w at once, each if it was (None: it was not)."""
-    state = state_of(layer)
-    slots = state.slots
-    if x_cast is not None:
-        slots["x"].pending = _pending(x_cast, group, region)
-    if w_cast is not None:
-        slots["w"].pending = _pending(w_cast, group, region)
-    region._states[state] = None
-    _await_backward(state)
+        dy.latest = dy.pending
 
 
 def _waiting() -> dict[_LayerState, None]:
@@ -387,7 +382,7 @@ def calibrate(
         if cast is not None and isinstance(cast.scaling, Delayed):
             history = amax_history(layer, slot) if histories is None else histories[slot]
             record_amax_(history, backend.amax(tensor.reshape(-1, tensor.shape[-1])))
-            note_recorded(layer, slot, cast, group=group)
+            note_recorded(layer, {slot: cast}, group=group)
 
 
 def _layer_of(number: int) -> nn.Module | None:
@@ -410,15 +405,14 @@ def numbered(number: int) -> nn.Module:
 
 
 def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, group: Group) -> None:
-    """`note_forward`, or `note_recorded` of dy, for compiled code: the layer by number, what is recorded by slot.
-
-    dy belongs to the region of the layer's latest forward.
+    """`note_recorded` for compiled code, which knows the layer by its number; dy belongs to the region of the layer's
+    latest forward.
     """
     layer = numbered(number)
     if "dy" in casts:
         check_kept(layer)
         region, group = state_of(layer).compiled or (region, group)
-        note_recorded(layer, "dy", casts["dy"], group=group, region=region)
+        note_recorded(layer, {"dy": casts["dy"]}, group=group, region=region)
         return
     if torch._C._current_graph_task_id() != -1:
         raise NotSupportedError(
@@ -433,7 +427,7 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
             "`with autocast():`."
         )
     state_of(layer).compiled = (region, group)
-    note_forward(layer, casts.get("x"), casts.get("w"), group=group, region=region)
+    note_recorded(layer, {"x": casts.get("x"), "w": casts.get("w")}, group=group, region=region)
 
 
 def _key(job: Job) -> Key:
