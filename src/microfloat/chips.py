@@ -38,12 +38,6 @@ class Chip:
             is_tried=here == (9, 0), name="Ada" if here == (8, 9) else name, architecture=f"sm_{major}{minor}",
         )  # fmt: skip
 
-    def lacks(self, what: str) -> str:
-        """In words, that this chip does not have it."""
-        if not self.is_known:
-            return f"{self.name} is none that microfloat knows, so it gets no {what}"
-        return f"{self.name} has no {what}"
-
 
 _GENERATIONS = {7: "Volta / Turing", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
 # Name of a chip or of its generation -> compute capability.

@@ -29,7 +29,7 @@ from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
-    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of",
+    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of", "is_outer",
     "own_gemm_is_faster", "route_between", "route_of", "routes_of",
 ]  # fmt: skip
 
@@ -209,12 +209,13 @@ def route_between(
         kind = "values" if a.scale.name == b.scale.name == "E8M0" else "float32"
         return route(kind, "no hardware multiplies E5M2 by E5M2")
     are_fp8 = a.element.bits == b.element.bits == 8
-    lacks = chip.lacks if library == "torch" else lambda what: f"XLA on {chip.lacks(what)}"
-    if _is_outer(a) and _is_outer(b):
+    here = chip.name if library == "torch" else f"XLA on {chip.name}"
+    lacks = f"{here} has no" if chip.is_known else f"{here} is none that microfloat knows, so it gets no"
+    if is_outer(a) and is_outer(b):
         if are_fp8 and chip.has_fp8:
             made = route("fp8", f"{chip.name} multiplies FP8 on tensor cores", accelerated=True)
             return made._replace(kernel=made.kernel.format(a.block_text, b.block_text))
-        missing = lacks("FP8 tensor cores") if are_fp8 else "no GEMM multiplies these codes"
+        missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
     if library == "torch" and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
         made = route("blocks", f"{chip.name} multiplies FP8 on tensor cores", accelerated=True)
@@ -224,14 +225,14 @@ def route_between(
         made = route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", accelerated=True)
         return made._replace(kernel=made.kernel.format(a.name, b.name))
     if all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
-        reason = f"{lacks(f'block-scaled GEMM for {a.name} x {b.name}')}; {_NO_FASTER}"
+        reason = f"{lacks} block-scaled GEMM for {a.name} x {b.name}; {_NO_FASTER}"
         if path == "folded" and library == "xla":
             reason += "; folding is not offered here, since XLA has no dot with one scale for 128"
         return route("values", reason)
-    return route("float32", lacks(f"GEMM with one float32 scale for each block of {a.name} x {b.name}"))
+    return route("float32", f"{lacks} GEMM with one float32 scale for each block of {a.name} x {b.name}")
 
 
-def _is_outer(fmt: ScaledFormat) -> bool:
+def is_outer(fmt: ScaledFormat) -> bool:
     """One FP32 scale per tensor or row, which multiplies the finished sum."""
     return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 

@@ -26,7 +26,7 @@ from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ELEMENTS
 from microfloat.recipes import Gemm
-from microfloat.routes import Encoding, Route, encoding_of, route_between
+from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch._typing import Triple
 from microfloat.torch.backends.base import Operand
@@ -275,11 +275,12 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Calla
 
 def _values(task: _Task) -> Product:
     (m, _, n), device = task.shape, task.device
-    outer = [_is_outer(task.lhs) and task.route.lhs == "codes", _is_outer(task.rhs) and task.route.rhs == "codes"]
+    operands = (task.lhs, task.route.lhs), (task.rhs, task.route.rhs)
     levels = tuple(
-        ("row" if one.format.block == (1, None) else "tensor") if is_outer else one.level
-        for one, is_outer in zip((task.lhs, task.rhs), outer, strict=True)
-    )
+        one.level if form != "codes" or not is_outer(one.format)
+        else "row" if one.format.block == (1, None) else "tensor"
+        for one, form in operands
+    )  # fmt: skip
     multiply = _product_of_values(task, levels)
     if task.route.lhs == task.route.rhs == "values":
         return multiply
@@ -297,19 +298,14 @@ def _values(task: _Task) -> Product:
     return _as_product(multiplied, "codes are decoded to bfloat16 first")
 
 
-def _is_outer(one: Encoding) -> bool:
-    """An FP32 scale for each row or for all of them: it multiplies the sum, as tensor scales do."""
-    return one.format.scale.name == "FP32" and one.format.block[1] is None
-
-
 def _decoder(
     one: Encoding, rows: int, length: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Level], tuple[Tensor, None, Level]]:
     """Codes, scale and level -> bfloat16 values without an outer scale (exact where normal), None, the outer scale."""
-    dequantize, is_outer = _dequantizer(one, device), _is_outer(one)
+    dequantize, outer = _dequantizer(one, device), is_outer(one.format)
 
     def decode(codes: Tensor, scale: Tensor, level: Level) -> tuple[Tensor, None, Level]:
-        if is_outer:
+        if outer:
             scale, level = torch.ones_like(scale), scale
         return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), None, level
 
