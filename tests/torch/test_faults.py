@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, DelayedScaling
-from microfloat.torch import scaling
+from microfloat.torch import layer_state
 from microfloat.torch.context import ambient
 
 
@@ -101,7 +101,7 @@ def test_scales_are_those_of_their_history_whatever_failed():
         with contextlib.suppress(torch.OutOfMemoryError), RunsOut(at):
             step(layer, recipe, x, dy, None, inside=False)
         for slot, largest in (("x", 448.0), ("w", 448.0), ("dy", 57344.0)):
-            history, scale = scaling.amax_history(layer, slot), scaling.encode_scale(layer, slot)
+            history, scale = layer_state.amax_history(layer, slot), layer_state.encode_scale(layer, slot)
             amax = history[1:].max()
             wanted = torch.tensor(largest) / amax if float(amax) > 0 else torch.ones(())
             assert float(scale) == float(wanted), f"{slot} after a fault at {at}"

@@ -12,7 +12,7 @@ import torch
 import microfloat.torch as mf
 from microfloat import reference
 from microfloat.recipes import RECIPES, Cast, MXFP8BlockScaling, NVFP4BlockScaling
-from microfloat.torch import scaling
+from microfloat.torch import layer_state
 from tests import processes
 
 pytestmark = pytest.mark.gpu
@@ -453,7 +453,7 @@ def test_a_second_gpu_gives_what_the_first_gives(name):
     assert all(part.device.index == 1 for part in got)
     with pytest.raises(ValueError, match="where the weight is"):
         moved(x.to("cuda:0"))
-    assert scaling.has_buffers(moved) == recipe.is_delayed
+    assert layer_state.has_buffers(moved) == recipe.is_delayed
 
 
 def test_two_gpus_at_once():

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, DelayedScaling  # noqa: E402
-from microfloat.torch import fused, scaling  # noqa: E402
+from microfloat.torch import fused, layer_state  # noqa: E402
 
 X = torch.randn(4, 64)
 
@@ -123,7 +123,7 @@ def test_shapes_without_values(name: str, device: str) -> None:
         with mf.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
             assert layer(x).shape == (8, 3, 48)
         assert fused.norm_linear(x, nn.RMSNorm(64, dtype=torch.bfloat16), layer).shape == (8, 3, 48)
-        assert all(slot.pending is None for slot in scaling.state_of(layer).slots.values())
+        assert all(slot.pending is None for slot in layer_state.state_of(layer).slots.values())
         with pytest.raises(InvalidValueError, match=r"^x: "):
             layer(x[..., :32])
 

@@ -14,7 +14,7 @@ from microfloat import formats, recipes, reference  # noqa: E402
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.operands import GEMMS  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
-from microfloat.torch import rolling, scaling  # noqa: E402
+from microfloat.torch import layer_state, rolling, scaling  # noqa: E402
 
 KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
 
@@ -36,7 +36,7 @@ class OracleSlot:
         )  # fmt: skip
 
     def matches(self, layer, slot: str) -> bool:
-        scale, history = (layer._buffers[name] for name in scaling.buffer_names(slot))
+        scale, history = (layer._buffers[name] for name in layer_state.buffer_names(slot))
         return scale.numpy() == self.scale and np.array_equal(history.numpy(), self.history)
 
 
@@ -280,9 +280,9 @@ def test_fresh_parameters_come_with_fresh_scaling_state() -> None:
         for buffer in layer.buffers():
             buffer.fill_(1e12)  # what uninitialised memory may hold
         layer.reset_parameters()
-        for slot in scaling.SLOTS:
-            assert float(scaling.encode_scale(layer, slot)) == 1.0
-            assert not scaling.amax_history(layer, slot).any()
+        for slot in layer_state.SLOTS:
+            assert float(layer_state.encode_scale(layer, slot)) == 1.0
+            assert not layer_state.amax_history(layer, slot).any()
     assert torch.isfinite(model(torch.randn(2, 8))).all()
 
 
@@ -554,7 +554,7 @@ def test_only_casts_that_run_record(usage, frozen, alone) -> None:
     mf.update_scaling(layer)
     slot = {"fprop": "w", "dgrad": "w" if usage[1] == "rhs" else "dy", "wgrad": "x"}[usage[0]]
     runs = usage[0] == "fprop" or frozen != {"dgrad": "x", "wgrad": "weight"}[usage[0]]
-    recorded = {name for name in scaling.SLOTS if scaling.amax_history(layer, name).any()}
+    recorded = {name for name in layer_state.SLOTS if layer_state.amax_history(layer, name).any()}
     assert recorded == ({slot} if runs else set())
 
 
@@ -562,7 +562,7 @@ def test_a_stored_weight_records_where_its_transpose_is_cast() -> None:
     with mf.quantized_model_init(recipe=DelayedScaling()):
         layer = mf.Linear(32, 16, recipe=DelayedScaling())
     layer(torch.randn(8, 32)).sum().backward()
-    assert not scaling.amax_history(layer, "w").any()
-    assert scaling.encode_scale(layer, "w") == 1
+    assert not layer_state.amax_history(layer, "w").any()
+    assert layer_state.encode_scale(layer, "w") == 1
     layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
-    assert scaling.amax_history(layer, "w").max() == layer.weight.dequantize().abs().max()
+    assert layer_state.amax_history(layer, "w").max() == layer.weight.dequantize().abs().max()

@@ -20,7 +20,7 @@ from torch import nn
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, context, scaling
+from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
 from microfloat.torch.entries import delayed_of
@@ -351,7 +351,7 @@ def _has_scales(function: object) -> bool:
     token = context.asked().RECIPE
     if token != context.PLAIN and context.is_delayed(token):
         return True
-    return isinstance(function, nn.Module) and any(scaling.has_buffers(module) for module in function.modules())
+    return isinstance(function, nn.Module) and any(layer_state.has_buffers(module) for module in function.modules())
 
 
 @_in_eager_mode

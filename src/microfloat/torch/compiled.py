@@ -22,7 +22,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
 from microfloat.routes import Routes
-from microfloat.torch import backends, context, exported, scaling
+from microfloat.torch import backends, context, exported, layer_state, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.entries import entries_of, laid, layouts_of, saved_parts
@@ -256,7 +256,7 @@ token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def check_buffers(layer: torch.nn.Module) -> None:
-    if not scaling.has_buffers(layer) or (layer.scaling_x_scale.is_meta and not layer.weight.is_meta):
+    if not layer_state.has_buffers(layer) or (layer.scaling_x_scale.is_meta and not layer.weight.is_meta):
         raise NotSupportedError(
             "torch.compile: got a layer without delayed-scaling state, needed its buffers before compilation. "
             "Convert the model with the DelayedScaling recipe first, or run one step in eager mode."
@@ -319,7 +319,7 @@ def named(function: Callable) -> Callable:
             return function(*arguments)
         except MicrofloatError as error:
             parts = next(argument for argument in arguments if isinstance(argument, list))
-            for layer in scaling.layers():
+            for layer in layer_state.layers():
                 own = layer._parameters.get("weight")
                 own = own.part_list()[0] if isinstance(own, QuantizedTensor) else own
                 if own is not None and own.device == parts[0].device and own.data_ptr() == parts[0].data_ptr():
@@ -521,7 +521,7 @@ def _record(slots: dict[str, torch.Tensor], live: torch.Tensor, token: str, laye
     try:
         scaling.record_compiled(layer, casts, region, group)
     except MicrofloatError as error:
-        _name(error, scaling.numbered(layer))
+        _name(error, layer_state.numbered(layer))
         raise
     heads = [slots[slot][:1] for slot in casts]
     live_of = [live[_LIVE[slot] : _LIVE[slot] + 1] for slot in casts]
@@ -544,7 +544,7 @@ def _calibrate_(
     state = context.ambient()
     group = None if state is None else state.group
     histories = {"x": x_history, "w": w_history}
-    scaling.calibrate(scaling.numbered(layer), context.recipe_of(token), x, weight, group, histories)
+    scaling.calibrate(layer_state.numbered(layer), context.recipe_of(token), x, weight, group, histories)
 
 
 def _fake_forward(

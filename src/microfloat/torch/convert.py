@@ -29,7 +29,7 @@ from microfloat.recipes.placement import (
     gates_of_mlps,
     why_left_out,
 )
-from microfloat.torch import scaling
+from microfloat.torch import layer_state, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch.fusing import fuse_blocks, unfuse
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -337,7 +337,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     dropped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in ("input_amax", *(name for slot in scaling.SLOTS for name in scaling.buffer_names(slot)))
+        for name in ("input_amax", *(name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)))
         if isinstance(module, Linear)
     }
     return {

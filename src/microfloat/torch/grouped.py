@@ -261,7 +261,7 @@ class GroupedSchedule(Schedule):
         self.rows = x.shape[0]
         self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
         self.keeps_weight = False
-        self.delayed_scaling: Any = delayed_of(recipe) if recipe.is_delayed else None
+        self.delayed_scaling = delayed_of(recipe) if recipe.is_delayed else None
         self._programs = backend.programs
         self._entries = {
             "x": entries_of(recipe, routes, "x", True, wants_dw),

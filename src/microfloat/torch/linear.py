@@ -26,7 +26,7 @@ from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
@@ -298,8 +298,8 @@ class Run:
         history = None
         if delayed.records:
             scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
-            history = scaling.amax_history(layer, "dy")
-        return CastInputs(_aligned(scaling.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
+            history = layer_state.amax_history(layer, "dy")
+        return CastInputs(_aligned(layer_state.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
 
 
 class Scheduled(torch.autograd.Function):
@@ -485,7 +485,7 @@ class _Delayed(NamedTuple):
                 "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
                 "Keep the model alive until backward is done."
             )
-        scaling.check_kept(layer)
+        layer_state.check_kept(layer)
         return layer
 
 
@@ -498,7 +498,7 @@ def _begin_delayed(
     buffers: Any = layer._buffers
     history = buffers.get("scaling_x_amax_history")
     if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:
-        scaling.ensure_buffers(layer, delayed)
+        layer_state.ensure_buffers(layer, delayed)
     group, region = (None, None) if state is None else (state.group, state.region)
     if region is not None and region.closed:  # the context was copied inside an autocast that has been left
         region = None
@@ -523,7 +523,7 @@ def _begin_delayed(
     if isinstance(weight, Gathered):
         gather = weight.contents
         if recomputed is None:  # a weight that was not resharded since has codes by an earlier scale
-            gather.is_current = gather.made_of == scaling.stamp_of(w_scale)
+            gather.is_current = gather.made_of == layer_state.stamp_of(w_scale)
         if gather.is_current and gather.scale_enc is not None and (state is None or state.replay is None):
             w_scale = gather.scale_enc
         is_live = w_scale is not gather.scale_enc

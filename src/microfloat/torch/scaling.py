@@ -1,16 +1,14 @@
-"""Delayed-scaling state of layers: buffers, recording, and the update once per region and direction.
+"""Delayed scaling of layers: recording, and the update once per region and direction.
 
-State per slot (x, w, dy) of a layer is two float32 buffers, ``scaling_<slot>_scale`` (the encode scale) and
-``scaling_<slot>_amax_history`` (slot 0 is live). A *region* is the span of an outermost autocast; a layer called
-outside any is its own region. Forward slots update when a region closes; dy, whose last backward nobody can know,
-updates at the next opening, at a read of the state, or by `update_scaling` (docs/numerics.md 3.3).
+A *region* is the span of an outermost autocast; a layer called outside any is its own region. Forward slots update when
+a region closes; dy, whose last backward nobody can know, updates at the next opening, at a read of the state, or by
+`update_scaling` (docs/numerics.md 3.3). The state is in `microfloat.torch.layer_state`.
 """
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +19,20 @@ from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import capturing, record_amax_
+from microfloat.torch.layer_state import (
+    SLOTS,
+    LayerState,
+    amax_history,
+    as_tensor,
+    check_kept,
+    encode_scale,
+    ensure_buffers,
+    has_buffers,
+    layer_of,
+    layers,
+    numbered,
+    state_of,
+)
 from microfloat.torch.reduction import Group, Key, reduces
 from microfloat.torch.rolling import NAMES, Batch, Job, Pending, Slot, batches_of
 
@@ -28,49 +40,13 @@ if TYPE_CHECKING:
     from microfloat.torch.context import Ambient
 
 __all__ = [
-    "CLOSED_REGION", "LATE", "SLOTS", "Late", "Recomputation", "Region", "amax_history", "begin_forward",
-    "buffer_names", "calibrate", "check_kept", "drop_buffers", "encode_scale", "ensure_buffers", "flush_backward",
-    "flush_to_read", "forget", "has_buffers", "note_recorded", "number_layer", "numbered",
-    "previous_scale", "recomputation", "record_amax_", "record_compiled", "record_late", "reset_scaling",
-    "roll_alone", "scaled_layers", "state_of", "update_scaling",
+    "CLOSED_REGION", "LATE", "Late", "Recomputation", "Region", "begin_forward", "calibrate", "drop_buffers",
+    "flush_backward", "flush_to_read", "forget", "note_recorded", "previous_scale", "recomputation", "record_amax_",
+    "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers", "update_scaling",
 ]  # fmt: skip
 
-SLOTS = tuple(NAMES)
 _ALL_NAMES = [name for names in NAMES.values() for name in names]
 
-
-class _LayerState:
-    """State of a layer besides its buffers.
-
-    Kept beside the modules, not in them, so that pickling and deepcopy of a model never meet a process group.
-    """
-
-    __slots__ = ("compiled", "latest", "layer", "number", "slots", "waits_in", "wrapper")
-
-    def __init__(self, layer: nn.Module, number: int) -> None:
-        self.layer = weakref.ref(layer, lambda _, remove=_STATES.pop: remove(number, None))
-        self.number = number
-        # Region and reduction group of the latest compiled forward, for the amax that its backward records.
-        self.compiled: tuple[Region, Group] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was recorded and rolled."""
-        self.slots = {name: Slot(name) for name in SLOTS}
-        # The thread's collection of layers with a dy to roll in which this one stands.
-        self.waits_in: dict[_LayerState, None] | None = None
-        # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
-        # of a forward that is recomputed inside one.
-        self.latest: tuple[Region, Group, dict[_LayerState, None]] | None = None
-        # The DistributedDataParallel that was told to leave the buffers alone.
-        self.wrapper: weakref.ref | None = None
-
-
-# By the number of the layer, under which other ranks know it, and compiled code, whose operators take no objects.
-_STATES: dict[int, _LayerState] = {}
-_NUMBERS = itertools.count()
-_COPY = 1 << 32
-_COPIES: dict[int, "itertools.count[int]"] = {}  # by the number of the origin
 # Layers whose dy may be pending, per thread: the next outermost autocast of the same thread rolls them together.
 _LOCAL = threading.local()
 # Numbers of layers whose x and w were recorded inside a backward and not rolled yet.
@@ -96,7 +72,7 @@ class Region:
         self.evaluates = False
         self.closed = False
         self.failed = False  # left by an exception
-        self._states: dict[_LayerState, None] = {}  # of layers whose forward slots it must roll
+        self._states: dict[LayerState, None] = {}  # of layers whose forward slots it must roll
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside. After an exception nothing is rolled, nor is dy; amaxes stay live, so
@@ -119,63 +95,8 @@ CLOSED_REGION = Region(alone=True)
 CLOSED_REGION.closed = True
 
 
-def state_of(layer: nn.Module) -> _LayerState:
-    """The state of a layer besides its buffers, made where there is none yet."""
-    state = _STATES.get(layer.__dict__.get("_number", -1))
-    return state if state is not None and state.layer() is layer else _new_state(layer)
-
-
 def _pending(cast: Cast, group: Group, region: "Region | None", late: bool = False) -> Pending:
     return Pending(cast.scaling, cast.format.element.max, group, region, late)  # type: ignore[arg-type]
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    """The same value, typed as the tensor that it is: nn.Module types it as Tensor | Module | None."""
-    return value
-
-
-def buffer_names(slot: str) -> tuple[str, str]:
-    """(scale, amax history) buffer names of a slot."""
-    return NAMES[slot]
-
-
-def has_buffers(layer: nn.Module) -> bool:
-    """True if the layer carries delayed-scaling state."""
-    return buffer_names("x")[0] in layer._buffers
-
-
-def check_kept(layer: nn.Module) -> None:
-    """Raise NotSupportedError in the backward of a layer that has lost its delayed-scaling state since its forward."""
-    if not has_buffers(layer):
-        raise NotSupportedError(
-            "backward: got a layer whose delayed-scaling state was dropped since its forward (by "
-            "microfloat.torch.revert, unpin, or a convert to another recipe), needed it until the backward is done. "
-            "Change recipes between two steps."
-        )
-
-
-@torch.inference_mode(False)  # what is made in inference mode could not be updated outside of it
-def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
-    """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes.
-
-    Buffers on meta are made anew where the weight has got its values meanwhile (``load_state_dict(assign=True)``).
-    """
-    length = delayed.amax_history_len
-    for slot in SLOTS:
-        scale_name, history_name = buffer_names(slot)
-        history = layer._buffers.get(history_name)
-        if history is None or history.is_meta:
-            device = _tensor(layer.weight).device
-            layer.register_buffer(scale_name, torch.ones((), dtype=torch.float32, device=device))
-            layer.register_buffer(history_name, torch.zeros(length, dtype=torch.float32, device=device))
-        elif history.shape[0] != length:
-            fitted = torch.zeros(length, dtype=torch.float32, device=history.device)
-            fitted[0] = history[0]
-            keep = min(length, history.shape[0]) - 1
-            if keep:
-                fitted[-keep:] = history[-keep:]
-            layer._buffers[history_name] = fitted
-    number_layer(layer)
 
 
 def forget(layer: nn.Module) -> None:
@@ -190,44 +111,6 @@ def drop_buffers(layer: nn.Module) -> None:
     forget(layer)
     for name in _ALL_NAMES:
         layer._buffers.pop(name, None)
-
-
-def number_layer(layer: nn.Module) -> None:
-    """Give `layer` a number of its own, under which compiled code and other ranks know it.
-
-    It counts the layers that the process has made. A copy has the number of its origin and, above it, one of its own,
-    so that a rank which copies or loads layers for itself counts those that it makes later as the other ranks do.
-    """
-    state_of(layer)
-
-
-def _new_state(layer: nn.Module) -> _LayerState:
-    known = layer.__dict__.get("_number", -1)
-    if known < 0:
-        number = next(_NUMBERS)
-    else:
-        origin = known % _COPY
-        number = origin + _COPY * next(_COPIES.setdefault(origin, itertools.count(1)))
-    layer._number = number  # type: ignore[assignment]
-    state = _STATES[number] = _LayerState(layer, number)
-    return state
-
-
-def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
-    """The live encode-scale buffer of a slot, float32 ()."""
-    return _tensor(layer._buffers[buffer_names(slot)[0]])
-
-
-def unwrap_buffers(layer: nn.Module) -> None:
-    """Make buffers plain again, which torch's styles replicate: the state is one rank's, and casts read memory."""
-    for name, buffer in layer._buffers.items():
-        if hasattr(buffer, "placements"):
-            layer._buffers[name] = buffer.to_local()  # type: ignore
-
-
-def stamp_of(scale: torch.Tensor) -> tuple[int, int]:
-    """Equal while a buffer has the same values."""
-    return scale.data_ptr(), scale._version
 
 
 def previous_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -286,11 +169,6 @@ def record_late(layer: nn.Module, late: Late) -> tuple["Region", Group]:
     return region, group
 
 
-def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
-    """The amax-history buffer of a slot, float32 [L]; entry 0 is live."""
-    return _tensor(layer._buffers[buffer_names(slot)[1]])
-
-
 def note_recorded(
     layer: nn.Module, casts: dict[str, Cast | None], *, group: Group = None, region: Region | None = None
 ) -> None:
@@ -314,7 +192,7 @@ def note_recorded(
         dy.latest = dy.pending
 
 
-def _waiting() -> dict[_LayerState, None]:
+def _waiting() -> dict[LayerState, None]:
     """The layers of this thread whose dy may be pending."""
     waiting = _LOCAL.__dict__.get("waiting")
     if waiting is None:
@@ -322,7 +200,7 @@ def _waiting() -> dict[_LayerState, None]:
     return waiting
 
 
-def _await_backward(state: _LayerState) -> None:
+def _await_backward(state: LayerState) -> None:
     # Noted in forward and not in backward, which may run on another thread of the autograd engine.
     waiting = _waiting()
     if state.waits_in is not waiting:
@@ -385,25 +263,6 @@ def calibrate(
             note_recorded(layer, {slot: cast}, group=group)
 
 
-def _layer_of(number: int) -> nn.Module | None:
-    state = _STATES.get(number)
-    return None if state is None else state.layer()
-
-
-def layers() -> list[nn.Module]:
-    """Every layer that has a number and is alive."""
-    found = [state.layer() for state in list(_STATES.values())]
-    return [layer for layer in found if layer is not None]
-
-
-def numbered(number: int) -> nn.Module:
-    """The layer of this number, for an operator of compiled code."""
-    layer = _layer_of(number)
-    if layer is None:
-        raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
-    return layer
-
-
 def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, group: Group) -> None:
     """`note_recorded` for compiled code, which knows the layer by its number; dy belongs to the region of the layer's
     latest forward.
@@ -454,11 +313,11 @@ def _largest(layer: nn.Module) -> dict[str, float]:
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
-    return tuple(_tensor(layer.weight).shape)  # type: ignore[return-value]
+    return tuple(as_tensor(layer.weight).shape)  # type: ignore[return-value]
 
 
 def _roll(
-    states: Iterable[_LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None,
+    states: Iterable[LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None,
     shared: "Shared | None" = None,
 ) -> None:  # fmt: skip
     """Update the named slots of layers where something is pending and `ready(entry)` holds.
@@ -507,7 +366,7 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
     """
     jobs = [job for batch in batches for job in batch.jobs]
     lives = [batch.live() for batch in batches]
-    devices = [live.device for live in lives] or [_tensor(layer.weight).device for layer in layers()]
+    devices = [live.device for live in lives] or [as_tensor(layer.weight).device for layer in layers()]
     device = next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
     live = torch.cat([torch.empty(0, device=device), *(part.to(device) for part in lives)])
     keys = [_key(job) for job in jobs]
@@ -539,7 +398,7 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
     """Slots that this rank has not recorded in this step, where another rank has (on a GPU: may have), and amaxes."""
     found = []
     for key, amax in others.items():
-        layer = _layer_of(key.number)
+        layer = layer_of(key.number)
         if layer is None or _shape(layer) != key.shape or (amax.device.type == "cpu" and amax < 0):
             continue
         slot = state_of(layer).slots[key.slot]

@@ -7,7 +7,7 @@ import torch
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from microfloat.torch import scaling, schedule
+from microfloat.torch import layer_state, scaling, schedule
 from tests.torch.scheduled.setting import (
     K,
     M,
@@ -202,6 +202,6 @@ def regions(device):
                 for layer in (first, second):
                     mf.update_scaling(layer)
                     kept += [buffer.clone() for buffer in layer.buffers()]
-                    kept += [scaling.previous_scale(layer, slot).clone() for slot in scaling.SLOTS]
+                    kept += [scaling.previous_scale(layer, slot).clone() for slot in layer_state.SLOTS]
             outcomes.append(kept)
         assert_same(*outcomes)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
@@ -140,7 +140,7 @@ def _case_of(
 ) -> _Case | None:
     """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
     if isinstance(layer, torch.nn.Module):  # not of a function
-        scaling.unwrap_buffers(layer)
+        layer_state.unwrap_buffers(layer)
     x._local_tensor = arrived(x._local_tensor)
     grad, kind = torch.is_grad_enabled(), x.device.type
     compute = autocast_dtype(kind) or x.dtype

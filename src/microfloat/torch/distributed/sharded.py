@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from microfloat.errors import NotSupportedError
 from microfloat.layout import Part, layout_of
 from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Arguments, Options, StateDict
 from microfloat.torch.backends.base import Backend, Operand
@@ -236,9 +236,9 @@ class ShardedWeight(torch.Tensor):
         weight = typing.cast(DTensor, module._parameters["weight"])
         if any(cast.is_delayed for cast in state.casts):
             if state.scale_enc is None or not is_backward:
-                scaling.unwrap_buffers(module)
-                live = scaling.encode_scale(module, "w")
-                state.scale_enc, state.made_of = live.clone(), scaling.stamp_of(live)
+                layer_state.unwrap_buffers(module)
+                live = layer_state.encode_scale(module, "w")
+                state.scale_enc, state.made_of = live.clone(), layer_state.stamp_of(live)
                 known = state.amax is not None and state.stamp == _stamp(weight)
                 apart = not known and _reduces_later(state.casts)
                 state.recorded = backend.amax(values) if apart else state.amax_of_all(weight, values, backend)

@@ -10,7 +10,7 @@ from microfloat.arguments import check_bool, check_int
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, scaling
+from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_grouped
 from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
@@ -54,7 +54,7 @@ class GroupedLinear(RecipeLayer):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty((num_groups, out_features), **options)) if bias else None
         )
-        scaling.number_layer(self)
+        layer_state.number_layer(self)
         self.backend = backends.check_name(backend)
         self.reset_parameters()
         quantize_parameter(self)

@@ -13,7 +13,7 @@ from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, context, scaling
+from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
@@ -88,9 +88,9 @@ class RecipeLayer(nn.Module):
         self._pinned = None if recipe is None else canonical(as_recipe(recipe))
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
-        scaling.number_layer(self)
+        layer_state.number_layer(self)
         if self._pinned is not None and self._pinned.is_delayed:
-            scaling.ensure_buffers(self, delayed_of(self._pinned))
+            layer_state.ensure_buffers(self, delayed_of(self._pinned))
         else:
             scaling.drop_buffers(self)
         return self
@@ -152,7 +152,7 @@ class RecipeLayer(nn.Module):
         self._check_input(x)
         if x.numel() == 0 or is_abstract(x):
             return
-        scaling.ensure_buffers(self, delayed_of(recipe))
+        layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
 
     def folded_elements(self) -> dict[str, float]:
@@ -178,7 +178,7 @@ class RecipeLayer(nn.Module):
             self._pinned = canonical(self._pinned)
         if self._pinned is not UNPINNED:
             self._pin_token = token_of(self._pinned)
-        scaling.number_layer(self)
+        layer_state.number_layer(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale.
@@ -200,12 +200,12 @@ class RecipeLayer(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: StateDict, prefix: str, keep_vars: bool) -> None:
-        scaling.unwrap_buffers(self)
+        layer_state.unwrap_buffers(self)
         scaling.flush_to_read(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
-        scaling.unwrap_buffers(self)
+        layer_state.unwrap_buffers(self)
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
@@ -238,7 +238,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         if fuse_wgrad_accumulation:
             self.fuse_wgrad_accumulation = True
-        scaling.number_layer(self)
+        layer_state.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
         quantize_parameter(self)
@@ -383,9 +383,9 @@ class JointCall(_Call):
     def __init__(self, layer: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias, layer._pinned, layer._pin_token, layer.backend)
         self._buffers, self._number = layer._buffers, layer._number
-        if scaling.has_buffers(layer):
-            for slot in scaling.SLOTS:
-                for name in scaling.buffer_names(slot):
+        if layer_state.has_buffers(layer):
+            for slot in layer_state.SLOTS:
+                for name in layer_state.buffer_names(slot):
                     setattr(self, name, getattr(layer, name))
 
 
@@ -433,7 +433,7 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     if state_dict.pop(prefix + "_extra_state", None) is not None:
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
-    names = [name for slot in scaling.SLOTS for name in scaling.buffer_names(slot)]
+    names = [name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)]
     present = [name for name in names if prefix + name in state_dict]
     pinned = layer.pinned
     if present and pinned is not UNPINNED and (pinned is None or not pinned.is_delayed):
@@ -459,7 +459,7 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
             if current is None or current.shape != loaded.shape:
                 with torch.inference_mode(False):  # what is made in inference mode could not be updated outside of it
                     layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
-    elif scaling.has_buffers(layer) and prefix + "weight" in state_dict:
+    elif layer_state.has_buffers(layer) and prefix + "weight" in state_dict:
         scaling.reset_scaling(layer)
         kept = layer.state_dict()
         state_dict.update({prefix + name: kept[name].clone() for name in names})
