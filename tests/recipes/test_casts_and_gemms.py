@@ -222,3 +222,13 @@ def test_a_hash_is_worked_out_once_and_stays_in_its_process(what):
     value = hash(what)
     assert vars(what)["_hash"] == value == hash(again)
     assert "_hash" not in vars(pickle.loads(pickle.dumps(what)))
+
+
+def test_what_follows_from_a_cast_is_not_pickled_with_it():
+    cast = Cast("nvfp4", rounding="stochastic")
+    assert cast.is_stochastic
+    assert {"rule", "is_stochastic"} <= set(vars(cast))  # worked out once
+    copied = vars(pickle.loads(pickle.dumps(cast)))
+    assert set(copied) == {"format", "scale_rule", "rounding", "hadamard", "scaling", "_contents"}
+    assert cast.of_gradient.is_gradient
+    assert not cast.is_gradient
