@@ -241,6 +241,28 @@ def test_calibration_that_never_ran_is_an_error() -> None:
         pass
 
 
+def test_an_autocast_that_calibrates_measures_static_scales() -> None:
+    layer, x = made(WeightActivation("fp8_tensor", scales="static")).q_proj, inputs()
+    for factor in (1, 3, 2, float("inf")):
+        with mf.autocast(enabled=False, calibrating=True):
+            y = layer(x * factor)
+        expected = torch.nn.functional.linear(x * factor, layer.weight.dequantize(), layer.bias)
+        assert torch.allclose(y, expected, rtol=0, atol=0, equal_nan=True)
+    assert float(layer.input_amax) == float((x * 3).abs().max())
+    layer(x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with (
+        mf.autocast(enabled=False, calibrating=True),
+        pytest.raises(Exception, match="static scales in compiled code"),  # Dynamo's, with the text of ours
+    ):
+        compiled(x)
+    experts = mf.GroupedLinear(2, 16, 8)
+    mf.quantize_(experts, WeightActivation("fp8_tensor", scales="static"))
+    with mf.autocast(enabled=False, calibrating=True):
+        experts(x.reshape(-1, 72)[:5, :16], [2, 3])
+    assert float(experts.input_amax) == float(x.reshape(-1, 72)[:5, :16].abs().max())
+
+
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_row", "fp8_1x128", "nvfp4_row"])
 def test_formats_without_a_scale_of_the_whole_tensor_have_no_static_one(fmt) -> None:
     with pytest.raises(InvalidValueError, match="one scale for the whole tensor"):

@@ -36,8 +36,9 @@ class autocast:
 
     Parameters: `enabled` (False: a high-precision island, pinned layers included), `recipe` (None:
     ``get_default_recipe()``, one constant on every device), `calibrating` (with ``enabled=False``: outputs stay in high
-    precision, delayed-scaling amaxes are recorded), `amax_reduction_group` (process group over which delayed amaxes are
-    MAX-reduced; None = world), `backend` ("auto", "reference", "triton", "native").
+    precision, amaxes are recorded for delayed scaling, and those of inputs for static scales), `amax_reduction_group`
+    (process group over which delayed amaxes are MAX-reduced; None = world), `backend` ("auto", "reference", "triton",
+    "native").
 
     Inside a function of torch.compile it is part of the graph (docs/training.md).
 

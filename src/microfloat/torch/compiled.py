@@ -149,6 +149,11 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if token == context.PLAIN:
         calibrated = context.asked().CALIBRATED
         calibrated = calibrated and (layer._pin_token or calibrated)
+        if calibrated and context.is_static(calibrated):
+            raise NotSupportedError(
+                "calibrating: got a layer with static scales in compiled code, needed eager mode, in which it measures "
+                "its inputs. Calibrate the model that torch.compile was given."
+            )
         if calibrated and context.is_delayed(calibrated):
             check_buffers(layer)
             histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history

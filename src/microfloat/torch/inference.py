@@ -27,6 +27,7 @@ from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
 from microfloat.torch.convert import pin_layers, report_of
+from microfloat.torch.linear import larger_amax
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize
@@ -267,10 +268,7 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
         x = arguments[0] if arguments else options.get("input")
         if isinstance(x, torch.Tensor) and x.numel():
-            x = x.detach().reshape(-1, x.shape[-1])
-            amax = backends.choose("auto", x.device).amax(x).reshape(())
-            before = measured.get(layer, torch.zeros_like(amax))
-            measured[layer] = torch.where(torch.isfinite(amax), torch.maximum(before.to(amax.device), amax), before)
+            measured[layer] = larger_amax(x, measured.get(layer))
 
     hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
     pinned = {layer: layer.pinned for layer in static.values()}

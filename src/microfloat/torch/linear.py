@@ -371,6 +371,13 @@ def static_amax(layer: nn.Module) -> torch.Tensor:
     return amax
 
 
+def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken."""
+    amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
+    before = torch.zeros_like(amax) if before is None else before.to(amax.device)
+    return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
+
+
 def begin_apart(
     unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
     is_first_microbatch: bool | None,

@@ -20,7 +20,7 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.entries import delayed_of
 from microfloat.torch.gathered import NoValues, values_of
-from microfloat.torch.linear import find_for, run_linear
+from microfloat.torch.linear import find_for, larger_amax, run_linear
 from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
@@ -147,10 +147,13 @@ class RecipeLayer(nn.Module):
 
     def _calibrate(self, x: torch.Tensor, state: Ambient) -> None:
         recipe = self._pinned if isinstance(self._pinned, Recipe) else state.recipe
-        if recipe is None or not recipe.is_delayed:
+        if recipe is None or not (recipe.is_delayed or recipe.is_static):
             return
         self._check_input(x)
         if x.numel() == 0 or is_abstract(x):
+            return
+        if recipe.is_static:
+            self.register_buffer("input_amax", larger_amax(x, getattr(self, "input_amax", None)))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
