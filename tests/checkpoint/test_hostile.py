@@ -122,6 +122,20 @@ def test_scales_are_checked(changes, id, tmp_path):
             record.dequantize()
 
 
+@pytest.mark.parametrize(("divisor", "id"), [(0, "zero-global"), (-0.0, "zero-global"), ("inf", "inf-scale")])
+@pytest.mark.parametrize("nan", ["keep", "zero"])
+def test_a_divisor_is_named_as_it_is_stored(divisor, id, nan, tmp_path):
+    parts = nvfp4()
+    names = {"codes": "x.weight_packed", "scale": "x.weight_scale", "global": "x.weight_global_scale"}
+    tensors = {names[role]: array for role, array in parts.items()}
+    tensors["x.weight_global_scale"] = np.float32([divisor])
+    path = write(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load(path, nan=nan)
+    assert [finding.id for finding in caught.value.findings] == [id]
+    assert "x.weight_global_scale is" in str(caught.value)
+
+
 def test_any_truncation_is_refused(tmp_path):
     header, data = header_of(_modelopt(nvfp4()))
     whole = container(json.dumps(header).encode(), data)

@@ -34,6 +34,15 @@ def test_a_name_shows_what_belongs_to_it(microfloat):
     assert {row["name"] for row in document["formats"]} == {"mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d"}
 
 
+def test_the_scale_e8m0_is_a_name(microfloat):
+    done = microfloat("formats", "e8m0")
+    assert "2^(b - 127)" in done.out
+    document = microfloat("formats", "E8M0", "--json").json
+    assert document["elements"] == []
+    assert {row["scale"] for row in document["formats"]} == {"E8M0"}
+    microfloat("formats", "e8m0", "--values").refuses("an element")
+
+
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_the_values_are_those_of_another_implementation(microfloat, element):
     rows = microfloat("formats", element, "--values", "--json").json["values"][element]

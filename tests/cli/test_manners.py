@@ -41,6 +41,15 @@ def test_an_unknown_command_or_option_is_wrong_usage(microfloat):
     assert microfloat("doctor", "--chek").code == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "argument"), [("inspect", "PATH"), ("convert", "SRC"), ("diff", "A"), ("plan", "PATH")]
+)
+def test_a_command_without_its_arguments_says_which_on_stderr(microfloat, command, argument):
+    done = microfloat(command)
+    assert (done.code, done.out) == (2, "")
+    assert f"Missing argument '{argument}'" in done.err
+
+
 def test_json_is_one_document_and_nothing_else(microfloat):
     done = microfloat("formats", "--json")
     assert done.err == ""

@@ -117,11 +117,7 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
         levels = {"tensor_scale": record.tensor_scale, "input_scale": record.activation.get("scale")}
         for role, level in levels.items():
             if level is not None:
-                shown = record.source.tensors[role].name if record.source and role in record.source.tensors else role
-                yield from _nonfinite(record.name, shown, level, None, softened)
-                if not level.all():
-                    message = f"the global scale {shown} is 0, so every value is."
-                    yield Finding("zero-global", softened, record.name, message, _REEXPORT)
+                yield from _global_findings(record, role, level, softened)
         for name, extra in record.extras.items():
             if name.endswith("_scale") and extra.dtype.kind in "fV":
                 yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
@@ -134,6 +130,19 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
     for (folder, group), members in groups.items():
         for role in ("tensor_scale", "input_scale"):
             yield from _mismatch(folder, group, role, {name: levels[role] for name, levels in members.items()})
+
+
+def _global_findings(record: Record, role: str, level: np.ndarray, severity: str) -> Iterator[Finding]:
+    """Findings about a global scale as it is stored: a divisor of 0 is a scale of 0, not its infinite reciprocal."""
+    source = record.source
+    shown = source.tensors[role].name if source and role in source.tensors else role
+    divisor = source.divisors.get(role) if source else None
+    stored = level if divisor is None else divisor
+    yield from _nonfinite(record.name, shown, stored, None, severity)
+    if not stored.all():
+        outcome = "so every value is" if divisor is None else "and values are divided by it"
+        found = severity if divisor is None else "error"
+        yield Finding("zero-global", found, record.name, f"the global scale {shown} is 0, {outcome}.", _REEXPORT)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -46,11 +46,11 @@ def _options(
     pass
 
 
-app.command(no_args_is_help=False)(command(doctor))
+app.command()(command(doctor))
 # Negative numbers are values to encode, no options.
 app.command(context_settings={"ignore_unknown_options": True})(command(formats))
-app.command(no_args_is_help=True)(command(inspect))
-app.command(no_args_is_help=True)(command(convert))
-app.command(no_args_is_help=True)(command(diff))
-app.command(no_args_is_help=True)(command(plan))
+app.command()(command(inspect))
+app.command()(command(convert))
+app.command()(command(diff))
+app.command()(command(plan))
 app.command()(command(bench))

@@ -69,6 +69,10 @@ def formats(
         )
     if rest:
         raise invalid_value("formats", " ".join(what or ()), "one name, or decode or encode before several codes")
+    if first.upper() == E8M0 and (values or plot):
+        raise invalid_value(
+            f"formats {first}", "--values or --plot", "an element for them", "Try: decode 127 --as e8m0"
+        )
     shown = _overview(output, first)
     if values:
         _print_values(output, shown)
@@ -87,9 +91,15 @@ def _overview(output: Output, name: str) -> list[ElementFormat]:
     elif name.lower() in FORMATS:
         scaled = [FORMATS[name.lower()]]
         elements = [scaled[0].element]
+    elif name.upper() == E8M0:
+        scaled, elements = [fmt for fmt in scaled if fmt.scale.name == E8M0], []
     elif name:
-        raise unknown_name("NAME", name, [*ELEMENTS, *FORMATS])
-    output.table("elements", [_element_row(element) for element in elements], _ELEMENT_COLUMNS, "Elements")
+        raise unknown_name("NAME", name, [*ELEMENTS, *FORMATS, E8M0])
+    if elements:
+        output.table("elements", [_element_row(element) for element in elements], _ELEMENT_COLUMNS, "Elements")
+    else:
+        output.put(elements=[])
+        output.say("E8M0 is a scale: the byte b, 0 to 254, is 2^(b - 127); 255 is NaN. It has no sign and no zero.")
     output.table("formats", [_format_row(fmt) for fmt in scaled], _FORMAT_COLUMNS, "Formats: elements and their scales")
     if name:
         output.say("value = element x scale x tensor scale; S sign, E exponent, M mantissa.")
