@@ -807,6 +807,32 @@ def test_foreach_optimizers_do_what_others_do(fmt):
             torch.testing.assert_close(plain(one), plain(other))
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"foreach": True, "maximize": True}], ids=str
+)
+def test_weight_decay_reads_quantized_weights(name, options):
+    """The decay is a term of the gradient, which is plain."""
+    q, gradient = mf.quantize(randn(32, 64), "mxfp8"), torch.randn(32, 64)
+    parameters = [nn.Parameter(q.clone()), nn.Parameter(q.dequantize())]
+    for parameter in parameters:
+        parameter.grad = gradient.clone()
+        getattr(torch.optim, name)([parameter], lr=0.1, weight_decay=0.5, **options).step()
+    assert torch.equal(parameters[0], mf.quantize(parameters[1].detach(), "mxfp8"))
+
+
+def test_weight_decay_in_place_and_no_other_sum():
+    q, x = mf.quantize(randn(32, 64), "nvfp4"), torch.randn(32, 64)
+    decayed = x + 0.1 * q.dequantize()
+    torch.testing.assert_close(x.clone().add_(q, alpha=0.1), decayed)
+    torch.testing.assert_close(
+        torch.add(x.bfloat16(), q.to(torch.bfloat16), alpha=0.1), decayed.bfloat16(), atol=0.1, rtol=0
+    )
+    for refused in (lambda: x + q, lambda: q + x, lambda: x.clone().add_(q), lambda: torch.add(q, q, alpha=2)):
+        with pytest.raises(InvalidTypeError, match=r"add.*dequantize"):
+            refused()
+
+
 def test_initializers_write_values():
     q = mf.quantize(torch.zeros(64, 64), "mxfp8")
     for fill, deviation in (

@@ -11,10 +11,12 @@ from microfloat.torch._tensor_ops.table import (
     Operator,
     Options,
     check_rows,
+    is_decay,
     raw,
     refusal,
     refuse_experts,
     register,
+    values_of_weights,
 )
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -55,6 +57,15 @@ def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
 def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
     for part in args[0].part_list():
         part.record_stream(args[1])
+
+
+@register(aten.add.Tensor, aten._foreach_add.List)
+def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor | list[torch.Tensor]:
+    """Plain gradients plus `alpha` times quantized weights: an optimizer's weight decay. Other sums are refused."""
+    gradients, weights = args
+    if not is_decay(gradients, kwargs):
+        raise refusal(func, args, kwargs)
+    return func(gradients, values_of_weights(weights), **kwargs)
 
 
 @register(aten.index.Tensor, aten.index_select.default)

@@ -15,8 +15,9 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
-    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "raw", "refusal", "refuse_experts",
-    "register", "register_family", "register_view", "upper_name", "valueless", "view_of",
+    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "is_decay", "raw", "refusal",
+    "refuse_experts", "register", "register_family", "register_view", "upper_name", "valueless", "values_of_weights",
+    "view_of",
 ]  # fmt: skip
 
 Operator: TypeAlias = torch._ops.OpOverload
@@ -160,6 +161,18 @@ def refuse_experts(q: QuantizedTensor, operation: str) -> None:
             operation, f"a QuantizedTensor ({q.format}) of {q.shape[0]} experts, each with a scale of its own",
             "their axis where it is, the first", "Take them one by one, q[e], or dequantize.",
         )  # fmt: skip
+
+
+def is_decay(gradients: object, kwargs: Options) -> bool:
+    """True for a sum by which an optimizer decays weights: with a factor, and into gradients, which are plain."""
+    return kwargs.get("alpha", 1) != 1 and not any(isinstance(one, QuantizedTensor) for one in tree_leaves(gradients))
+
+
+def values_of_weights(weights: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Weights as plain tensors of the dtypes that they present, of one or of a list."""
+    if isinstance(weights, torch.Tensor):
+        return weights.dequantize() if isinstance(weights, QuantizedTensor) else weights
+    return [weight.dequantize() if isinstance(weight, QuantizedTensor) else weight for weight in weights]
 
 
 def check_kinds(

@@ -14,12 +14,14 @@ from microfloat.torch._tensor_ops.table import (
     Options,
     check_kinds,
     check_rows,
+    is_decay,
     raw,
     refusal,
     refuse_experts,
     register,
     register_family,
     upper_name,
+    values_of_weights,
 )
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
@@ -181,13 +183,16 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
     aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
     aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
-def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs.
 
-    Averages, which `lerp_` makes of weights of one kind, take quantized sources too.
+    Averages, which `lerp_` makes of weights of one kind, take quantized sources too, and so does the weight decay that
+    is added to a plain gradient.
     """
     q = args[0]
     others = args[1:]
+    if func is aten.add_.Tensor and is_decay(q, kwargs):
+        return func(q, values_of_weights(others[0]), **kwargs)
     if func in _AVERAGES:
         others = [one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one for one in others]
         if not isinstance(q, QuantizedTensor):
@@ -205,6 +210,8 @@ def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
     if func in _AVERAGES:
         plain = [one.dequantize(one.dtype) if isinstance(one, QuantizedTensor) else one for one in others[0]]
         others = [plain, *others[1:]]
+    elif func is aten._foreach_add_.List and is_decay(targets, kwargs):
+        others = [values_of_weights(others[0])]
     if any(isinstance(value, QuantizedTensor) for value in tree_leaves((others, kwargs))):
         raise refusal(func, args, kwargs)
     quantized = [isinstance(target, QuantizedTensor) for target in targets]
