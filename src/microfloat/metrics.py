@@ -88,13 +88,19 @@ def zeros(x: np.ndarray, q: np.ndarray) -> float:
 def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
     """Share of elements beyond the largest magnitude that their block can hold: ``#(|x| > limit) / #x``.
 
-    `limit` broadcasts against x: ``element.max * scale`` (times the tensor scale), one per block or one per element.
+    `limit` broadcasts against x: ``element.max * scale`` (times the tensor scale), one per block or one per element;
+    dequantized values are a ValueError.
     """
     a, limits = _array("x", x), _array("limit", limit)
     try:
         limits = np.broadcast_to(limits, a.shape)
     except ValueError:
         raise invalid_value("limit", f"shape {limits.shape}", f"a shape that broadcasts to {a.shape}") from None
+    if (limits < 0).any():
+        raise invalid_value(
+            "limit", "negative numbers", "magnitudes, element.max * scale of each block",
+            "Dequantized values, which other metrics take, are no limits.",
+        )  # fmt: skip
     counted = np.isfinite(a)
     return _share(np.abs(a[counted]) > limits[counted])
 

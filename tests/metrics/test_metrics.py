@@ -87,6 +87,11 @@ def test_nan_and_infinity_are_not_hidden():
     assert metrics.block_dynamic_range(np.float32([np.inf, np.nan, 1, 2]), block=4) == (1, 1, 1)
 
 
+def test_dequantized_values_are_no_limits_of_clip():
+    with pytest.raises(InvalidValueError, match="limit: got negative numbers"):
+        metrics.clip([1.0, -2.0], [1.0, -2.0])
+
+
 def test_references_that_are_not_finite_are_counted_apart():
     x, q = np.float32([np.nan, 1, -np.inf, 4, 0.5]), np.float32([0, 1, -448, 3, 0])
     kept = [1, 3, 4]
