@@ -357,6 +357,8 @@ def save(
     for a destination that exists or a full disk.
     """
     limit = byte_count("max_shard_size", max_shard_size)
+    if format not in (*SAVED, "plain"):
+        raise unknown_name("format", format, [*SAVED, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)
     for record in every:
         if not isinstance(record, Record):
@@ -414,8 +416,6 @@ def family_for(record: Record, format: str) -> Family | None:
     """The family under which `save` stores a record; None for a plain one. ValueError where none of `format` can."""
     if record.problem is not None:
         raise checkpoint_error(record.name, [record.problem])
-    if format not in (*SAVED, "plain"):
-        raise unknown_name("format", format, [*SAVED, "plain"])
     if record.format is None:
         return None
     able = [name for name, families in SAVED.items() if any(family.holds(record.format) for family in families)]
