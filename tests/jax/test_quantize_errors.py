@@ -105,6 +105,8 @@ def test_dequantize_and_matmul_refuse():
     transformed = mj.quantize(X, Cast("mxfp8", hadamard=Hadamard()))
     with pytest.raises(ValueError, match="b_NK: got hadamard"):
         mj.scaled_matmul(q, transformed)
+    with pytest.raises(ValueError, match=r"b_NK: got fp8_row \(FP32 scales\) against .* one family"):
+        mj.scaled_matmul(q, mj.quantize(X, "fp8_row"))
     with pytest.raises(ValueError, match="bias: got shape"):
         mj.scaled_matmul(q, q, bias=np.ones(3, np.float32))
     with pytest.raises(ValueError, match="accumulate: got 'slow'"):

@@ -226,8 +226,8 @@ def scaled_matmul(
     An operand may also be a float array, used as it is, its last axis contracted; a quantized partner is then
     dequantized to its dtype. `a` with more than two axes gives ``[*leading, N]``. `bias`: [N]. `out_dtype=None` is
     a's dtype. Sums run in float32, with one rounding to `out_dtype` after scales and bias; `accumulate="exact"`
-    (any platform, slow, for tests) sums in float64. Raises InvalidValueError for different contraction lengths or
-    Hadamard transforms, NotSupportedError for ``backend="native"`` where it cannot run. Source: docs/numerics.md
+    (any platform, slow, for tests) sums in float64. Raises InvalidValueError for different contraction lengths,
+    Hadamard transforms or families of formats (FP32, E8M0, E4M3 scales), NotSupportedError for ``backend="native"`` where it cannot run. Source: docs/numerics.md
     8.2.
     """
     check_choice("accumulate", accumulate, ("fast", "split", "exact"))
@@ -276,8 +276,15 @@ def _factor(argument: str, value: object) -> _Factor:
 
 
 def _check_pair(a: _Factor, b: _Factor) -> None:
-    """Equal contraction lengths, and equal Hadamard transforms where both operands are quantized."""
+    """Equal contraction lengths, and of quantized operands one family of formats and equal Hadamard transforms."""
     both = a.kind is not None and b.kind is not None
+    if a.kind is not None and b.kind is not None and a.kind.format.scale != b.kind.format.scale:
+        left, right = a.kind.format, b.kind.format
+        raise invalid_value(
+            "b_NK", f"{right} ({right.scale} scales) against {left} ({left.scale} scales) of a_MK",
+            "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
+            "Quantize both with formats of one family, or dequantize one.",
+        )  # fmt: skip
     if a.kind is not None and b.kind is not None and a.kind.hadamard != b.kind.hadamard:
         raise invalid_value(
             "b_NK", f"hadamard {b.kind.hadamard} against {a.kind.hadamard} of a_MK",
