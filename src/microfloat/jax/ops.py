@@ -227,8 +227,8 @@ def scaled_matmul(
     dequantized to its dtype. `a` with more than two axes gives ``[*leading, N]``. `bias`: [N]. `out_dtype=None` is
     a's dtype. Sums run in float32, with one rounding to `out_dtype` after scales and bias; `accumulate="exact"`
     (any platform, slow, for tests) sums in float64. Raises InvalidValueError for different contraction lengths,
-    Hadamard transforms or families of formats (FP32, E8M0, E4M3 scales), NotSupportedError for ``backend="native"`` where it cannot run. Source: docs/numerics.md
-    8.2.
+    Hadamard transforms or families of formats (FP32, E8M0, E4M3 scales), NotSupportedError for ``backend="native"``
+    where it cannot run. Source: docs/numerics.md 8.2.
     """
     check_choice("accumulate", accumulate, ("fast", "split", "exact"))
     a, b = _factor("a_MK", a_MK), _factor("b_NK", b_NK)
