@@ -229,6 +229,12 @@ def test_values_are_quantized_into_a_parameter(name) -> None:
     assert torch.equal(q, mf.quantize(rest, name))
 
 
+def test_one_expert_is_written_among_others() -> None:
+    q, one = mf.quantize(torch.ones(3, 4, 32), "mxfp8"), torch.full((4, 32), 2.0)
+    mf.update_quantized(q, one, offset=128)
+    assert torch.equal(q.dequantize(), torch.stack([one / 2, one, one / 2]))
+
+
 def test_what_cannot_be_written_into_a_parameter_is_named() -> None:
     q = mf.quantize(torch.ones(4, 32), "mxfp8")
     for arguments, options, error, message in (
@@ -237,6 +243,9 @@ def test_what_cannot_be_written_into_a_parameter_is_named() -> None:
         ((q, torch.ones(4, 32, dtype=torch.int32)), {}, InvalidTypeError, "src: got torch.int32"),
         ((q, torch.ones(64)), {"offset": 65}, InvalidValueError, "src: got 64 elements from offset 65 on"),
         ((q, torch.ones(4)), {"offset": -1}, InvalidValueError, "offset"),
+        ((q, torch.ones(32, 4)), {}, InvalidValueError, r"src: got shape \(32, 4\), needed shape \(4, 32\)"),
+        ((q, torch.ones(4, 16)), {}, InvalidValueError, "src: got shape .* whole rows, or a flat shard"),
+        ((q, torch.ones(())), {}, InvalidValueError, "src: got shape"),
     ):
         with pytest.raises(error, match=message):
             mf.update_quantized(*arguments, **options)

@@ -111,13 +111,14 @@ def update_quantized(
 ) -> None:  # fmt: skip
     """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
 
-    `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, such as the shard
-    of float32 master weights that an optimizer owns on this rank; elements outside keep their values, and are quantized
-    anew where they share a scale with those inside. `group`: the ranks that together hold all elements, each once. All
-    of them must call; their scales are those of the whole tensor, and `param` is complete and equal on each afterwards.
-    `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
-    a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit,
-    NotSupportedError for a group where the Cast chooses scales by the error of all elements.
+    `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, flat or as
+    whole rows, such as the shard of float32 master weights that an optimizer owns on this rank; elements outside
+    keep their values, and are quantized anew where they share a scale with those inside. `group`: the ranks that
+    together hold all elements, each once. All of them must call; their scales are those of the whole tensor, and
+    `param` is complete and equal on each afterwards. `noop_flag`: one number on the device; where it is not zero
+    nothing changes, without a wait for the device, so that a step in a CUDA graph can be skipped. Raises
+    InvalidTypeError and InvalidValueError for arguments that do not fit, NotSupportedError for a group where the
+    Cast chooses scales by the error of all elements.
     """
     if not isinstance(param, QuantizedTensor):
         raise invalid_type("param", type(param), "a QuantizedTensor", "Plain parameters take copy_().")
@@ -125,6 +126,11 @@ def update_quantized(
         got = src.dtype if isinstance(src, torch.Tensor) else type(src)
         raise invalid_type("src", got, "a plain floating-point tensor, such as float32 master weights")
     check_int("offset", offset, 0, param.numel())
+    if not 0 < src.dim() <= param.dim() or src.shape[1:] != param.shape[param.dim() - src.dim() + 1 :]:
+        raise invalid_value(
+            "src", f"shape {tuple(src.shape)}", f"shape {tuple(param.shape)}, as the parameter has, whole rows, or a "
+            "flat shard", "Elements are taken in row-major order: src.reshape(-1) makes it flat."
+        )  # fmt: skip
     if offset + src.numel() > param.numel():
         raise invalid_value(
             "src", f"{src.numel()} elements from offset {offset} on", f"at most {param.numel() - offset} of them",
