@@ -95,6 +95,29 @@ def test_the_last_rows_with_values_choose_the_scale(name):
     assert torch.equal(q[32:].dequantize(), mf.quantize(values, name).dequantize())
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "nvfp4_row", "nvfp4_2d"])
+def test_a_tensor_of_zeros_takes_the_bytes_of_shards(fmt, dim):
+    """Shards of one stored weight, whose largest value is in none of them, fill memory as a serving engine does."""
+    values = torch.cat([randn(64, 128), 9 * randn(64, 128)], dim)
+    stored = mf.quantize(values, fmt).narrow(dim, 0, values.shape[dim] // 2)
+    weight = mf.quantize(torch.zeros(64, 128), fmt)
+    for loaded, shard in zip(weight.chunk(2, dim), stored.chunk(2, dim), strict=True):
+        loaded.copy_(shard)
+    assert torch.equal(weight, stored)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_row", "nvfp4_row"])
+def test_columns_take_row_scales_where_no_other_value_is_under_them(fmt):
+    weight, values = mf.quantize(torch.zeros(64, 128), fmt), randn(64, 64)
+    weight[:, :64].copy_(values)
+    assert torch.equal(weight[:, :64], mf.quantize(values, fmt))
+    before = copy.deepcopy(weight)
+    with pytest.raises(NotSupportedError, match="write into a slice"):
+        weight[:, 64:].copy_(9 * values)
+    assert torch.equal(weight, before)
+
+
 def test_slices_that_share_row_scales_are_not_written_to():
     for q in (mf.quantize(randn(32, 64), "fp8_row"), mf.quantize(randn(32, 64), "nvfp4_row")):
         before = q.clone()

@@ -42,11 +42,49 @@ def _copy(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     if not isinstance(source, QuantizedTensor):
         return _store(destination, source.expand(destination.shape))
     check_kinds("copy_", destination, source, tuple(source.shape), tuple(destination.shape))
-    if _shares_a_scale(destination):  # the bytes mean something else under the scale of the destination
-        return _store(destination, source.dequantize(torch.float32))
-    for name, part in destination.parts().items():
-        part.copy_(source.parts()[name])
-    return destination
+    if not _shares_a_scale(destination):
+        for name, part in destination.parts().items():
+            part.copy_(source.parts()[name])
+        return destination
+    if _takes_bytes(destination, source):
+        return destination
+    return _store(destination, source.dequantize(torch.float32))
+
+
+def _takes_bytes(q: QuantizedTensor, source: QuantizedTensor) -> bool:
+    """Copy the bytes of `source` into a slice whose scales serve the rest of its root too; False where they cannot.
+
+    They can where the scales that q shares are those of `source`, and where nothing but zeros shares them: then they
+    become those of `source`. So a tensor of zeros is filled slice by slice without rounding anything twice.
+    """
+    name = upper_name(q)
+    ours, theirs = getattr(q, name), getattr(source, name)
+    if _operators.is_tracing(q.codes) or ours.device != theirs.device:
+        return False
+    is_equal = raw(ours) == raw(theirs)
+    if not bool(is_equal.all()):
+        is_free = _alone_under_scales(q)
+        if is_free is None or not bool((is_equal | is_free).all()):
+            return False
+        ours.copy_(theirs)
+    for part_name, part in q.parts().items():
+        if part_name != name:
+            part.copy_(source.parts()[part_name])
+    return True
+
+
+def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
+    """For each scale that the slice q shares, True where the rest of its root under it is zeros; None if unknown."""
+    root, name = q.root, upper_name(q)
+    if root is None or root is UNKNOWN:
+        return None
+    own, whole = getattr(q, name), getattr(root, name)
+    if own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return None
+    counts = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=q.device)
+    counts.copy_(_nonzero_bytes(root, root.codes, whole))
+    in_root = counts.as_strided(own.shape, own.stride(), own.storage_offset() - whole.storage_offset())
+    return in_root == _nonzero_bytes(q, q.codes, own)
 
 
 def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
@@ -54,6 +92,9 @@ def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
     values = values.to(device=q.device, dtype=torch.float32)
     if not _shares_a_scale(q):
         return _overwrite(q, values)
+    is_of_rows = getattr(q, upper_name(q)).dim() == 2
+    if is_of_rows and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized_like(q, values, None)):
+        return q
     _check_shared(q)
     amax = _shared_amax(q.root, q.codes, values)  # type: ignore[arg-type]
     return _overwrite(q, values, amax, kept=upper_name(q))
@@ -111,8 +152,8 @@ def _check_shared(q: QuantizedTensor) -> None:
     if q.root is UNKNOWN or not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
         raise NotSupportedError(
             f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
-            "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode. "
-            "Write the whole tensor instead: q.copy_(values)."
+            "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode, or "
+            "quantized values under the same scales. Write the whole tensor instead: q.copy_(values)."
         )
 
 
@@ -128,7 +169,7 @@ def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tenso
     held = upper * (root.format.element.max if two_level is None else two_level.capacity)
     finite = values.masked_fill(~values.isfinite(), 0.0)
     needed = float(finite.abs().amax()) if values.numel() else 0.0
-    if not 0.0 < held < math.inf or _nonzero_bytes(root, root.codes) == _nonzero_bytes(root, codes):
+    if not 0.0 < held < math.inf or int(_nonzero_bytes(root, root.codes)) == int(_nonzero_bytes(root, codes)):
         amax = needed
     elif needed <= held * _ROUNDING:
         return held
@@ -138,11 +179,16 @@ def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tenso
     return amax
 
 
-def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor) -> int:
-    """The number of bytes of `codes` that hold anything but zeros, of either sign."""
+def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """The number of bytes of `codes` that hold anything but zeros, of either sign; under each of `scales`, if given."""
     sign = q.format.element.sign_code
     signs = sign | sign << 4 if q.format.element.codes_per_byte == 2 else sign
-    return int(codes.view(torch.uint8).bitwise_and(~signs & 0xFF).count_nonzero())
+    is_nonzero = codes.view(torch.uint8).bitwise_and(~signs & 0xFF) != 0
+    if scales is None or not scales.dim():
+        return is_nonzero.sum()
+    if scales.dim() == 1:  # one for each expert
+        return is_nonzero.flatten(1).sum(1)
+    return is_nonzero.sum(-1).view(scales.shape)
 
 
 @register(aten.index_put_.default)
