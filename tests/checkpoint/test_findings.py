@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import load
+from microfloat import reference
+from microfloat.checkpoint import Record, load, save
 from microfloat.checkpoint.config import announced
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import nvfp4, write
@@ -37,8 +38,23 @@ def test_fused_groups_that_differ_and_configurations_that_disagree(tmp_path):
     findings = load(write(tmp_path / "model.safetensors", tensors, config=config)).findings
     by_id = {finding.id: finding for finding in findings}
     assert "factor of 4" in by_id["fused-mismatch"].message
-    assert by_id["fused-mismatch"].severity == "warn"
+    assert "the fused group gate_up_proj differs" in by_id["fused-mismatch"].message
+    assert (by_id["fused-mismatch"].severity, by_id["fused-mismatch"].tensor) == ("warn", "mlp")
     assert sum(finding.id == "config-disagrees" for finding in findings) == 2
+
+
+def test_a_weight_without_a_module_is_named_in_a_configuration_of_several_formats(tmp_path):
+    values = np.ones((32, 64), np.float32)
+    formats = {"a.weight": "mxfp8", "weight": "nvfp4"}
+    records = [
+        Record(name, q.codes, q.scale, q.tensor_scale, q.format, q.shape)
+        for name, fmt in formats.items()
+        for q in (reference.quantize(values, fmt),)
+    ]
+    save(records, tmp_path / "mixed", format="ct:mixed")
+    found = load(tmp_path / "mixed")
+    assert {name: str(found[name].format) for name in found} == formats
+    assert not found.findings
 
 
 def test_foreign_states_orphans_and_refused_methods(tmp_path):

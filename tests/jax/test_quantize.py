@@ -149,7 +149,11 @@ def test_seed_forms_and_key():
 def test_amax_and_scale_enc():
     x = digests.input_set("A")[:32, :64]
     row_amax = np.abs(x).max(1, keepdims=True) * 2
-    for name, amax in (("fp8_tensor", np.float32(3e6)), ("nvfp4_row", row_amax)):
+    for name, amax in (
+        ("fp8_tensor", np.float32(3e6)),
+        ("fp8_tensor", np.full(1, 3e6, np.float32)),
+        ("nvfp4_row", row_amax),
+    ):
         assert_oracle(mj.quantize(x, name, amax=amax), x, name, amax=amax)
     traced = jax.jit(lambda x, amax: mj.quantize(x, "nvfp4", amax=amax))(x, np.float32(0))
     assert_same_bytes(traced, reference.quantize(x, "nvfp4", amax=np.float32(0)))

@@ -321,7 +321,7 @@ def test_numbers_beyond_all_floats():
     ("fmt", "shape"),
     [
         ("nvfp4", (6, 1)),
-        ("nvfp4", (1,)),
+        ("nvfp4", (2,)),
         ("fp8_tensor", (6, 1)),
         ("nvfp4_row", ()),
         ("nvfp4_row", (6,)),
@@ -331,6 +331,14 @@ def test_numbers_beyond_all_floats():
 def test_amaxes_of_a_wrong_shape(fmt, shape):
     with pytest.raises(InvalidValueError, match=rf"amax: got shape \({', '.join(map(str, shape))}"):
         quantize(X, fmt, amax=np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "nvfp4"])
+def test_an_amax_of_one_entry_is_a_scalar(fmt):
+    given, scalar = (quantize(X, fmt, amax=np.full(shape, 8, np.float32)) for shape in ((1,), ()))
+    assert np.array_equal(given.codes, scalar.codes)
+    assert given.scale.shape == scalar.scale.shape
+    assert np.array_equal(given.scale, scalar.scale)
 
 
 @pytest.mark.parametrize("amax", ["1", True, [1, 2], 1j, np.int32([1])])

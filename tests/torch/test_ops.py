@@ -228,7 +228,15 @@ def test_streams_that_are_refused(stream):
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"])
 @pytest.mark.parametrize(
-    "kind", [float, int, np.float32, torch.tensor, lambda v: torch.tensor(v, dtype=torch.bfloat16)]
+    "kind",
+    [
+        float,
+        int,
+        np.float32,
+        torch.tensor,
+        lambda v: torch.tensor(v, dtype=torch.bfloat16),
+        lambda v: torch.tensor([v]),
+    ],
 )
 def test_a_given_amax(name, kind):
     q, expected = mf.quantize(X, name, amax=kind(8.0)), reference.quantize(X.numpy(), name, amax=8.0)
@@ -263,7 +271,7 @@ def test_amaxes_that_are_no_maximum(amax):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("nvfp4", (6, 1)), ("fp8_tensor", (1,)), ("nvfp4_row", ()), ("nvfp4_row", (6,)), ("nvfp4_row", (5, 1))],
+    [("nvfp4", (6, 1)), ("fp8_tensor", (1, 1)), ("nvfp4_row", ()), ("nvfp4_row", (6,)), ("nvfp4_row", (5, 1))],
 )
 def test_amaxes_of_a_wrong_shape(name, shape):
     with pytest.raises(InvalidValueError, match=rf"amax: got shape \({', '.join(map(str, shape))}"):

@@ -22,7 +22,9 @@ _KEPT = re.compile(
 
 
 def module_of(name: str) -> str:
-    """The module of a weight: its name without the last part `weight`; stacked experts are named by themselves."""
+    """The module of a weight, as configurations name it: without the last part `weight`. Stacked experts, and a weight
+    that is named nothing else, are named by themselves.
+    """
     return name.removesuffix(".weight")
 
 

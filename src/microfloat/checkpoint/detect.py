@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint.config import Announcement, announced
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, torchao
@@ -124,7 +125,6 @@ class _Grouping:
 
     def _as_family(self, family: Family, parameter: str, codes: Stored) -> tuple[tuple[int, ...], Entry] | None:
         """The entry of a parameter read as `family`, with its score; None where nothing speaks for it."""
-        module = module_of(parameter)
         found = {"codes": codes}
         for role, suffix in (("scale", family.scale[0]), ("tensor_scale", family.tensor_scale)):
             if suffix is not None:
@@ -132,10 +132,10 @@ class _Grouping:
                 if stored is not None:
                     found[role] = stored
         for last in family.input_scales:
-            stored = self.stored.get(_joined(module, last)) or self.stored.get(f"{parameter}_{last}")
+            stored = self.stored.get(_beside(parameter, last)) or self.stored.get(f"{parameter}_{last}")
             if stored is not None:
                 found.setdefault("input_scale", stored)
-        scheme = self.scheme_of(module)
+        scheme = self.scheme_of(module_of(parameter))
         scale = found.get("scale")
         right = scale is not None and scale.dtype in family.scale[1]
         preferred = family.name in scheme.families
@@ -173,14 +173,9 @@ class _Grouping:
                 self.entries[parameter] = replace(entry, extras=extras)
 
 
-def module_of(parameter: str) -> str:
-    """The module of a parameter: its name without "weight"; a stacked parameter is its own module."""
-    folder, _, leaf = parameter.rpartition(".")
-    return folder if leaf == "weight" else parameter
-
-
-def _joined(module: str, last: str) -> str:
-    return f"{module}.{last}" if module else last
+def _beside(parameter: str, last: str) -> str:
+    """The name of another tensor of the module that `parameter` belongs to; a stacked one is its own module."""
+    return last if parameter == "weight" else f"{module_of(parameter)}.{last}"
 
 
 def _style(family: str, scale: Stored) -> bool:

@@ -8,28 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from microfloat.checkpoint.detect import Contents, module_of
+from microfloat.checkpoint._modules import fused_group, module_of
+from microfloat.checkpoint.detect import Contents
 from microfloat.checkpoint.families import Entry
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.cpu._casts import scale_values
 from microfloat.formats import ScaledFormat, decode
 
-__all__ = ["FUSED", "code_findings", "fused_group", "scale_findings", "structure_findings", "without_nan"]
+__all__ = ["code_findings", "scale_findings", "structure_findings", "without_nan"]
 
-# Groups of layers that serving engines join into one GEMM, which has one global scale: the last parts of their names.
-FUSED = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "gate_up": ("gate_proj", "up_proj"),
-    "w1_w3": ("w1", "w3"),
-}
 _PIECE = 1 << 22
 _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
-
-
-def fused_group(parameter: str) -> tuple[str, str] | None:
-    """The group of a layer that engines fuse, as (the module that holds its members, name of the group), or None."""
-    folder, _, last = module_of(parameter).rpartition(".")
-    return next(((folder, group) for group, members in FUSED.items() if last in members), None)
 
 
 # ---- names and configurations ------------------------------------------------------------------------------------
@@ -105,7 +94,7 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
     Under ``nan="zero"`` NaN scales and global scales of zero are warnings: their values become zeros.
     """
     softened = "warn" if nan == "zero" else "error"
-    groups: dict[tuple[str, str], dict[str, Mapping[str, np.ndarray | None]]] = {}
+    groups: dict[str, dict[str, Mapping[str, np.ndarray | None]]] = {}
     for record in records:
         if record.problem is not None:
             yield record.problem
@@ -122,14 +111,14 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
             if name.endswith("_scale") and extra.dtype.kind in "fV":
                 yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
         yield from _ragged(record, fmt)
-        group = fused_group(record.name)
+        group = fused_group(module_of(record.name))
         if group is not None:
             if fmt.tensor_scale == "row":  # which no engine could share
                 levels = {**levels, "tensor_scale": None}
             groups.setdefault(group, {})[record.name] = levels
-    for (folder, group), members in groups.items():
+    for group, members in groups.items():
         for role in ("tensor_scale", "input_scale"):
-            yield from _mismatch(folder, group, role, {name: levels[role] for name, levels in members.items()})
+            yield from _mismatch(group, role, {name: levels[role] for name, levels in members.items()})
 
 
 def _global_findings(record: Record, role: str, level: np.ndarray, severity: str) -> Iterator[Finding]:
@@ -179,14 +168,15 @@ def _ragged(record: Record, fmt: ScaledFormat) -> Iterator[Finding]:
         yield Finding("ragged-tile", "info", record.name, message)
 
 
-def _mismatch(folder: str, group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Iterator[Finding]:
+def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Iterator[Finding]:
     """A finding where the members of a fused group have different global scales."""
     numbers = {name: float(np.max(level)) for name, level in levels.items() if level is not None and level.size}
     if len(set(numbers.values())) < 2 or not all(np.isfinite(value) and value > 0 for value in numbers.values()):
         return
+    folder, _, joined = group.rpartition(".")
     ratio = max(numbers.values()) / min(numbers.values())
     listed = ", ".join(f"{module_of(name).rpartition('.')[2]} {value:.6g}" for name, value in numbers.items())
-    message = f"the {role} of the fused group {group} differs by a factor of {ratio:.4g}: {listed}."
+    message = f"the {role} of the fused group {joined} differs by a factor of {ratio:.4g}: {listed}."
     remedy = "Engines that fuse these layers use one of them for all; convert with fuse= to share one."
     yield Finding("fused-mismatch", "warn", folder or next(iter(numbers)), message, remedy)
 

@@ -339,6 +339,8 @@ def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
     check_takes_amax(cast)
     array = real_array("amax", amax)
     needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
+    if not needed and array.shape == (1,):  # as buffers of amaxes often are
+        array = array.reshape(())
     if array.shape != needed:
         raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
     if not isinstance(array, Tracer) and not bool((np.asarray(array) >= 0).all()):

@@ -197,6 +197,8 @@ def _check_amax(amax: float | np.ndarray, cast: Cast, rows: int) -> np.ndarray:
     check_takes_amax(cast)
     array = _real_array("amax", amax)
     needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
+    if not needed and array.shape == (1,):  # as buffers of amaxes often are
+        array = array.reshape(())
     if array.shape != needed:
         raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
     if np.isnan(array).any() or (array < 0).any():

@@ -256,6 +256,8 @@ def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device
     check_takes_amax(cast)
     tensor = real_tensor("amax", amax, device)
     needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
+    if not needed and tuple(tensor.shape) == (1,):  # as buffers of amaxes often are
+        tensor = tensor.reshape(())
     if tuple(tensor.shape) != needed:
         raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {cast.format}")
     if readable(tensor) and not bool((tensor >= 0).all()):
