@@ -3,6 +3,9 @@
 Gluon has no interpreter, so there is nothing of it that a CPU could run.
 """
 
+import ast
+import inspect
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -83,6 +86,13 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
 
 @needs_kernel
 @pytest.mark.xdist_group("triton-interpreter")
+def test_a_product_imports_nothing():
+    """The host has microseconds for a product; what needs Triton is imported by the first one, once."""
+    nodes = ast.walk(ast.parse(inspect.getsource(own_gemm.own_block_matmul)))
+    assert not [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert own_gemm._imported() is own_gemm._imported()
+
+
 def test_the_assembler_is_swapped_for_this_kernel_alone(program):
     from triton import knobs
 

@@ -145,6 +145,23 @@ def test_compiled_is_eager(name):
     assert equal(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments), expected)
 
 
+PAIR = Cast(NVFP4), Cast(NVFP4, rounding="stochastic")
+
+
+def test_casts_and_formats_of_the_module_are_constants_of_each_call():
+    """Dynamo keeps each constant under a name of its own in the module's globals, and guards what is read of it."""
+
+    def function(x):
+        rows, columns = mf.quantize(x, PAIR, axis=(-1, -2), seed=3)
+        mixed = mf.quantize(x, (MXFP8, PAIR[0]), axis=(-1, -2))
+        return [q.dequantize() for q in (rows, columns, *mixed, mf.quantize(x, NVFP4))]
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for rows in (32, 48):  # the second compiles once more, in globals that hold the constants of the first
+        x = torch.randn(rows, 64)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(x), function(x), strict=True))
+
+
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (33,), (5, 33), (2, 3, 40), (130, 17)], ids=str)
 def test_the_shapes_that_a_compiler_is_told(fmt, shape):

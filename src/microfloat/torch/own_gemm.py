@@ -8,6 +8,7 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from microfloat.routes import OWN_GEMMS, own_gemm_is_faster
 from microfloat.torch import backends
 
 if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import JITFunction
 
 __all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves", "start"]
@@ -71,6 +73,17 @@ class GroupedWork(NamedTuple):
     shape: tuple[int, int]
 
 
+@functools.cache
+def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
+    """What needs Triton, which may be missing when this module is loaded: imported by the first product alone."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels.gemm import block_gemm
+    from microfloat.torch import program
+
+    return TensorDescriptor, block_gemm, program
+
+
 def own_block_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
     work: GroupedWork | None = None,
@@ -79,24 +92,20 @@ def own_block_matmul(
 
     K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from microfloat.kernels.gemm import block_gemm as kernels
-    from microfloat.torch import program
-
+    descriptor, kernels, program = _imported()
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
     c = torch.empty(shape, dtype=dtype, device=a.device)
     codes, flat = kernels.codes_layout, kernels.scale_layout
-    a_scales = TensorDescriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    a_scales = descriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
     # With tiles the descriptor of B's scales is not read.
-    b_scales = a_scales if tiles else TensorDescriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    b_scales = a_scales if tiles else descriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
     size = c.element_size()
     arguments = (
-        TensorDescriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
-        TensorDescriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        descriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
+        descriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
         b_scale.stride(1) if tiles else 0,
-        TensorDescriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
+        descriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
         None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
         kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
     )  # fmt: skip
