@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -395,6 +396,27 @@ def test_an_input_without_rows_gives_an_empty_result_and_no_gradient() -> None:
     y.sum().backward()
     assert (y.shape, x.grad.shape) == ((0, 16), (0, 32))
     assert not layer.weight.grad.any()
+
+
+def test_joint_products_under_delayed_scaling_are_compiled_as_they_run_in_eager_mode() -> None:
+    """Outputs, gradients and state: the first part keeps the state of the product, the entries of others stay fresh."""
+
+    def steps(run: Callable[[torch.nn.Module], Callable]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        sizes = {"q_proj": 16, "k_proj": 8}
+        layer = mf.LayerNormLinear(32, 24, bias=False, normalization="RMSNorm", split=sizes, dtype=torch.bfloat16)
+        mf.convert(layer, DelayedScaling(amax_history_len=2))
+        made, function = [], run(layer)
+        for size in (1, 5):
+            x = (torch.randn(16, 32) * size).bfloat16().requires_grad_()
+            with mf.autocast():
+                y = function(x)
+            y.float().square().sum().backward()
+            made += [y, x.grad]
+        return [*made, *(p.grad for p in layer.parameters()), *layer.buffers()]
+
+    eager = steps(lambda layer: layer)
+    assert all(torch.equal(a, b) for a, b in zip(steps(compiled), eager, strict=True))
 
 
 def test_errors_of_compiled_code_name_the_layer() -> None:
