@@ -1,6 +1,7 @@
 """Several processes: amaxes of delayed scaling where ranks do different things, beside DDP, and noise of their own."""
 
 import copy
+import datetime
 
 import pytest
 
@@ -12,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import NotSupportedError  # noqa: E402
+from microfloat.errors import InvalidValueError, NotSupportedError, RankError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
+from microfloat.torch import failures, scaling  # noqa: E402
 from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -184,6 +186,81 @@ def different_layers_without_a_region(rank: int) -> str:
     return ""
 
 
+def waiting_alone(rank: int) -> dict[str, str]:
+    """What rank 0 meets where rank 1 does not come to a reduction; each has a group with a timeout of its own."""
+    layer, said = mf.Linear(8, 8), {}
+
+    def alone(group) -> None:
+        with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+            layer(full(1))
+
+    def nested(group) -> None:
+        with region(), mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+            pass
+
+    def nothing(group) -> None:
+        """Where rank 1, if it did anything, would evaluate."""
+        with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+            pass
+
+    for case in (alone, nested, nothing):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        if rank == 1 and case is nested:  # but for the inner autocast
+            with region():
+                pass
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(failures, "_GRACE", 0.1)
+                try:
+                    case(group)
+                except RankError as error:
+                    said[case.__name__] = str(error)
+        dist.barrier()
+    scaling._take_shared()  # of the regions that ended, on rank 1 alone
+    for name in (key for key in list(dist.distributed_c10d._get_default_store().list_keys()) if "failed" in key):
+        dist.distributed_c10d._get_default_store().delete_key(name)
+    return said
+
+
+def different_points(rank: int) -> str:
+    """Rank 0 comes to the end of a calibration where rank 1 comes to that of a region."""
+    layer, group = mf.Linear(8, 8), dist.new_group([0, 1])
+
+    def calibrate() -> None:
+        with mf.autocast(enabled=False, calibrating=True, recipe=RECIPE, amax_reduction_group=group), torch.no_grad():
+            layer(full(1))
+        mf.update_scaling(layer)
+
+    def train() -> None:
+        with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+            layer(full(1))
+
+    calibrate()
+    train()
+    try:
+        train() if rank else calibrate()
+    except NotSupportedError as error:
+        return str(error)
+    return ""
+
+
+def after_a_group_is_gone(rank: int):
+    """A backward, and an update, of a region whose group was destroyed meanwhile; and a new autocast over it."""
+    layer, group = mf.Linear(8, 8), dist.new_group([0, 1])
+    with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+        y = layer(full(rank + 1))
+    y.backward(full(rank + 1))
+    dist.destroy_process_group(group)
+    with torch.no_grad(), region():
+        layer(full(1))
+    mf.update_scaling(layer)
+    try:
+        mf.autocast(recipe=RECIPE, amax_reduction_group=group)
+    except InvalidValueError as error:
+        return newest(layer), newest(layer, "dy"), str(error)
+    return newest(layer), newest(layer, "dy"), ""
+
+
 class Model(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -291,8 +368,8 @@ def master_shards(rank: int):
 CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
-    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise,
-    different_layers_without_a_region, shapes_that_differ, master_shards,
+    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, master_shards, different_points,
+    after_a_group_is_gone, waiting_alone, different_layers_without_a_region, shapes_that_differ,
 )  # fmt: skip
 
 
@@ -372,6 +449,41 @@ def test_shapes_that_differ_are_named_on_every_rank(ranks) -> None:
 def test_different_layers_without_a_region_are_named_on_every_rank(ranks) -> None:
     for message in of(ranks, different_layers_without_a_region):
         assert "Put the step inside `with microfloat.torch.autocast():`" in message
+
+
+def test_ranks_at_different_points_are_named(ranks) -> None:
+    for message in of(ranks, different_points):
+        assert (
+            "got one rank at the exit of an autocast and another one at update_scaling after a calibration" in message
+        )
+
+
+def test_a_group_that_is_gone_is_waited_for_no_more(ranks) -> None:
+    for rank, (x, dy, message) in enumerate(of(ranks, after_a_group_is_gone)):
+        assert (x[0], dy[0]) == (2.0, rank + 1)
+        assert "amax_reduction_group: got a process group that was destroyed" in message
+
+
+def test_a_world_that_has_ended_is_waited_for_no_more() -> None:
+    """Of several ranks, which left a region; the next world would not know that this rank waits."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shared = {None: DelayedScaling()}
+        vars(scaling._LOCAL)["shared"] = dist.group.WORLD, shared
+        assert scaling._take_shared() is shared
+        vars(scaling._LOCAL)["shared"] = dist.group.WORLD, shared
+    finally:
+        dist.destroy_process_group()
+    assert scaling._take_shared() == {}
+    assert scaling._take_shared() == {}
+
+
+def test_a_rank_that_waits_alone_names_the_others_within_the_timeout(ranks) -> None:
+    first, _ = of(ranks, waiting_alone)
+    assert sorted(first) == ["alone", "nested", "nothing"]
+    for message in first.values():
+        assert "the maximum of amaxes under delayed scaling, at the exit of an autocast of group " in message
+        assert "rank 1 died, or did not come to it within the timeout" in message
 
 
 @pytest.mark.parametrize("name", ["convert(root)", "convert(child)", "buffers before", "pinned", "at first use"])

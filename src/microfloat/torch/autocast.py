@@ -24,7 +24,7 @@ from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
 from microfloat.torch.entries import delayed_of
-from microfloat.torch.reduction import Group
+from microfloat.torch.reduction import Group, exists
 
 __all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]
 
@@ -172,10 +172,11 @@ class autocast:
 
 def _check_group(group: object) -> None:
     distributed = torch.distributed
-    if group is None or (
-        distributed.is_available()
-        and (isinstance(group, distributed.ProcessGroup) or group == distributed.GroupMember.NON_GROUP_MEMBER)
-    ):
+    if group is None or (distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER):
+        return
+    if distributed.is_available() and isinstance(group, distributed.ProcessGroup):
+        if not exists(group):
+            raise invalid_value("amax_reduction_group", "a process group that was destroyed", "one that exists")
         return
     raise invalid_type(
         "amax_reduction_group", repr(group) if isinstance(group, str) else type(group),

@@ -25,6 +25,8 @@ __all__ = ["agree", "check_ranks", "in_collective", "named_failures"]
 
 _GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
+_WAITS = "waited in "
+_ALIVE = "every rank is alive, but one came to it after the timeout, or a connection between them broke"
 _AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +45,7 @@ def named_failures(group: "Group" = None) -> Iterator[None]:
         raise
     except Exception as error:
         if not _is_symptom(error) and dist.is_available() and dist.is_initialized():
-            _tell(f"{type(error).__name__}: {error}"[:_MOST_SAID])
+            _tell(f"raised {type(error).__name__}: {error}"[:_MOST_SAID])
         _raise_named("a collective", group, error)
         raise
 
@@ -66,7 +68,7 @@ def _is_symptom(error: Exception) -> bool:
 def _raise_named(what: str, group: "Group", error: Exception) -> None:
     if isinstance(error, MicrofloatError) or not _is_symptom(error):
         return
-    found = _other_ranks(group)
+    found = _other_ranks(what, group)
     raise RankError(f"{what} failed: {found} (Seen from rank {dist.get_rank()}: {error})") from error
 
 
@@ -77,12 +79,13 @@ def _tell(text: str) -> Any:
     return store
 
 
-def _other_ranks(group: "Group") -> str:
-    """Say that this rank met a failure, and what the others say."""
+def _other_ranks(what: str, group: "Group") -> str:
+    """Say that this rank met a failure in `what`, and what the others say."""
     ranks = dist.get_process_group_ranks(group)
-    told = {dist.get_rank(): "-"}
+    waits = f"{_WAITS}{what}"
+    told = {dist.get_rank(): waits}
     try:
-        store = _tell("-")
+        store = _tell(waits)
         _abort(group)
         until = time.monotonic() + _GRACE
         while len(told) < len(ranks) and time.monotonic() < until:
@@ -92,11 +95,14 @@ def _other_ranks(group: "Group") -> str:
             time.sleep(0.02)
     except Exception as error:
         return f"the store of the process group does not answer ({error}), so that the process which holds it died."
-    causes = [f"rank {rank} raised {text}" for rank, text in told.items() if text != "-"]
+    causes = [f"rank {rank} {text}" for rank, text in sorted(told.items()) if not text.startswith(_WAITS)]
     missing = ", ".join(str(rank) for rank in ranks if rank not in told)
     if missing:
         causes.append(f"rank {missing} died, or did not come to it within the timeout; look at the log of that rank")
-    return f"{'; '.join(causes) or 'every rank is alive, but a connection between them broke'}."
+    elsewhere = [f"rank {rank} {text}" for rank, text in sorted(told.items()) if text != waits]
+    if not causes and elsewhere:
+        causes.append(f"ranks did not come to the same point: {'; '.join(elsewhere)}")
+    return f"{'; '.join(causes) or _ALIVE}."
 
 
 def _abort(group: "Group") -> None:

@@ -6,6 +6,7 @@ fixed size carries all of them, with -1 for what a rank has not recorded. Slots 
 announced in the same all-reduce, and join it at the next one (docs/numerics.md 3.3).
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "Group", "Key", "Reduced", "group_name", "maxima", "reduce_alone", "reduce_together", "reduces",
+    "Group", "Key", "Reduced", "exists", "group_name", "maxima", "reduce_alone", "reduce_together", "reduces", "world",
 ]  # fmt: skip
 
 Group: TypeAlias = "ProcessGroup | None"
-_ANNOUNCEMENT = 1  # the first element of what slots of a list are reduced in
+# The first elements of what slots of a list are reduced in: if a rank has slots to announce, and the number of the
+# direction with both signs, whose maxima agree only if all ranks reduce in the same one.
+_HEADER = 3
+# The directions: points of the program at which all ranks reduce.
+_POINTS = {
+    "forward": "the exit of an autocast", "backward": "the entry of an autocast or in update_scaling",
+    "calibration": "update_scaling after a calibration",
+}  # fmt: skip
 _NOT_RECORDED = -1.0
 _ALIGNED = 4  # float32 elements of 16 bytes, at multiples of which launches read an amax
 _AVAILABLE = torch.distributed.is_available()
@@ -55,7 +63,7 @@ class _List:
         self.positions: dict[Key, int] = {}
         self.new: dict[Key, str] = {}  # recorded here, and not in the list yet; with the layer and recipe in words
         self.agreed = False
-        # What the latest all-reduce on a GPU has announced.
+        # The header of the latest all-reduce on a GPU.
         self.announced: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -66,7 +74,7 @@ class _List:
         announced, event = self.announced
         event.synchronize()  # recorded one step ago
         self.announced = None
-        return float(announced[0]) > 0
+        return _read_header(announced)
 
     def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
@@ -101,20 +109,40 @@ class _List:
         if found is None or found.device != device:
             if len(self.indices) >= 64:
                 self.indices.clear()
-            found = torch.tensor(places, dtype=torch.int64).to(device) + _ANNOUNCEMENT
+            found = torch.tensor(places, dtype=torch.int64).to(device) + _HEADER
             self.indices[places] = found
         return found
 
     def remember(self, payload: torch.Tensor) -> None:
-        """Keep the announcement of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
-        announced = torch.empty(1, dtype=torch.float32, pin_memory=True)
-        announced.copy_(payload[:1], non_blocking=True)
+        """Keep the header of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
+        announced = torch.empty(_HEADER, dtype=torch.float32, pin_memory=True)
+        announced.copy_(payload[:_HEADER], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self.announced = (announced, event)
 
 
-# By process group and direction. Directions are points of the program at which all ranks reduce.
+@functools.cache
+def _header(direction: str, announces: bool, device: torch.device) -> torch.Tensor:
+    number = float([*_POINTS].index(direction))
+    return torch.tensor([float(announces), number, -number], dtype=torch.float32).to(device)
+
+
+def _read_header(header: torch.Tensor) -> bool:
+    """True if ranks have slots to announce; raises, on every rank, where they have reduced in different directions."""
+    announces, largest, smallest = header.tolist()
+    if largest != -smallest:
+        points = [*_POINTS.values()]
+        raise NotSupportedError(
+            f"amax_reduction_group: got one rank at {points[int(-smallest)]} and another one at "
+            f"{points[int(largest)]}, needed the same regions on every rank: each enters the same "
+            "`microfloat.torch.autocast(...)` blocks, and calls update_scaling at the same points. Enter what one rank "
+            "does alone under torch.no_grad()."
+        )
+    return announces > 0
+
+
+# By process group and direction.
 _LISTS: "weakref.WeakKeyDictionary[object, dict[str, _List]]" = weakref.WeakKeyDictionary()
 
 
@@ -122,7 +150,18 @@ def reduces(delayed: Delayed, group: Group) -> bool:
     """True if live amaxes are those of several processes."""
     if not (delayed.reduce_amax and _AVAILABLE and torch.distributed.is_initialized()):
         return False
-    return torch.distributed.get_world_size(group) > 1
+    return torch.distributed.get_world_size(group) > 1 and (group is None or exists(group))
+
+
+def exists(group: "ProcessGroup") -> bool:
+    """False for a process group that was destroyed."""
+    return group in torch.distributed.distributed_c10d._world.pg_map
+
+
+def world() -> "ProcessGroup | None":
+    """The group of all ranks; None where there is none."""
+    is_there = _AVAILABLE and torch.distributed.is_initialized()
+    return torch.distributed.group.WORLD if is_there else None
 
 
 def group_name(group: Group) -> str:
@@ -139,7 +178,8 @@ def reduce_together(
     NotSupportedError, on every rank, where one number means layers of different shapes, names or recipes; RankError
     where a rank fails.
     """
-    with in_collective("the maximum of amaxes under delayed scaling", group):
+    name = f" of group {group_name(group)!r}" if group is not None else ""
+    with in_collective(f"the maximum of amaxes under delayed scaling, at {_POINTS[direction]}{name},", group):
         return _reduce_together(group, direction, keys, live, words)
 
 
@@ -147,7 +187,8 @@ def _reduce_together(
     group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
 ) -> Reduced:
     default = torch.distributed.group.WORLD if group is None else group
-    slots = _LISTS.setdefault(default, {}).setdefault(direction, _List())
+    lists = _LISTS.setdefault(default, {})
+    slots = lists.setdefault(direction, _List())
     slots.new.update({key: words(index) for index, key in enumerate(keys) if key not in slots.positions})
     capturing = live.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and (slots.new or not slots.agreed):
@@ -160,19 +201,21 @@ def _reduce_together(
     while True:
         known = [index for index, key in enumerate(keys) if key in slots.positions]
         places = slots.index((slots.positions[keys[index]] for index in known), live.device)
-        payload = live.new_full((_ANNOUNCEMENT + len(slots.positions),), _NOT_RECORDED)
-        payload[0] = 1.0 if slots.new else 0.0
+        # Of one length in all directions, so that ranks which reduce in different ones get to know it.
+        length = max(len(one.positions) for one in lists.values())
+        payload = live.new_full((_HEADER + length,), _NOT_RECORDED)
+        payload[:_HEADER].copy_(_header(direction, bool(slots.new), live.device))
         payload.index_copy_(0, places, live if len(known) == len(keys) else live[known])
         torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
         if live.is_cuda:
             if not capturing:
                 slots.remember(payload)
             break
-        if float(payload[0]) <= 0:
+        if not _read_header(payload[:_HEADER]):
             break
         slots.grow(group)
     own = set(keys)
-    others = {key: payload[_ANNOUNCEMENT + place] for key, place in slots.positions.items() if key not in own}
+    others = {key: payload[_HEADER + place] for key, place in slots.positions.items() if key not in own}
     return Reduced(known, payload.index_select(0, places), others)
 
 

@@ -85,7 +85,7 @@ class Region:
             shared = self.shared if trains else {}
             _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared)
             if shared and not capturing():
-                _LOCAL.shared = shared  # of the backward that comes
+                _LOCAL.shared = reduction.world(), shared  # of the backward that comes
         self.failed = not completed
         self._states.clear()
 
@@ -420,13 +420,19 @@ def _is_due(entry: Pending) -> bool:
     return _closed(entry) and (not entry.captured or capturing())
 
 
+def _take_shared() -> Shared:
+    """The groups that wait for this thread in the backward direction; none of a world that has ended since."""
+    world, shared = _LOCAL.__dict__.pop("shared", (None, {}))
+    return shared if world is reduction.world() else {}
+
+
 def flush_backward() -> None:
     """Roll what backward passes have recorded in layers of this thread whose region has closed.
 
     Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others.
     """
     waiting, inside = _waiting(), capturing()
-    shared = {} if inside else _LOCAL.__dict__.pop("shared", {})
+    shared = {} if inside else _take_shared()
     if not waiting and not shared:
         return
     states = list(waiting)
@@ -486,7 +492,7 @@ def update_scaling(model: nn.Module) -> None:
     # As the next autocast would, which another rank may have entered by now.
     _roll(
         states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured,
-        "backward", _LOCAL.__dict__.pop("shared", {}),
+        "backward", _take_shared(),
     )  # fmt: skip
     _roll(states, SLOTS, lambda entry: entry.region is None, "calibration")
 

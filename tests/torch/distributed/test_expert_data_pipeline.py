@@ -4,10 +4,6 @@
 """
 
 import copy
-import datetime
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -25,7 +20,6 @@ import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, Cast, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch.distributed.expert_parallel import _Route  # noqa: E402
-from tests import processes  # noqa: E402
 from tests.docs.code_blocks import code_blocks  # noqa: E402
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
@@ -324,97 +318,6 @@ def the_page(rank: int) -> None:
     namespace = {"__name__": "__main__"}
     for block in code_blocks(PAGE, "python"):
         exec(compile(block.padded, str(PAGE), "exec"), namespace)
-
-
-# ---- ranks that fail -------------------------------------------------------------------------------------------------
-
-
-def in_the_amax_reduction(rank: int, leave) -> None:
-    layer = mf.Linear(32, 32)
-    with mf.autocast(recipe=DelayedScaling()):
-        layer(torch.ones(2, 32))
-        leave()
-
-
-def in_the_all_to_all(rank: int, leave) -> None:
-    x, world = torch.ones(2 * dist.get_world_size(), 32).bfloat16(), dist.get_world_size()
-    mfd.dispatch(x, [2] * world, recipe="mxfp8")
-    leave()
-    mfd.dispatch(x, [2] * world, recipe="mxfp8")
-
-
-def in_the_gather_of_codes(rank: int, leave) -> None:
-    model = mfd.low_precision_all_gather(make_mlp("mxfp8"))
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-    with mfd.named_failures():
-        model(torch.ones(32, 32)).sum().backward()
-        leave()
-        model(torch.ones(32, 32))
-
-
-def with_an_error_of_its_own(rank: int, leave) -> None:
-    with mfd.named_failures():
-        leave()
-        dist.all_reduce(torch.ones(3))
-
-
-def leave_by(how: str, rank: int):
-    """A function that takes the last rank out of what it does, while the others wait for it."""
-
-    def leave() -> None:
-        if rank < dist.get_world_size() - 1:
-            return
-        time.sleep(0.5)
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "raises":
-            raise ValueError("a shape of its own")
-        time.sleep(60)
-
-    return leave
-
-
-def _failing(rank: int, world: int, case, how: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=4)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=wait)
-    start = time.monotonic()
-    try:
-        case(rank, leave_by(how, rank))
-    except Exception as error:
-        (folder / str(rank)).write_text(f"{time.monotonic() - start:.1f} {type(error).__name__} {error}")
-    os._exit(1)
-
-
-FAILURES = [
-    (case, how, 2)
-    for case in (in_the_amax_reduction, in_the_all_to_all, in_the_gather_of_codes)
-    for how in ("dies", "hangs")
-]
-
-
-@pytest.mark.slow("ranks that die or hang, one start of processes for each")
-@pytest.mark.parametrize(("case", "how", "world"), [*FAILURES, (with_an_error_of_its_own, "raises", 2),
-                                                    (in_the_all_to_all, "dies", 4)])  # fmt: skip
-def test_a_rank_that_fails_is_named_by_the_others(tmp_path, case, how, world) -> None:
-    workers = [processes.process(_failing, rank, world, case, how, tmp_path) for rank in range(world)]
-    for worker in workers:
-        worker.start()
-    try:
-        for worker in workers[:-1]:
-            worker.join(90)
-    finally:
-        for worker in workers:
-            worker.kill()
-    named = "ValueError: a shape of its own" if how == "raises" else "died, or did not come to it"
-    for rank in range(world - 1):
-        seconds, kind, text = (tmp_path / str(rank)).read_text().split(" ", 2)
-        assert kind == "RankError", text
-        assert f"rank {world - 1} {'raised ' if how == 'raises' else ''}{named}" in text
-        assert float(seconds) < 30  # of which the timeout is 4, and the wait for the others 5
 
 
 CASES = (payloads, mixtures, bad_dispatches, disagreements, beside_no_sync, with_nan, pipelines, the_page)

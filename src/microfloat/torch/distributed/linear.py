@@ -28,10 +28,11 @@ from microfloat.torch.distributed.schedule import (
     Shards,
     arrived,
     check_blocks,
+    group_named,
     why_not_gathered,
 )
 from microfloat.torch.entries import entries_of
-from microfloat.torch.failures import agree
+from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.linear import apply, backend_name, begin, casts_late, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
@@ -402,4 +403,5 @@ _reduce_scatter: Callable[..., torch.Tensor] = (
 
 
 def _scatter(partial: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    return collectives.wait_tensor(_reduce_scatter(partial.contiguous(), "sum", dim, group))
+    with in_collective("the reduce-scatter of a sharded layer", group_named(group)):
+        return collectives.wait_tensor(_reduce_scatter(partial.contiguous(), "sum", dim, group))

@@ -38,7 +38,7 @@ from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule
 
-__all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "why_not_gathered"]
+__all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "group_named", "why_not_gathered"]
 
 # The axis along which each tensor is sharded before its cast, by the case.
 CASES: dict[str, dict[str, str]] = {
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, str]] = {
 _GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
 # Rows and contraction length of both operands of a tensor.
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
-_group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
 
 
@@ -138,7 +138,7 @@ def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[to
     """The maxima over all ranks that hold a shard: one collective for each axis of the mesh."""
     for axis in dict.fromkeys(axis for measure in measures for axis in measure.axes):
         which = [index for index, measure in enumerate(measures) if axis in measure.axes]
-        made = reduction.maxima(_group_named(axis.group), [parts[index] for index in which])
+        made = reduction.maxima(group_named(axis.group), [parts[index] for index in which])
         for index, part in zip(which, made, strict=True):
             parts[index] = part
     return parts
@@ -309,7 +309,7 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
     shape = moved.shape
     sent = moved.contiguous().view(torch.uint8)
     received = sent.new_empty((axis.size * sent.shape[0], *sent.shape[1:]))
-    group = _group_named(axis.group)
+    group = group_named(axis.group)
     with in_collective("the all-gather of codes and scales of a sharded layer", group):
         _all_gather_bytes(received, sent, group=group)
     runs = received.view(part.dtype).view(axis.size, outer, shape[0] // outer, *shape[1:])
