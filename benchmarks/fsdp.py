@@ -161,7 +161,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace, argument
     wait = datetime.timedelta(seconds=300)
     backend = "nccl" if device.type == "cuda" else "gloo"
     how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": world} if store else {}
-    dist.init_process_group(backend, timeout=wait, **how)
+    dist.init_process_group(backend, timeout=wait, device_id=device if device.type == "cuda" else None, **how)
     try:
         rows = measure(options, device)
         if dist.get_rank() == 0:

@@ -16,9 +16,11 @@ import argparse
 import contextlib
 import datetime
 import io
+import logging
 import os
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -42,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 import microfloat.torch as mf
-from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
+from microfloat.errors import CheckpointError, MicrofloatError, RankError, invalid_value
 from microfloat.torch.distributed import (
     ColwiseParallel,
     RowwiseParallel,
@@ -53,8 +55,9 @@ from microfloat.torch.distributed import (
 )
 
 TIMEOUT = datetime.timedelta(minutes=5)  # of a rank that waits for another one
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets these two
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets these
 RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # Flags of train_gpt.py that only one process can follow.
 ONE_PROCESS = ("compile", "watch", "record")
 # Results are gathered from the ranks of a column-parallel matrix, since q, k and v of a head lie far apart in its rows.
@@ -74,6 +77,14 @@ class Trainer(train_gpt.Trainer):
     launcher = ("torchrun", "--nproc-per-node", str(WORLD)) if WORLD > 1 else None
     patience = 20.0  # torchrun sends a second signal after that of the terminal
     saved_step: int | None = None  # of the newest shards on disk
+
+    @staticmethod
+    def tells(error: MicrofloatError) -> bool:
+        """Of a failure of other ranks every rank tells; what is wrong for all of a host, its first one."""
+        if LOCAL_RANK == 0 or isinstance(error, RankError):
+            return True
+        time.sleep(3)  # torchrun ends all ranks when one has ended
+        return False
 
     @staticmethod
     def first(function: Any) -> None:
@@ -96,6 +107,8 @@ class Trainer(train_gpt.Trainer):
         self.mesh = init_device_mesh(options.device_type, (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
         self.part = self.mesh["dp"].get_local_rank()
         if options.tp > 1:
+            # Of whole tensors, gathered at the end along one axis after the other.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             # Of results that are changed in place, which no block does.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             for block in self.model.blocks:
@@ -110,9 +123,16 @@ class Trainer(train_gpt.Trainer):
 
     def clip_gradients(self) -> None:
         """As in one process; torch's own function takes gradients of one mesh, and those of matrices have two axes."""
-        grads = [parameter.grad for parameter in self.model.parameters()]
-        norms = torch.stack([torch.linalg.vector_norm(grad).full_tensor() for grad in grads])
-        factor = (1.0 / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        grads, norms = [parameter.grad for parameter in self.model.parameters()], []
+        for grad in grads:
+            axes = zip(grad.device_mesh.mesh_dim_names, grad.placements, strict=True)
+            cut = [axis for axis, placement in axes if not placement.is_replicate()]
+            # Of the ranks that hold the same part, one counts it.
+            counts = all(axis in cut or self.mesh.get_local_rank(axis) == 0 for axis in ("dp", "tp"))
+            norms.append(torch.linalg.vector_norm(grad.to_local()) * counts)
+        square = torch.linalg.vector_norm(torch.stack(norms)) ** 2
+        dist.all_reduce(square)
+        factor = (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.to_local().mul_(factor)
 
@@ -212,17 +232,20 @@ def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def find_device(name: str) -> tuple[torch.device, str, str | None]:
     """This rank's device, its type and the GPU's name; "auto" is CUDA where every rank of the host has a GPU."""
-    local, per_host = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if name == "auto":
         name = "cuda" if torch.cuda.device_count() >= per_host else "cpu"
     if name == "cuda":
-        name = f"cuda:{local}"
-        torch.cuda.set_device(local)
+        name = f"cuda:{LOCAL_RANK}"
+        torch.cuda.set_device(LOCAL_RANK)
     return train_gpt.find_device(name)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this example alone."""
+    """The flags of this example alone, in place of those that it refuses."""
+    for action in parser._actions:
+        if action.dest in (*ONE_PROCESS, "jobs"):
+            action.help = argparse.SUPPRESS
     parser.add_argument("--dp", type=int, metavar="N", help="ranks that share a batch, and the parameters (default: "
         "all, divided by --tp)")  # fmt: skip
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix (default: 1)")
@@ -252,13 +275,14 @@ def parse_options(arguments: list[str] | None) -> Options:
     return options
 
 
-def begin_group(device_type: str) -> None:
+def begin_group(options: Options) -> None:
     """Join the ranks that torchrun has started; without it, a world of one."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    device = options.device if options.device_type == "cuda" else None  # of NCCL
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group("nccl" if device else "gloo", timeout=TIMEOUT, device_id=device)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if device else "gloo", timeout=TIMEOUT, device_id=device, **alone)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -266,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def parse() -> Options:
         options = parse_options(arguments)
-        begin_group(options.device_type)
+        begin_group(options)
         return options
 
     try:

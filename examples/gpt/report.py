@@ -150,8 +150,20 @@ def environment(options: Options) -> dict[str, dict[str, Any]]:
         "processor": processor(), "cores": os.cpu_count(), "device": str(options.device),
         "gpu": options.gpu, "runs_at_a_time": options.jobs, "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
+    if hasattr(options, "tp"):
+        machine["ranks"] = f"{options.dp} x {options.tp}"
     packages = {
         name: sys.modules.get(name) for name in ("microfloat", "numpy", "torch", "triton", "jax", "flax", "optax")
     }
     versions = {name: str(package.__version__) for name, package in packages.items() if package is not None}
     return {"machine": machine, "versions": {"python": platform.python_version(), **versions}}
+
+
+def describe_changes(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """The facts that two environments give differently, in words; "" if there are none.
+
+    A package that only one of them names was not imported yet.
+    """
+    before, after = ({**facts["machine"], **facts["versions"]} for facts in (then, now))
+    return ", ".join(f"{name} {before[name]} (now {after[name]})" for name in before
+                     if name in after and before[name] != after[name])  # fmt: skip

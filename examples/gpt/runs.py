@@ -38,6 +38,11 @@ class Training:
     patience = 0.0  # seconds after a Ctrl-C in which another one is taken for the same
 
     @staticmethod
+    def tells(error: MicrofloatError) -> bool:
+        """True if this process is to print the error that ends it; of several that meet the same one, one is."""
+        return True
+
+    @staticmethod
     def first(function: Callable[[], None]) -> None:
         """Call it in the process that writes, before the others go on; all raise what it raises."""
         function()
@@ -227,8 +232,9 @@ def check_checkpoints(options: Options, corpus: Corpus, console: Console) -> Non
                 f"--resume: {file} was made with other settings: {', '.join(differing)}. Give the flags of that run, "
                 f"or choose a new --name."
             )
-        if facts["environment"] != report.environment(options):
-            console.print(f"{name}: the checkpoint was made under {facts['environment']}: last bits may differ.")
+        changed = report.describe_changes(facts["environment"], report.environment(options))
+        if changed:
+            console.print(f"{name}: the checkpoint was made with {changed}: last bits may differ.")
 
 
 def compare(kind: Any, options: Options, console: Console) -> int:
@@ -278,5 +284,7 @@ def run_command(kind: Any, parse: Callable[[], Options]) -> int:
         console.print("Aborted. The last checkpoint that was written is whole.")
         return 128 + signal.SIGINT
     except MicrofloatError as error:
-        Console(stderr=True).print(f"{kind.program}: {error}", style="red", markup=False, soft_wrap=True)
+        Console(stderr=True, quiet=not kind.tells(error)).print(
+            f"{kind.program}: {error}", style="red", markup=False, soft_wrap=True
+        )
         return 2

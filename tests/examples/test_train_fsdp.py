@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +18,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 import train_fsdp  # noqa: E402
 from gpt.files import load_checkpoint, save_checkpoint  # noqa: E402
+from gpt.report import describe_changes  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
+from microfloat.errors import RankError  # noqa: E402
 from tests.examples.small_run import arguments, losses, results, train  # noqa: E402
+from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 WHY_SLOW = "examples: training over processes that torchrun starts"
@@ -107,6 +112,39 @@ def test_flags_that_do_not_fit_are_named(tmp_path, capsys, monkeypatch, flags, w
     monkeypatch.setattr(train_fsdp, "WORLD", world)
     assert train(tmp_path, flags, "train_fsdp") == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_error_of_all_ranks_is_told_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_fsdp, "LOCAL_RANK", 1)
+    monkeypatch.setattr(train_fsdp.time, "sleep", lambda _: None)
+    assert train(tmp_path, "--tp 3", "train_fsdp") == 2
+    assert capsys.readouterr().err == ""
+    assert train_fsdp.Trainer.tells(RankError("rank 0 died"))
+
+
+def test_changes_of_the_machine_are_named():
+    """Triton is imported after the first of them is asked."""
+    first = {"machine": {"cores": 2, "ranks": "2 x 1"}, "versions": {"torch": "2.11", "triton": "3.6"}}
+    second = {"machine": {"cores": 2, "ranks": "1 x 2"}, "versions": {"torch": "2.13"}}
+    assert describe_changes(first, second) == "ranks 2 x 1 (now 1 x 2), torch 2.11 (now 2.13)"
+    assert describe_changes(first, {**first, "versions": {"torch": "2.11"}}) == ""
+
+
+def clipped(rank: int) -> list[float]:
+    """Factors by which gradients shrink: of one cut along both axes, one replicated by a plan, one of the other."""
+    mesh = train_fsdp.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    placed = [(mesh, [Shard(0), Shard(0)]), (mesh, [Shard(0), Replicate()]), (mesh["dp"], [Shard(0)])]
+    grads = [DTensor.from_local(torch.full((4,), 2.0), on, placements, run_check=False) for on, placements in placed]
+    parameters = [SimpleNamespace(grad=grad) for grad in grads]
+    trainer = SimpleNamespace(mesh=mesh, model=SimpleNamespace(parameters=lambda: parameters))
+    train_fsdp.Trainer.clip_gradients(trainer)
+    return [float(grad.to_local()[0]) / 2 for grad in grads]
+
+
+def test_gradients_are_clipped_by_the_norm_of_all(tmp_path):
+    """8 values of the cut one, 4 of each other one."""
+    for factors in of(run_ranks((clipped,), str(tmp_path / "store")), clipped):
+        assert factors == pytest.approx([1 / (16 * 4) ** 0.5] * 3)
 
 
 @pytest.mark.slow(WHY_SLOW)

@@ -28,7 +28,12 @@ def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: st
 
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=seconds)
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=wait)
+    device = None if backend == "gloo" else torch.device("cuda", rank)
+    if device is not None:  # before anything asks for the current one
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=wait, device_id=device
+    )
     made: dict[str, Any] = {}
     for case in cases:
         torch.manual_seed(0)

@@ -46,10 +46,10 @@ class _Route:
         with in_collective(_CALL, group):
             dist.all_to_all_single(arriving, sent, group=group)
             by_rank = arriving.cpu().view(world, -1)
-        self.sent = torch.tensor(sizes).view(world, -1).sum(1).tolist()
+        self.sent = torch.tensor(sizes, device="cpu").view(world, -1).sum(1).tolist()
         self.arriving = by_rank.sum(1).tolist()
         self.group_sizes = by_rank.sum(0).tolist()
-        experts = torch.arange(by_rank.shape[1]).repeat(world).repeat_interleave(by_rank.flatten())
+        experts = torch.arange(by_rank.shape[1], device="cpu").repeat(world).repeat_interleave(by_rank.flatten())
         order = torch.argsort(experts, stable=True)
         self.order, self.inverse = order.to(device), torch.argsort(order).to(device)
 
