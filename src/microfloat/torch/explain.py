@@ -28,7 +28,7 @@ from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
 from microfloat.torch.grouped import why_one_by_one
-from microfloat.torch.linear import backend_name
+from microfloat.torch.linear import backend_name, fsdp_parameters
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
@@ -372,14 +372,23 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             routes = there.routes(recipe, layer.weight.device, None)
             why = why_one_by_one(recipe, routes, there.name, layer.weight, layer.bias is not None, is_bfloat16=True)
             reasons |= {f"one group after the other: {why}": None} if why else {}
-        weight: Any = layer.weight
-        if hasattr(weight, "placements"):
-            over = f"{weight.placements} of {tuple(weight.device_mesh.shape)} ranks"
-            reasons |= {f"weight sharded as {over}; overlap of collectives with GEMMs: not provided": None}
-        shards = layer.__dict__.get("_shards")
-        if shards is not None and shards.reason:
-            reasons |= {f"gather in high precision: {shards.reason}": None}
+        reasons |= dict.fromkeys(_across_ranks(layer))
         yield LayerRow(name, shape, answer, "; ".join(reasons))
+
+
+def _across_ranks(layer: nn.Module) -> Iterator[str]:
+    """Remarks on the weight of a layer that ranks share."""
+    weight, shards = layer.weight, layer.__dict__.get("_shards")
+    owners = fsdp_parameters(layer)
+    is_cut = hasattr(weight, "placements") and (not owners or any(owner.is_dtensor for owner in owners))  # by a plan
+    if hasattr(weight, "placements"):
+        yield f"weight sharded as {weight.placements} of {tuple(weight.device_mesh.shape)} ranks"
+    if is_cut:
+        yield "overlap of collectives with GEMMs: not provided"
+    if is_cut or (shards is not None and not shards.reason):
+        yield "under torch.compile it runs in eager mode, between two graphs"
+    if shards is not None and shards.reason:
+        yield f"gather in high precision: {shards.reason}"
 
 
 class _Calls:

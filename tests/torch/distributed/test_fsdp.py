@@ -21,6 +21,7 @@ from torch import nn  # noqa: E402
 from torch.distributed import init_device_mesh  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -30,6 +31,7 @@ from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import (  # noqa: E402
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     low_precision_all_gather,
     precompute_scales,
 )
@@ -46,6 +48,9 @@ RECIPES = {
     "mxfp4": recipes.MXFP4BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
+
+
+CHECKPOINTS = ("delayed", "mxfp8")
 
 
 class MLP(nn.Module):
@@ -469,6 +474,69 @@ def compiled(rank: int) -> dict[str, bool]:
     return made
 
 
+def compiled_beside_a_plan(rank: int, names: tuple[str, ...] = CHECKPOINTS) -> dict[tuple, bool]:
+    """Blocks under tensor parallelism, sequence parallelism and FSDP2 together, compiled, against eager mode."""
+    mesh, made = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0)),
+    }  # fmt: skip
+
+    def cut(recipe: object, gathers_codes: bool) -> nn.Sequential:
+        model = stack(recipe, width=256, inner=512)
+        for block in model:
+            parallelize_module(block, mesh["tp"], plan)
+        model = low_precision_all_gather(model) if gathers_codes else model
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        return model
+
+    def steps(model: nn.Sequential, recipe: object) -> list[torch.Tensor]:
+        found = []
+        for step in range(2):
+            x = torch.randn(128, 256, generator=torch.Generator().manual_seed(step + 2 * rank)).bfloat16()
+            with mf.autocast(recipe=recipe):
+                y = model(x.requires_grad_())
+            y.float().square().mean().backward()
+            found += [y.detach(), x.grad]
+        return found + [whole(p.grad) for p in model.parameters()]
+
+    for name in names:
+        for gathers_codes in (False, True)[: mesh["dp"].size()]:  # one rank alone has no codes to gather
+            eager, model = (cut(RECIPES[name], gathers_codes) for _ in range(2))
+            for block in model:
+                block.compile(backend="aot_eager")
+            made[name, gathers_codes] = same(steps(model, RECIPES[name]), steps(eager, RECIPES[name]))
+    return made
+
+
+def compiled_beside_a_plan_by_every_recipe(rank: int) -> dict[tuple, bool]:
+    return compiled_beside_a_plan(rank, tuple(RECIPES))
+
+
+def kept_amaxes_of_a_plan(rank: int) -> dict[str, list]:
+    """Amaxes that `precompute_scales` keeps of weights cut by a plan, whose largest value another rank has."""
+    mesh, made = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
+    for name in ("current", "nvfp4"):
+        model = stack(RECIPES[name])
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        sharded = shard(low_precision_all_gather(model), mesh=mesh["dp"])
+        sharded(example())  # tells the shards of their ranks
+        sharded.reshard()
+        with torch.no_grad():
+            for value, layer in enumerate((sharded[0].up, sharded[0].down), 5):
+                weight = layer.weight
+                weight.mul_(0.5)
+                if rank == dist.get_world_size() - 1:
+                    weight.to_local()[-1, -1] = value
+        with counted() as found:
+            precompute_scales(sharded)
+        layers = sharded[0].up, sharded[0].down
+        made[name] = [found["reduced"], *(float(vars(layer)["_shards"].amax) for layer in layers)]
+    return made
+
+
 def fused_modules(rank: int) -> dict[str, list]:
     """Norms and activations fused with Linears, and three Linears as one product; both gathers."""
     made = {}
@@ -486,11 +554,10 @@ def fused_modules(rank: int) -> dict[str, list]:
     return made
 
 
-CHECKPOINTS = ("delayed", "mxfp8")
 CASES = (
     every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
     ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
-    refusals, saved, assigned,
+    refusals, saved, assigned, compiled_beside_a_plan,
 )  # fmt: skip
 
 
@@ -564,6 +631,13 @@ def check_beside_tensor_parallel(ranks: list[dict], parts: int) -> None:
 def test_weights_that_a_plan_has_cut_are_gathered_in_either_precision(ranks) -> None:
     """features D4 and D6: a plan over groups of one rank, and FSDP2 over two."""
     check_beside_tensor_parallel(ranks, 1)
+
+
+def test_compiled_blocks_of_a_plan_and_shards(ranks) -> None:
+    """features D4, D5 and D6"""
+    for made in of(ranks, compiled_beside_a_plan):
+        assert len(made) == len(CHECKPOINTS)
+        assert all(made.values()), made
 
 
 def test_shared_weights_stay_shared() -> None:
@@ -644,7 +718,17 @@ def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
 @pytest.mark.slow("starts seven more processes")
 def test_four_ranks(ranks, folder) -> None:
     """Two replicas of two shards; checkpoints of four ranks on two and on one; compiled blocks, and fused modules."""
-    four = run_ranks((replicated_shards, beside_tensor_parallel, fewer_ranks, saved), f"{folder}/four", world=4)
+    cases = (
+        replicated_shards, beside_tensor_parallel, fewer_ranks, saved, kept_amaxes_of_a_plan,
+        compiled_beside_a_plan_by_every_recipe,
+    )  # fmt: skip
+    four = run_ranks(cases, f"{folder}/four", world=4)
+    for made in of(four, kept_amaxes_of_a_plan):
+        # features D7: reduced once over the ranks of the shards, and once over those of the plan.
+        assert made == {"current": [2, 5.0, 6.0], "nvfp4": [2, 5.0, 6.0]}
+    for made in of(four, compiled_beside_a_plan_by_every_recipe):
+        assert len(made) == 2 * len(RECIPES)
+        assert all(made.values()), made
     check_beside_tensor_parallel(four, 2)
     for message in of(four, fewer_ranks):
         assert "reshard_after_forward: got 2 ranks for 0.up" in message
