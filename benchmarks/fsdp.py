@@ -1,11 +1,13 @@
-"""Training steps under FSDP2: bfloat16, converted models with its gather, and with low-precision gathers. (fsdp.*)
+"""Training steps across ranks, in bfloat16 and of converted models. (fsdp.*, tp.*)
 
     torchrun --nproc-per-node 2 -m benchmarks fsdp --json fsdp.json        GPUs (NCCL)
     python -m benchmarks fsdp --quick                                      two processes on a CPU (gloo), tiny sizes
 
-Four Llama-like blocks, 16384 tokens a rank, forward and backward in eager mode; the models take turns in one run, and
-weights do not change between steps, as in a microbatch. Beside the time: bytes that a rank sends into all-gathers in a
-step, and the peak of its memory. Never run on the GPUs it is for.
+FSDP2 with its gather and with low-precision gathers, and tensor with sequence parallelism over all ranks. Four
+Llama-like blocks, forward and backward in eager mode, 16384 tokens a rank (all ranks together under tensor
+parallelism); the models take turns in one run, and weights do not change between steps, as in a microbatch. Beside the
+time: bytes that a rank sends into all-gathers in a step, and the peak of the memory that a model adds. Never run on the
+GPUs it is for.
 """
 
 import argparse
@@ -23,14 +25,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import parallelize_module
 
 import microfloat.torch as mf
+import microfloat.torch.distributed as microfloat_styles
 from benchmarks._report import Report, Row, wanted
 from microfloat.recipes import from_name
-from microfloat.torch.distributed import low_precision_all_gather, precompute_scales
+from microfloat.torch.distributed import low_precision_all_gather, precompute_scales, schedule, sharded
 
-RECIPES = {"current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8"}
+RECIPES = {"current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 LAYERS, ROUNDS, STEPS = 4, 5, 2
 
 
@@ -55,26 +63,55 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
+# Where FSDP2, this library and DTensors look up an all-gather, and the names that they have in some version of torch.
+GATHERS = (
+    (dist, "all_gather_single"), (dist, "all_gather_into_tensor"), (schedule, "_all_gather_bytes"),
+    (sharded, "_all_gather"),
+    (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def counted_gathers() -> Iterator[list[int]]:
     """Bytes that this rank sends into all-gathers, one entry each."""
     found: list[int] = []
-    names = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
 
-    def counting(gather: Callable) -> Callable:
-        def call(output: torch.Tensor, part: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def counting(gather: Callable, of_input: int) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            named = options.get("input_tensor", options.get("self"))
+            part = arguments[of_input] if len(arguments) > of_input else named
             found.append(part.numel() * part.element_size())
-            return gather(output, part, *arguments, **options)
+            return gather(*arguments, **options)
 
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name))))
+        for module, name in GATHERS:
+            if hasattr(module, name):
+                counted = counting(getattr(module, name), 0 if module is functional else 1)
+                stack.enter_context(mock.patch.object(module, name, counted))
         yield found
 
 
-def variants(base: nn.Sequential, x: torch.Tensor) -> Iterator[tuple[str, str | None, Callable[[], torch.Tensor]]]:
+def step_of(model: nn.Sequential, name: str | None, x: torch.Tensor, after: Callable) -> Callable[[], torch.Tensor]:
+    """Forward and backward of a model, then `after`."""
+    region = mf.autocast(recipe=from_name("delayed")) if name == "delayed" else contextlib.nullcontext()
+
+    def step() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        with region:
+            y = model(x)
+        y.float().pow(2).mean().backward()
+        after(model)
+        return y.detach()
+
+    return step
+
+
+Variant = tuple[str, str | None, Callable[[], torch.Tensor]]
+
+
+def under_fsdp(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
     """(id, recipe, one step) of every model, each sharded over all ranks."""
     for name in (None, *RECIPES):
         for gathers_low in (False,) if name is None else (False, True):
@@ -86,20 +123,28 @@ def variants(base: nn.Sequential, x: torch.Tensor) -> Iterator[tuple[str, str | 
             for block in model:
                 fully_shard(block)
             fully_shard(model)
-            region = mf.autocast(recipe=from_name("delayed")) if name == "delayed" else None
-
-            def step(
-                model: nn.Sequential = model, region: Any = region, gathers_low: bool = gathers_low
-            ) -> torch.Tensor:
-                model.zero_grad(set_to_none=True)
-                with region or contextlib.nullcontext():
-                    y = model(x)
-                y.float().pow(2).mean().backward()
-                if gathers_low:  # as after an optimizer's step
-                    precompute_scales(model)
-                return y.detach()
-
+            # As after an optimizer's step.
+            step = step_of(model, name, x, precompute_scales if gathers_low else lambda model: None)
             yield f"fsdp.{name or 'bf16'}" + (".low" if gathers_low else ""), RECIPES.get(name or ""), step
+
+
+def under_plan(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
+    """The same of models cut by a plan over all ranks, each of which has its rows of x between the products."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(x.device.type, (ranks,))
+    for name in (None, *RECIPES):
+        model = copy.deepcopy(base)
+        if name is not None:
+            mf.convert(model, RECIPES[name])
+        styles = torch_styles if name is None else microfloat_styles
+        plan: dict[str, Any] = {key: torch_styles.SequenceParallel(sequence_dim=0) for key in ("n1", "n2")}
+        plan |= {key: styles.ColwiseParallel(input_layouts=Shard(0)) for key in ("qkv", "gate", "up")}
+        plan |= {key: styles.RowwiseParallel(output_layouts=Shard(0)) for key in ("o", "down")}
+        for block in model:
+            parallelize_module(block, mesh, plan)
+            block.hidden //= ranks
+        step = step_of(model, name, x.chunk(ranks)[dist.get_rank()].contiguous(), lambda model: None)
+        yield f"tp.{name or 'bf16'}", RECIPES.get(name or ""), step
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -108,23 +153,39 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
     torch.manual_seed(0)
     base = nn.Sequential(*(Block(hidden, inner) for _ in range(LAYERS))).to(device, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    steps, rows, outputs = {}, {}, {}
-    for name, recipe, step in variants(base, x):
-        if name != "fsdp.bf16" and not wanted(options.only, name):
+    rows: list[Row] = []
+    for prefix, variants, what in (
+        ("fsdp", under_fsdp, "FSDP2"), ("tp", under_plan, "tensor and sequence parallelism"),
+    ):  # fmt: skip
+        ids = (f"{prefix}.{name}{gather}" for name in RECIPES for gather in ("", ".low"))
+        if any(wanted(options.only, one) for one in ids):
+            rows += in_turns(variants(base, x), (tokens, hidden, inner), what, options, device)
+    return rows
+
+
+def in_turns(
+    variants: Iterator[Variant], shape: tuple[int, ...], what: str, options: argparse.Namespace, device: torch.device
+) -> list[Row]:
+    """A row for each variant, the first of which is that of bfloat16."""
+    on_gpu = device.type == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
+    steps, rows, outputs, before = {}, {}, {}, allocated()
+    for name, recipe, step in variants:
+        if not name.endswith(".bf16") and not wanted(options.only, name):
             continue
         for _ in range(1 if options.quick else 3):
             step()
         wait()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         with counted_gathers() as sent:
             y = step()
         wait()
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-        steps[name], outputs[name] = step, y.sum(dtype=torch.float64)
+        peak = torch.cuda.max_memory_allocated() - before if on_gpu else None  # without the models made before it
+        steps[name], outputs[name], before = step, y.sum(dtype=torch.float64), allocated()
         rows[name] = Row(
-            name, (tokens, hidden, inner), recipe, mode="eager, forward and backward",
+            name, shape, recipe, mode="eager, forward and backward",
             extra={"gathered_bytes": sum(sent), "peak_bytes": peak, "ranks": dist.get_world_size()},
         )  # fmt: skip
     for name, row in rows.items():
@@ -141,14 +202,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
                 step()
             wait()
             times[name].append((time.perf_counter() - start) / STEPS * 1e3)
-    base_row = rows["fsdp.bf16"]
+    base = next(iter(rows))
     for name, row in rows.items():
         row.median_ms = statistics.median(times[name])
         row.p10_ms, row.p90_ms = min(times[name]), max(times[name])
-        if row is not base_row:
-            row.ratio = statistics.median(a / b for a, b in zip(times["fsdp.bf16"], times[name], strict=True))
-            row.base_ms, row.ratio_of = statistics.median(times["fsdp.bf16"]), "bfloat16 under FSDP2"
-            row.value = row.extra["gathered_bytes"] / base_row.extra["gathered_bytes"]
+        if name != base:
+            row.ratio = statistics.median(a / b for a, b in zip(times[base], times[name], strict=True))
+            row.base_ms, row.ratio_of = rows[base].median_ms, f"bfloat16 under {what}"
+            row.value = row.extra["gathered_bytes"] / rows[base].extra["gathered_bytes"]
             row.unit = "of its gathered bytes"
     return list(rows.values())
 

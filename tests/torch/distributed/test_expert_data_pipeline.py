@@ -21,7 +21,7 @@ from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, Cast, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch.distributed.expert_parallel import _Route  # noqa: E402
 from tests.docs.code_blocks import code_blocks  # noqa: E402
-from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "distributed.md"
 WORLD, EXPERTS, FEATURES = 2, 4, 160
@@ -37,11 +37,12 @@ STATELESS = [name for name in RECIPES if not from_name(name).is_delayed]
 
 def rows_of(rank: int, name: str) -> torch.Tensor:
     """Tokens in bfloat16 whose magnitudes differ by expert and by rank, sorted by expert."""
-    draws = torch.Generator().manual_seed(10 * rank + len(name))
+    draws = torch.Generator("cpu").manual_seed(10 * rank + len(name))
     parts = [
-        torch.randn(size, FEATURES, generator=draws) * 4.0 ** (g - rank) for g, size in enumerate(SIZES[name][rank])
+        torch.randn(size, FEATURES, generator=draws, device="cpu") * 4.0 ** (g - rank)
+        for g, size in enumerate(SIZES[name][rank])
     ]
-    return torch.cat(parts).bfloat16()
+    return torch.cat(parts).bfloat16().to(torch.get_default_device())
 
 
 def at_experts(rank: int, name: str, rows=rows_of) -> list[torch.Tensor]:
@@ -388,3 +389,14 @@ def test_stages_of_a_pipeline_share_no_recipe(ranks) -> None:
 
 def test_the_page_runs_on_two_ranks(ranks) -> None:
     of(ranks, the_page)
+
+
+@pytest.mark.gpu
+def test_ranks_on_gpus(tmp_path) -> None:
+    """Codes that travel, and ranks that differ, through NCCL."""
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs, sees {torch.cuda.device_count()}")
+    made = run_ranks((on_gpus, payloads, bad_dispatches, disagreements), str(tmp_path / "store"), WORLD, "nccl")
+    test_codes_that_arrive_are_those_of_a_cast_after_a_bf16_all_to_all(made)
+    test_what_cannot_be_dispatched_is_named(made)
+    test_ranks_that_differ_are_named_at_the_first_collective(made)

@@ -36,7 +36,7 @@ from microfloat.torch.distributed import (  # noqa: E402
     precompute_scales,
 )
 from microfloat.torch.distributed import sharded as gathering  # noqa: E402
-from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
@@ -83,6 +83,11 @@ def example(rows: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor
     """The same values on every rank, so that the mean of all gradients is that of one."""
     torch.manual_seed(2)
     return torch.randn(rows, 128).to(dtype).requires_grad_()
+
+
+def kind() -> str:
+    """The device type on which this process makes tensors."""
+    return torch.get_default_device().type
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,7 +313,7 @@ def high_precision_islands(rank: int) -> list[bool]:
             y = model(x)
         y.sum().backward()
         z = model(example().detach())
-        with torch.autocast("cpu", torch.float16), torch.no_grad():
+        with torch.autocast(kind(), torch.float16), torch.no_grad():
             autocast = model(example())
         made.append([y.detach(), x.grad, z.detach(), autocast, *(whole(p.grad) for p in model.parameters())])
     return [torch.equal(a, b) for a, b in zip(*made, strict=True)]
@@ -415,7 +420,7 @@ def assigned(rank: int) -> bool:
 
 def replicated_shards(rank: int) -> dict[str, bool]:
     """HSDP: two groups of two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(kind(), (2, 2), mesh_dim_names=("replicate", "shard"))
     made = {}
     for name, recipe in RECIPES.items():
         model = stack(recipe)
@@ -426,7 +431,7 @@ def replicated_shards(rank: int) -> dict[str, bool]:
 
 def beside_tensor_parallel(rank: int) -> dict[str, tuple]:
     """Both gathers of weights that a plan has cut, against the plan alone; bytes saved and gathered; the reasons."""
-    mesh, made = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")), {}
+    mesh, made = init_device_mesh(kind(), (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")), {}
 
     def cut(seed: int = 1) -> nn.Sequential:
         model = stack(RECIPES[name], seed=seed)
@@ -476,7 +481,7 @@ def compiled(rank: int) -> dict[str, bool]:
 
 def compiled_beside_a_plan(rank: int, names: tuple[str, ...] = CHECKPOINTS) -> dict[tuple, bool]:
     """Blocks under tensor parallelism, sequence parallelism and FSDP2 together, compiled, against eager mode."""
-    mesh, made = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
+    mesh, made = init_device_mesh(kind(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
     plan = {
         "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
         "up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0)),
@@ -494,7 +499,7 @@ def compiled_beside_a_plan(rank: int, names: tuple[str, ...] = CHECKPOINTS) -> d
     def steps(model: nn.Sequential, recipe: object) -> list[torch.Tensor]:
         found = []
         for step in range(2):
-            x = torch.randn(128, 256, generator=torch.Generator().manual_seed(step + 2 * rank)).bfloat16()
+            x = torch.randn(128, 256, generator=torch.Generator(kind()).manual_seed(step + 2 * rank)).bfloat16()
             with mf.autocast(recipe=recipe):
                 y = model(x.requires_grad_())
             y.float().square().mean().backward()
@@ -516,7 +521,7 @@ def compiled_beside_a_plan_by_every_recipe(rank: int) -> dict[tuple, bool]:
 
 def kept_amaxes_of_a_plan(rank: int) -> dict[str, list]:
     """Amaxes that `precompute_scales` keeps of weights cut by a plan, whose largest value another rank has."""
-    mesh, made = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
+    mesh, made = init_device_mesh(kind(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
     for name in ("current", "nvfp4"):
         model = stack(RECIPES[name])
         for block in model:
@@ -743,3 +748,25 @@ def test_four_ranks(ranks, folder) -> None:
         for made in of(others, fused_modules):
             assert all(is_same == [True, True] for is_same, _ in made.values())
             assert world == 1 or made["mxfp8"][1] == {"", "it is one product with other weights"}
+
+
+@pytest.mark.gpu
+def test_ranks_on_gpus(folder, tmp_path) -> None:
+    """The same through NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
+    cases = (
+        on_gpus, every_recipe, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
+        high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards, saved, assigned,
+    )  # fmt: skip
+    made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
+    for check in (
+        test_every_recipe_trains_as_in_one_process, test_gathered_codes_train_as_in_one_process,
+        test_gathered_codes_are_those_of_the_gathered_weight, test_bytes_of_the_gather, test_ways_of_training,
+        test_gradient_accumulation, test_other_reads_of_a_gathered_weight_gather_its_values,
+        test_nan_on_one_rank_shows_on_all, test_a_rank_without_rows_takes_part_in_every_gather,
+        test_uneven_shards_are_gathered_in_high_precision,
+        test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit,
+        test_an_assigned_state_dict_is_gathered_in_low_precision_too,
+    ):  # fmt: skip
+        check(made)
