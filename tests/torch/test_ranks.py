@@ -217,9 +217,24 @@ def waiting_alone(rank: int) -> dict[str, str]:
                     said[case.__name__] = str(error)
         dist.barrier()
     scaling._take_shared()  # of the regions that ended, on rank 1 alone
-    for name in (key for key in list(dist.distributed_c10d._get_default_store().list_keys()) if "failed" in key):
-        dist.distributed_c10d._get_default_store().delete_key(name)
+    forget_failures()
+    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1)) for _ in range(2)]
+    try:
+        alone(groups[rank])
+    except RankError as error:
+        said["elsewhere"] = str(error)
+    scaling._take_shared()
+    dist.barrier()
+    forget_failures()
     return said
+
+
+def forget_failures() -> None:
+    """What ranks have said of a failure that was meant."""
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    store.delete_key(f"microfloat/failed/{dist.get_rank()}")
+    dist.barrier()
 
 
 def different_points(rank: int) -> str:
@@ -479,8 +494,11 @@ def test_a_world_that_has_ended_is_waited_for_no_more() -> None:
 
 
 def test_a_rank_that_waits_alone_names_the_others_within_the_timeout(ranks) -> None:
-    first, _ = of(ranks, waiting_alone)
-    assert sorted(first) == ["alone", "nested", "nothing"]
+    first, second = of(ranks, waiting_alone)
+    assert (sorted(first), sorted(second)) == (["alone", "elsewhere", "nested", "nothing"], ["elsewhere"])
+    for rank, made in enumerate((first, second)):
+        message = made.pop("elsewhere")
+        assert f"ranks did not come to the same point: rank {1 - rank} waited in the maximum of amaxes" in message
     for message in first.values():
         assert "the maximum of amaxes under delayed scaling, at the exit of an autocast of group " in message
         assert "rank 1 died, or did not come to it within the timeout" in message

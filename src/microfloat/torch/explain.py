@@ -378,7 +378,8 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
 
 def _across_ranks(layer: nn.Module) -> Iterator[str]:
     """Remarks on the weight of a layer that ranks share."""
-    weight, shards = layer.weight, layer.__dict__.get("_shards")
+    weight: Any = layer.weight
+    shards = layer.__dict__.get("_shards")
     owners = fsdp_parameters(layer)
     is_cut = hasattr(weight, "placements") and (not owners or any(owner.is_dtensor for owner in owners))  # by a plan
     if hasattr(weight, "placements"):
