@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 # Where FSDP2, this library and DTensors look up an all-gather, and the names that they have in some version of torch.
 GATHERS = (
-    (dist, "all_gather_single"), (dist, "all_gather_into_tensor"), (schedule, "_all_gather_bytes"),
+    (dist, "all_gather_single"), (dist, "all_gather_into_tensor"), (schedule, "all_gather_bytes"),
     (sharded, "_all_gather"),
     (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
 )  # fmt: skip

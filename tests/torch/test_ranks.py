@@ -210,20 +210,20 @@ def waiting_alone(rank: int) -> dict[str, str]:
                 pass
         if rank == 0:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(failures, "_GRACE", 0.1)
+                patch.setattr(failures, "GRACE", 0.1)
                 try:
                     case(group)
                 except RankError as error:
                     said[case.__name__] = str(error)
         dist.barrier()
-    scaling._take_shared()  # of the regions that ended, on rank 1 alone
+    scaling.take_shared()  # of the regions that ended, on rank 1 alone
     forget_failures()
     groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1)) for _ in range(2)]
     try:
         alone(groups[rank])
     except RankError as error:
         said["elsewhere"] = str(error)
-    scaling._take_shared()
+    scaling.take_shared()
     dist.barrier()
     forget_failures()
     return said
@@ -484,13 +484,13 @@ def test_a_world_that_has_ended_is_waited_for_no_more() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shared = {None: DelayedScaling()}
-        vars(scaling._LOCAL)["shared"] = dist.group.WORLD, shared
-        assert scaling._take_shared() is shared
-        vars(scaling._LOCAL)["shared"] = dist.group.WORLD, shared
+        scaling.leave_shared(shared)
+        assert scaling.take_shared() is shared
+        scaling.leave_shared(shared)
     finally:
         dist.destroy_process_group()
-    assert scaling._take_shared() == {}
-    assert scaling._take_shared() == {}
+    assert scaling.take_shared() == {}
+    assert scaling.take_shared() == {}
 
 
 def test_a_rank_that_waits_alone_names_the_others_within_the_timeout(ranks) -> None:

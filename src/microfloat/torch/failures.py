@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "check_ranks", "in_collective", "named_failures"]
 
-_GRACE = 5.0  # seconds in which ranks that met the same failure have said so
+GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
 _WAITS = "waited in "
 _ALIVE = "every rank is alive, but one came to it after the timeout, or a connection between them broke"
@@ -87,7 +87,7 @@ def _other_ranks(what: str, group: "Group") -> str:
     try:
         store = _tell(waits)
         _abort(group)
-        until = time.monotonic() + _GRACE
+        until = time.monotonic() + GRACE
         while len(told) < len(ranks) and time.monotonic() < until:
             for rank in ranks:
                 if rank not in told and store.check([f"microfloat/failed/{rank}"]):

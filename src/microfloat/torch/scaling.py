@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOSED_REGION", "LATE", "Late", "Recomputation", "Region", "begin_forward", "calibrate", "drop_buffers",
-    "flush_backward", "flush_to_read", "forget", "note_recorded", "previous_scale", "recomputation", "record_amax_",
-    "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers", "update_scaling",
+    "flush_backward", "flush_to_read", "forget", "leave_shared", "note_recorded", "previous_scale", "recomputation",
+    "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers", "take_shared",
+    "update_scaling",
 ]  # fmt: skip
 
 _ALL_NAMES = [name for names in NAMES.values() for name in names]
@@ -85,7 +86,7 @@ class Region:
             shared = self.shared if trains else {}
             _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared)
             if shared and not capturing():
-                _LOCAL.shared = reduction.world(), shared  # of the backward that comes
+                leave_shared(shared)
         self.failed = not completed
         self._states.clear()
 
@@ -420,7 +421,12 @@ def _is_due(entry: Pending) -> bool:
     return _closed(entry) and (not entry.captured or capturing())
 
 
-def _take_shared() -> Shared:
+def leave_shared(shared: Shared) -> None:
+    """Remember the groups that will wait for this thread after the backward that comes."""
+    _LOCAL.shared = reduction.world(), shared
+
+
+def take_shared() -> Shared:
     """The groups that wait for this thread in the backward direction; none of a world that has ended since."""
     world, shared = _LOCAL.__dict__.pop("shared", (None, {}))
     return shared if world is reduction.world() else {}
@@ -432,7 +438,7 @@ def flush_backward() -> None:
     Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others.
     """
     waiting, inside = _waiting(), capturing()
-    shared = {} if inside else _take_shared()
+    shared = {} if inside else take_shared()
     if not waiting and not shared:
         return
     states = list(waiting)
@@ -492,7 +498,7 @@ def update_scaling(model: nn.Module) -> None:
     # As the next autocast would, which another rank may have entered by now.
     _roll(
         states, SLOTS, lambda entry: entry.region is not None and entry.region.closed and not entry.captured,
-        "backward", _take_shared(),
+        "backward", take_shared(),
     )  # fmt: skip
     _roll(states, SLOTS, lambda entry: entry.region is None, "calibration")
 

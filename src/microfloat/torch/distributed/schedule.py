@@ -298,7 +298,7 @@ def _differing(part: Part, goal: Part) -> int:
 
 
 # The name in newer versions of torch, and in older ones.
-_all_gather_bytes: Callable[..., object] = (
+all_gather_bytes: Callable[..., object] = (
     getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 )
 
@@ -311,7 +311,7 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
     received = sent.new_empty((axis.size * sent.shape[0], *sent.shape[1:]))
     group = group_named(axis.group)
     with in_collective("the all-gather of codes and scales of a sharded layer", group):
-        _all_gather_bytes(received, sent, group=group)
+        all_gather_bytes(received, sent, group=group)
     runs = received.view(part.dtype).view(axis.size, outer, shape[0] // outer, *shape[1:])
     return runs.movedim(0, 1).reshape(axis.size * shape[0], *shape[1:]).movedim(0, dim)
 
