@@ -411,6 +411,22 @@ def test_a_cpus_bfloat16_units_give_the_same_products(fmt, scale, monkeypatch):
     assert torch.equal(*products)
 
 
+def test_bfloat16_units_that_spread_a_nan_are_not_believed(monkeypatch):
+    """As oneDNN's product does on a CPU with AMX: to the row before, found on an Intel Xeon."""
+    monkeypatch.setattr(_values, "_has_bfloat16_units", lambda: True)
+    x, multiply = torch.randn(8, 32), torch.addmm
+    x[3, 5] = float("nan")
+
+    def spread(*arguments, **options):
+        product = multiply(*arguments, **options)
+        return torch.where(product.roll(-1, 0).isnan(), float("nan"), product)
+
+    monkeypatch.setattr(torch, "addmm", spread)
+    operands = [mf.quantize(values, Cast("fp8_tensor"), amax=4.0).to_operand() for values in (x, torch.randn(8, 32))]
+    y = _values.scaled_matmul(*operands, out_dtype=torch.bfloat16)
+    assert y.isnan().any(1).tolist() == [row == 3 for row in range(8)]
+
+
 def test_bfloat16_units_are_used_where_they_give_the_same(monkeypatch):
     monkeypatch.setattr(_values, "_has_bfloat16_units", lambda: True)
 

@@ -154,6 +154,7 @@ def _bfloat16_product(a: Operand, b: Operand) -> torch.Tensor | None:
     """``round(a @ b.T)`` on the bfloat16 units of a CPU; None where it could differ from the sum in float32.
 
     They flush subnormal numbers, so every product, scaled as it will be, must be a multiple of a normal power of two.
+    On units named AMX, oneDNN (3.10) spreads a NaN to the row before its own; what is not finite is multiplied again.
     """
     a_unit, b_unit = _unit(a), _unit(b)
     if a_unit is None or b_unit is None:
@@ -164,8 +165,10 @@ def _bfloat16_product(a: Operand, b: Operand) -> torch.Tensor | None:
         return None
     with _full_float32(a_MK.device):
         if alpha == 1:
-            return a_MK @ b_NK.t()
-        return torch.addmm(a_MK.new_zeros(1), a_MK, b_NK.t(), beta=0, alpha=alpha)
+            product = a_MK @ b_NK.t()
+        else:
+            product = torch.addmm(a_MK.new_zeros(1), a_MK, b_NK.t(), beta=0, alpha=alpha)
+    return product if bool(product.isfinite().all()) else None
 
 
 def _unit(operand: Operand) -> float | None:
