@@ -60,3 +60,17 @@ def test_a_stock_element_under_another_name_is_an_element_of_its_own():
     assert ours.codes.dtype == torch.uint8
     assert torch.equal(ours.codes, stock.codes.view(torch.uint8))
     np.testing.assert_array_equal(ours.dequantize().numpy(), stock.dequantize().numpy())
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_blocks_of_several_whole_rows_multiply(rows):
+    """Their scales meet rows of the accumulator, each as many as a block has."""
+    cast = Cast(ScaledFormat("two_rows", E4M3, SCALE_FP32, (2, None)), "amax_pow2")
+    a, b = mf.quantize(torch.randn(rows, 32), cast), mf.quantize(torch.randn(5, 32), cast)
+    values = [q.dequantize(torch.float64) for q in (a, b)]
+    error = (mf.scaled_matmul(a, b, out_dtype=torch.float32) - values[0] @ values[1].t()).abs()
+    assert (error <= 34 * 2.0**-24 * (values[0].abs() @ values[1].abs().t())).all()  # 32 sums, two roundings of scales
+    layer, x = mf.Linear(32, 5, recipe=CustomRecipe(*[Gemm(cast, cast)] * 3)), torch.randn(rows, 32, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert layer.weight.grad.isfinite().all()

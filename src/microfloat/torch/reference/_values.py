@@ -139,8 +139,12 @@ def _operand_and_epilogue(
     operand: Operand, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """([R, C] for the GEMM, what its row of the accumulator is multiplied with: (), [R, 1] or None)."""
-    if operand.format.scale.name == "FP32" and operand.format.block[1] is None:
-        return decode_scaled(operand, None, dtype), operand.scale
+    block_rows, block_columns = operand.format.block
+    if operand.format.scale.name == "FP32" and block_columns is None:
+        scale = operand.scale
+        if scale.dim() == 2 and block_rows is not None and block_rows > 1:
+            scale = scale.repeat_interleave(block_rows, 0)[: operand.rows]
+        return decode_scaled(operand, None, dtype), scale
     return decode_scaled(operand, block_scale_values(operand), dtype), operand.tensor_scale
 
 
