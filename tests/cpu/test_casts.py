@@ -200,12 +200,13 @@ def test_what_another_version_has_compiled_is_not_taken(monkeypatch):
 
 
 def test_a_rule_of_an_unknown_kind_is_refused(monkeypatch):
-    monkeypatch.setitem(SCALE_RULES, "rceil", dataclasses.replace(SCALE_RULES["rceil"], kind="new"))
-    answer = cpu.support("mxfp8")
+    monkeypatch.setitem(SCALE_RULES, "mine", dataclasses.replace(SCALE_RULES["rceil"], name="mine", kind="new"))
+    cast = Cast("mxfp8", "mine")
+    answer = cpu.support(cast)
     assert not answer
     assert "new" in answer.reason
     with pytest.raises(NotSupportedError, match="new"):
-        cpu.quantize(NORMAL, "mxfp8")
+        cpu.quantize(NORMAL, cast)
 
 
 def test_wrong_arguments_are_named():

@@ -22,8 +22,8 @@ NOTHING = ("fence.acq_rel.gpu",)
 PREFETCH = ("prefetch.global.L2::evict_last",)
 PREFETCHED: list[int] = []  # addresses asked for, in order
 MEMORY = re.compile(
-    r"(?P<what>ld|st|atom|red)(?:\.relaxed\.gpu)?\.global"
-    r"(?:\.(?P<operation>add|max|exch))?\.(?P<kind>[busf])(?P<width>\d+)"
+    r"(?P<what>ld|st|atom|red)(?:\.relaxed\.gpu)?\.global(?:\.L1::evict_last)?"
+    r"(?:\.(?P<operation>add|max|exch))?(?:\.v(?P<count>4))?\.(?P<kind>[busf])(?P<width>\d+)"
 )
 STATEMENT = re.compile(
     r"(?:(?P<label>[A-Za-z_]\w*):(?!:)\s*)?(?:@(?P<guard>!?\w+)\s+)?"
@@ -162,6 +162,8 @@ class Program:
 
     def _memory(self, match, operands):
         what, operation, width = match["what"], match["operation"], int(match["width"])
+        if match["count"] is not None:
+            return self._loads(match, operands)
         if (operation is not None) != (what in ("atom", "red")):
             raise PtxError(f"unknown instruction: {match[0]}")
         target = operands.pop(0) if what in ("ld", "atom") else None
@@ -185,6 +187,25 @@ class Program:
                     word.value = change(word.value, int(values[i]))
             if write is not None:
                 write(threads, mask, before)
+
+        return run
+
+    def _loads(self, match, operands):
+        """A load of several words into as many registers: one of each."""
+        if match["what"] != "ld":
+            raise PtxError(f"unknown instruction: {match[0]}")
+        names, width = [name.strip() for name in operands[0][1:-1].split(",")], int(match["width"])
+        if len(names) != int(match["count"]):
+            raise PtxError(f"{match[0]} takes {match['count']} registers: {operands[0]}")
+        single = MEMORY.fullmatch(f"ld.global.{match['kind']}{width}")
+        address = re.fullmatch(r"\[\s*(\$?\w+)\s*\]", operands[1])
+        if address is None:
+            raise PtxError(f"not an address: {operands[1]}")
+        steps = [self._memory(single, [name, f"[{address[1]} + {i * width // 8}]"]) for i, name in enumerate(names)]
+
+        def run(threads, mask):
+            for step in steps:
+                step(threads, mask)
 
         return run
 

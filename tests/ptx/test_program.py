@@ -41,6 +41,8 @@ def test_memory():
     words = np.array([5, 0xFFFFFFF0, 7, 8], dtype=np.uint32)
     at = words.ctypes.data
     assert run("ld.global.b32 $0, [$1 + 8];", "=r,l", [at]) == [[7]]
+    four = "ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4];"
+    assert run(four, "=&r,=&r,=&r,=&r,l", [at])[2] == [7]
     assert run("st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, at + 12], [70, 80]) == [[0, 0]]
     assert words.tolist() == [70, 0xFFFFFFF0, 7, 80]
     assert run("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", [at, at]) == [[70, 71]]  # one after another
@@ -99,13 +101,16 @@ def texts_of(module):
                 yield node.lineno, form, constraints
 
 
+_OF_WARPS = ("mma.sync", "shfl.sync")
+
+
 def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters_and_warps(repository):
     known = set()
     for module in sorted((repository / "src/microfloat/kernels").rglob("*.py")):
         for line, text, constraints in texts_of(module):
             if "clusters" in module.name:
                 continue
-            if isinstance(text, ast.Constant) and ("mma.sync" in text.value or "bar.warp.sync" in text.value):
+            if isinstance(text, ast.Constant) and any(name in text.value for name in _OF_WARPS):
                 continue  # of a whole warp, which a program of one lane cannot run; test_decode.py compiles it
             assert isinstance(text, ast.Constant), f"{module.name}:{line} is no text"
             assemble(text.value, constraints.value)

@@ -153,13 +153,13 @@ OURS = (
     amaxes_of_regions, amaxes_of_sharded_layers, sequence_parallel, all_to_all, gather_of_codes,
     scales_of_sharded_weights, gradients_of_ddp, save,
 )  # fmt: skip
-FAILURES = [(case, how, 2) for case in OURS for how in ("dies", "hangs")]
+SLOW = pytest.mark.slow("ranks that die or hang, one start of processes for each")
+FAILURES = [pytest.param(case, how, 2, marks=SLOW) for case in OURS for how in ("dies", "hangs")]
+FAILURES += [(gradients_of_ddp, "raises", 2), pytest.param(all_to_all, "dies", 4, marks=SLOW)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.slow("ranks that die or hang, one start of processes for each")
-@pytest.mark.parametrize(("case", "how", "world"), [*FAILURES, (gradients_of_ddp, "raises", 2),
-                                                    (all_to_all, "dies", 4)])  # fmt: skip
+@pytest.mark.parametrize(("case", "how", "world"), FAILURES)
 def test_a_rank_that_fails_is_named_by_the_others(tmp_path, case, how, world) -> None:
     workers = [processes.process(_failing, rank, world, case, how, tmp_path) for rank in range(world)]
     for worker in workers:

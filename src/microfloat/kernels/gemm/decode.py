@@ -175,8 +175,9 @@ def _four_words(at, here, ZERO: tl.constexpr, HW: tl.constexpr):
             "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
             "@p ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4]; }"
         )
+        PTX: tl.constexpr = OR_ZERO if ZERO else ANY
         return tl.inline_asm_elementwise(
-            OR_ZERO if ZERO else ANY, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
+            PTX, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
