@@ -75,7 +75,7 @@ class GroupedWork(NamedTuple):
 
 @functools.cache
 def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
-    """What needs Triton, which may be missing when this module is loaded: imported by the first product alone."""
+    """Modules that need Triton, which may be missing when this one is loaded: imported by the first product alone."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from microfloat.kernels.gemm import block_gemm

@@ -273,7 +273,7 @@ def _scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.
 
 @triton.jit
 def _of_lane(word, lane, HW: tl.constexpr):
-    """What another lane of the warp holds."""
+    """The value that another lane of the warp holds."""
     if HW:
         PTX: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
         return tl.inline_asm_elementwise(PTX, "=r,r,r", [word, lane], dtype=tl.int32, is_pure=True, pack=1)
@@ -312,7 +312,7 @@ def _load(code_at, chunk, t, units, CUT: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _load_scales(scale_at, chunk, t, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """What a chunk's scales are made of: for each row a word of several, one float32, or the scales of both halves."""
+    """The stored scales of a chunk: for each row a word of several, one float32, or the scales of both halves."""
     WORDS: tl.constexpr = 256 // CODES.BITS // CODES.WIDTH if CODES.WIDTH else 1
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
