@@ -111,6 +111,13 @@ def pytest_sessionfinish(session):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.scheduling import Groups
+
+    return Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take the counts of a pytest-xdist process; all of them collect, and leave out, the same tests."""
     counts = getattr(node, "workeroutput", {}).get("left out", {})

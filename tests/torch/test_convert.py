@@ -22,6 +22,7 @@ from microfloat.recipes import (  # noqa: E402
     Placement,
 )
 from microfloat.torch import fused  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 
 class Model(nn.Module):
@@ -320,8 +321,7 @@ def test_fsdp2_around_each_layer_between_convert_and_revert() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         plain = model(X)
         mf.convert(model, "mxfp4")
@@ -341,8 +341,6 @@ def test_fsdp2_around_each_layer_between_convert_and_revert() -> None:
         assert torch.equal(model(X), in_mxfp8)
         model(X).sum().backward()
         assert all(isinstance(module, FSDPModule) for module in model)
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_ddp_around_a_model_without_other_buffers() -> None:
@@ -350,8 +348,7 @@ def test_ddp_around_a_model_without_other_buffers() -> None:
     distributed = torch.distributed
     if not distributed.is_available():
         pytest.skip("this build of torch has no torch.distributed")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         mf.convert(model, DelayedScaling(amax_history_len=4))
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -359,8 +356,6 @@ def test_ddp_around_a_model_without_other_buffers() -> None:
             wrapped(X).sum().backward()
         assert mf.convert(wrapped, "mxfp8").converted == ["module.0", "module.1"]
         wrapped(X).sum().backward()
-    finally:
-        distributed.destroy_process_group()
 
 
 class Doubling(mf.Linear):

@@ -12,6 +12,7 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, DelayedScaling  # noqa: E402
 from microfloat.torch import fused, layer_state  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 X = torch.randn(4, 64)
 
@@ -259,8 +260,7 @@ def test_dtensors_are_refused_by_name_where_no_plan_is() -> None:
     from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         mesh = init_device_mesh("cpu", (1,))
         model = nn.Sequential(nn.Linear(64, 16))
         plain = parallelize_module(model, mesh, {"0": ColwiseParallel()})(X)
@@ -274,8 +274,6 @@ def test_dtensors_are_refused_by_name_where_no_plan_is() -> None:
             whole(distribute_tensor(X, mesh))
         with pytest.raises(NotSupportedError, match=r"^x: got a DTensor.*to_local"):
             mf.quantize(distribute_tensor(X, mesh), "mxfp8")
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -17,6 +17,7 @@ from microfloat.errors import InvalidValueError, NotSupportedError, RankError  #
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
 from microfloat.torch import failures, scaling  # noqa: E402
 from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
 WORLD = 2
@@ -481,14 +482,11 @@ def test_a_group_that_is_gone_is_waited_for_no_more(ranks) -> None:
 
 def test_a_world_that_has_ended_is_waited_for_no_more() -> None:
     """Of several ranks, which left a region; the next world would not know that this rank waits."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         shared = {None: DelayedScaling()}
         scaling.leave_shared(shared)
         assert scaling.take_shared() is shared
         scaling.leave_shared(shared)
-    finally:
-        dist.destroy_process_group()
     assert scaling.take_shared() == {}
     assert scaling.take_shared() == {}
 

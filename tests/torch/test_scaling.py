@@ -15,6 +15,7 @@ from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueErr
 from microfloat.operands import GEMMS  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
 from microfloat.torch import layer_state, rolling, scaling  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
 
@@ -442,14 +443,15 @@ class _PlayedSlots:
 def two_ranks(monkeypatch):
     """A process group that is told to have a second rank, whose amaxes are twice those of this one."""
     distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(distributed, "all_reduce", lambda live, op, group: live.mul_(2))
-    monkeypatch.setattr(
-        distributed, "all_gather_object", lambda told, own, group: told.__setitem__(0, own) or told.__setitem__(1, own)
-    )
-    yield
-    distributed.destroy_process_group()
+    with world_of_one():
+        monkeypatch.setattr(distributed, "get_world_size", lambda group: 2)
+        monkeypatch.setattr(distributed, "all_reduce", lambda live, op, group: live.mul_(2))
+        monkeypatch.setattr(
+            distributed,
+            "all_gather_object",
+            lambda told, own, group: told.__setitem__(0, own) or told.__setitem__(1, own),
+        )
+        yield
 
 
 @pytest.mark.parametrize("reduce_amax", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import processes
+from tests.torch.distributed.world import end_group
 
 Case = Callable[[int], Any]
 
@@ -49,7 +50,7 @@ def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: st
     torch.save(made, copied)
     results.put((rank, copied.getvalue()))
     dist.barrier()
-    dist.destroy_process_group()
+    end_group()
 
 
 def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "gloo", seconds: int = 60) -> list[dict]:

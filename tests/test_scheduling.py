@@ -1,0 +1,57 @@
+"""A test that takes its process down, under pytest-xdist: it fails by its name, the others run, and the run ends."""
+
+import os
+import sys
+
+import pytest
+
+from tests import processes
+
+pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+
+CONFTEST = """
+from tests.scheduling import Groups
+
+def pytest_xdist_make_scheduler(config, log):
+    return Groups(config, log)
+"""
+GROUP = """
+import os, pathlib, time
+import pytest
+
+pytestmark = pytest.mark.xdist_group("{number}")
+
+@pytest.mark.parametrize("case", range({cases}))
+def test_of_group(case):
+    time.sleep(0.02)
+    flag = pathlib.Path(__file__).with_name("crashed")
+    if ({number}, case) == {crash} and not flag.exists():
+        flag.touch()
+        os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("crash", [(6, 2), (8, 0), (1, 3)], ids=["late", "the last", "early"])
+def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for number in range(1, 9):
+        cases = 1 if number == 8 else 4
+        (tmp_path / f"test_{number}.py").write_text(GROUP.format(number=number, cases=cases, crash=crash))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(repository)
+    options = "-n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 -p no:cacheprovider"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options.split(),
+        "-c",
+        os.devnull,
+        f"--rootdir={tmp_path}",
+        str(tmp_path),
+    ]
+    ended = processes.run(command, seconds=60, env=environment, cwd=tmp_path)
+    assert ended.returncode == 1
+    number, case = crash
+    assert f"FAILED test_{number}.py::test_of_group[{case}]@{number}" in ended.stdout
+    assert "1 failed, 29 passed" in ended.stdout  # 7 groups of 4 and one of 1; the test that failed was tried once more
