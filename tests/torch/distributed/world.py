@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-# Groups that have ended. Their threads end with the process, or here, where nothing in C++ holds them any more.
+# The group that ended last. Its threads end with it, when another has ended: by then nothing in C++ holds it.
 _ended: list = []
 
 
@@ -12,11 +12,11 @@ def end_group() -> None:
 
     A DistributedDataParallel that outlives its gloo group destroys it from C++ with Python's lock held, and waits for a
     thread that may wait for that lock, to drop the last collective (seen in torch 2.13 with plain layers, once in some
-    hundred steps; pytorch/pytorch#56297 is of this kind). Of what Python holds torch gives the lock back first.
+    hundred ends; pytorch/pytorch#56297 is of this kind). Of what Python holds torch gives the lock back first.
     """
     import torch.distributed as dist
 
-    _ended.append(dist.group.WORLD)
+    _ended[:] = [dist.group.WORLD]
     dist.destroy_process_group()
 
 
