@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from concurrent.futures import ProcessPoolExecutor
 
 SECONDS = 240  # less than pytest's own bound of a test (faulthandler_timeout)
@@ -41,8 +42,17 @@ def _context():
     return context
 
 
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _enter(environment, first=None):
-    """Take the environment of the process that asked for this one: the copied one has kept that of its own start."""
+    """Take the environment of the process that asked for this one: the copied one has kept that of its own start.
+
+    Ends with it, too: one that is killed, or leaves by `os._exit`, ends none of its own, which would wait for ever.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     if first is not None:
