@@ -42,6 +42,10 @@ def _compile_equal_programs_once(config):
 def pytest_configure(config):
     config.stash[LEFT_OUT] = Counter()
     _compile_equal_programs_once(config)
+    if getattr(config.option, "numprocesses", None):
+        from tests.scheduling import Watch
+
+        config.pluginmanager.register(Watch())
     try:
         from hypothesis import HealthCheck, settings
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it

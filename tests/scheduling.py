@@ -1,6 +1,11 @@
-"""How pytest-xdist hands out groups of tests when one of its processes has ended before its time."""
+"""Runs over several processes of pytest-xdist end, whatever happens to one of the processes."""
+
+import faulthandler
+import os
 
 from xdist.scheduler import LoadGroupScheduling
+
+SILENCE = 900  # seconds; a test that blocks ends before (faulthandler_timeout), as do collecting and set-up
 
 
 class Groups(LoadGroupScheduling):
@@ -14,3 +19,22 @@ class Groups(LoadGroupScheduling):
     def _reschedule(self, node) -> None:
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
             super()._reschedule(node)  # one group more, or the end when there is none
+
+
+class Watch:
+    """Ends a run of which nothing is heard for `SILENCE` seconds, with a traceback of where it waits."""
+
+    def __init__(self) -> None:
+        self._errors = os.dup(2)  # while pytest does not capture it
+
+    def _begin_again(self) -> None:
+        faulthandler.dump_traceback_later(SILENCE, exit=True, file=self._errors)
+
+    def pytest_sessionstart(self) -> None:
+        self._begin_again()
+
+    def pytest_runtest_logreport(self) -> None:
+        self._begin_again()
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.cancel_dump_traceback_later()

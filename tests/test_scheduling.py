@@ -1,4 +1,4 @@
-"""A test that takes its process down, under pytest-xdist: it fails by its name, the others run, and the run ends."""
+"""Under pytest-xdist a test that takes its process down fails by its name, the others run, and the run ends."""
 
 import os
 import sys
@@ -10,10 +10,16 @@ from tests import processes
 pytest.importorskip("xdist", reason="pytest-xdist is not installed")
 
 CONFTEST = """
-from tests.scheduling import Groups
+from tests import scheduling
 
 def pytest_xdist_make_scheduler(config, log):
-    return Groups(config, log)
+    return scheduling.Groups(config, log)
+"""
+WATCHED = """
+def pytest_configure(config):
+    scheduling.SILENCE = 3
+    if config.option.numprocesses:
+        config.pluginmanager.register(scheduling.Watch())
 """
 GROUP = """
 import os, pathlib, time
@@ -31,27 +37,33 @@ def test_of_group(case):
 """
 
 
+def run(folder, repository):
+    """pytest over two processes on the tests in a folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(repository)
+    options = "-n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1"
+    quick = "-p no:cacheprovider -p no:hypothesispytest --rootdir ."
+    command = [sys.executable, "-m", "pytest", *options.split(), *quick.split(), "-c", os.devnull, "."]
+    return processes.run(command, seconds=60, env=environment, cwd=folder)
+
+
 @pytest.mark.parametrize("crash", [(6, 2), (8, 0)], ids=["late", "the last"])
 def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for number in range(1, 9):
         cases = 1 if number == 8 else 4
         (tmp_path / f"test_{number}.py").write_text(GROUP.format(number=number, cases=cases, crash=crash))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = str(repository)
-    options = "-n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 -p no:cacheprovider"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *options.split(),
-        "-c",
-        os.devnull,
-        f"--rootdir={tmp_path}",
-        str(tmp_path),
-    ]
-    ended = processes.run(command, seconds=60, env=environment, cwd=tmp_path)
+    ended = run(tmp_path, repository)
     assert ended.returncode == 1
     number, case = crash
     assert f"FAILED test_{number}.py::test_of_group[{case}]@{number}" in ended.stdout
     assert "1 failed, 29 passed" in ended.stdout  # 7 groups of 4 and one of 1; the test that failed was tried once more
+
+
+def test_a_run_of_which_nothing_is_heard_ends(tmp_path, repository) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST + WATCHED)
+    (tmp_path / "test_blocked.py").write_text("import time\n\ndef test_blocked():\n    time.sleep(50)\n")
+    ended = run(tmp_path, repository)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "xdist/dsession.py" in ended.stderr
