@@ -26,8 +26,8 @@ class Bound(NamedTuple):
     measured: int
 
 
-FIRST = {"files": Bound(7, 17), "functions": Bound(60, 112)}
-LATER = {"files": Bound(5, 7), "functions": Bound(28, 28)}
+FIRST = {"files": Bound(7, 16), "functions": Bound(60, 111)}
+LATER = {"files": Bound(5, 5), "functions": Bound(28, 26)}
 
 
 def walk(_case):

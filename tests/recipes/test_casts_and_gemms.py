@@ -1,5 +1,6 @@
 """Cast, Gemm, Hadamard, Current, Delayed: what they resolve, and the refusals of docs/numerics.md, section 10."""
 
+import copy
 import dataclasses
 import pickle
 
@@ -222,6 +223,20 @@ def test_a_hash_is_worked_out_once_and_stays_in_its_process(what):
     value = hash(what)
     assert vars(what)["_hash"] == value == hash(again)
     assert "_hash" not in vars(pickle.loads(pickle.dumps(what)))
+
+
+def test_equal_recipes_have_one_key_which_stays_in_its_process():
+    def key_of(recipe):
+        return getattr(recipe, "_key")  # noqa: B009
+
+    recipe = MXFP8BlockScaling()
+    found = key_of(recipe)
+    again = pickle.loads(pickle.dumps(recipe)), copy.copy(recipe), copy.deepcopy(recipe)
+    assert not any("_key" in vars(one) for one in again)
+    assert all(key_of(one) is found for one in (*again, MXFP8BlockScaling()))
+    for other in (MXFP8BlockScaling(path="exact"), CustomRecipe(recipe.fprop, recipe.dgrad, recipe.wgrad)):
+        assert other != recipe
+        assert key_of(other) is not found
 
 
 def test_what_follows_from_a_cast_is_not_pickled_with_it():

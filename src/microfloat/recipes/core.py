@@ -168,11 +168,10 @@ class Cast(HashOnce):
             )  # fmt: skip
         if self.chooses_by_error and (self.hadamard is not None or self.is_stochastic):
             raise invalid_value(
-                "scale_rule",
-                f"{self.scale_rule!r} with Hadamard or stochastic rounding",
+                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
-            )
+            )  # fmt: skip
         if self.is_delayed and not (self.format.is_per_tensor and self.scale_rule == "amax"):
             raise invalid_value(
                 "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
@@ -247,22 +246,20 @@ def check_takes_amax(cast: Cast) -> None:
     """Raise InvalidValueError for a cast that measures no amax which a given one could replace."""
     if not cast.takes_amax:
         raise invalid_value(
-            "amax",
-            f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
+            "amax", f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
             "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
             "Delayed scaling takes scale_enc= instead." if cast.is_delayed else "",
-        )
+        )  # fmt: skip
 
 
 def check_scale_enc(scale_enc: object, is_delayed: bool) -> None:
     """Raise InvalidValueError unless an encode scale is given exactly where scaling is delayed."""
     if (scale_enc is not None) != is_delayed:
         raise invalid_value(
-            "scale_enc",
-            "None" if is_delayed else "a value",
+            "scale_enc", "None" if is_delayed else "a value",
             "a float32 for a cast with Delayed scaling, None otherwise",
             "The first step uses 1.0." if is_delayed else "Leave it out here.",
-        )
+        )  # fmt: skip
 
 
 CastLike: TypeAlias = Cast | ScaledFormat | str
@@ -383,11 +380,10 @@ class Gemm(HashOnce):
     def _check_pair(lhs: Cast, rhs: Cast) -> None:
         if lhs.format.scale != rhs.format.scale:
             raise invalid_value(
-                "Gemm",
-                f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
+                "Gemm", f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
                 "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
                 "Dequantize one of them by giving None for its Cast.",
-            )
+            )  # fmt: skip
         if lhs.format.element == E5M2 and rhs.format.element == E5M2:
             raise invalid_value("Gemm", "E5M2 x E5M2", "at least one E4M3 operand", "No such GEMM exists in hardware.")
         if lhs.hadamard != rhs.hadamard:
@@ -405,6 +401,9 @@ class Gemm(HashOnce):
     def casts(self) -> tuple[Cast | None, Cast | None]:
         """(lhs, rhs)."""
         return self.lhs, self.rhs
+
+
+_KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
 
 
 @dataclass(frozen=True)
@@ -452,6 +451,11 @@ class Recipe(HashOnce):
     def is_static(self) -> bool:
         """True where x is cast under an amax that was measured beforehand."""
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
+
+    @functools.cached_property
+    def _key(self) -> object:
+        """One object for all equal recipes of this process, for tables that every call looks into: it hashes in C."""
+        return _KEYS.setdefault(self, object())
 
     @property
     def label(self) -> str:

@@ -504,10 +504,6 @@ def check_caller(token: str, origin: str) -> None:
         )
 
 
-def _check_autocast_(marker: torch.Tensor, origin: str) -> None:
-    check_caller(context.PLAIN, origin)
-
-
 @functools.cache
 def _delayed_casts(token: str) -> dict[str, Cast]:
     """Slot -> its cast, of x, w and dy as far as their scaling is delayed."""
@@ -531,16 +527,6 @@ def _record(slots: dict[str, torch.Tensor], live: torch.Tensor, token: str, laye
     heads = [slots[slot][:1] for slot in casts]
     live_of = [live[_LIVE[slot] : _LIVE[slot] + 1] for slot in casts]
     torch._foreach_maximum_(heads, live_of)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _record_forward_(
-    x_history: torch.Tensor, w_history: torch.Tensor, live: torch.Tensor, token: str, layer: int
-) -> None:  # fmt: skip
-    _record({"x": x_history, "w": w_history}, live, token, layer)
-
-
-def _record_backward_(history: torch.Tensor, live: torch.Tensor, token: str, layer: int) -> None:
-    _record({"dy": history}, live, token, layer)
 
 
 def _calibrate_(
@@ -597,8 +583,10 @@ for _operator, _run, _fake in (
     ("linear_forward", named(_linear_forward), _fake_forward),
     ("linear_backward", named(_linear_backward), _fake_backward),
     ("draw_seed_for", lambda x: draw_seed(x.device), lambda x: x.new_empty(2, dtype=torch.int64)),
-    ("record_forward_", _record_forward_, _no_result), ("record_backward_", _record_backward_, _no_result),
-    ("check_autocast_", _check_autocast_, _no_result), ("calibrate_", _calibrate_, _no_result),
+    ("record_forward_", lambda x, w, *call: _record({"x": x, "w": w}, *call), _no_result),
+    ("record_backward_", lambda dy, *call: _record({"dy": dy}, *call), _no_result),
+    ("check_autocast_", lambda marker, origin: check_caller(context.PLAIN, origin), _no_result),
+    ("calibrate_", _calibrate_, _no_result),
 ):  # fmt: skip
     _library.impl(_operator, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"microfloat::{_operator}", _fake, lib=_library)

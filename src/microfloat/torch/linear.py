@@ -167,7 +167,7 @@ def find(
     one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
     """
     key = (
-        recipe, name, compute, wants_dx, wants_dw, late, x_key, routes,
+        recipe._key, name, compute, wants_dx, wants_dw, late, x_key, routes,
         weight.cast if isinstance(weight, QuantizedTensor) else weight.data_ptr() & 15,
         weight.shape, weight.stride(), weight.dtype, weight.get_device(),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),

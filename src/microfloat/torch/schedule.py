@@ -45,7 +45,7 @@ from microfloat.torch.entries import (
 )
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.gemms import Product, product
-from microfloat.torch.seeds import draw_seed, fold_rank_
+from microfloat.torch.seeds import Rank, draw_seed, fold_rank_, has_ranks
 from microfloat.torch.stored_casts import GatheredCast, StoredCast
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -305,7 +305,8 @@ class Schedule:
         else:
             draw = self._empty((1,), (1,), torch.int64)
             draw.random_(-(2**63), None)
-            fold_rank_(draw)
+            if Rank.chosen is not None or has_ranks():
+                fold_rank_(draw)
             if apart or self._pair[0] is None:
                 words = draw = self._programs.split_words(draw)
             else:

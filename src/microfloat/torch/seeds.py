@@ -7,7 +7,7 @@ that ranks which share a seed draw different bits (docs/numerics.md 5.3).
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from microfloat.arguments import check_int
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.torch.reference._elements import philox
 
-__all__ = ["derive", "draw_seed", "fold_rank_", "seed_words", "set_seed_rank"]
+__all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
 
 _LOW = 0xFFFFFFFF
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
@@ -55,7 +55,11 @@ def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | Non
     return torch.ops.microfloat.draw_seed(device=torch.device(device), folds=folds, rank=rank)
 
 
-class _Rank:
+# True where there is a default process group, whose rank is folded in; builds of torch without groups have none.
+has_ranks: Callable[[], bool] = getattr(torch.distributed, "is_initialized", lambda: False)
+
+
+class Rank:
     """The rank that is folded into call seeds: the one that was set, else that of the default process group."""
 
     chosen: int | None = None
@@ -71,7 +75,7 @@ def set_seed_rank(rank: int | None) -> None:
     leaves it to `torch.manual_seed`. None goes back to the default. Raises InvalidTypeError and InvalidValueError for
     anything but an int in [0, 2^32) or None. Source: docs/numerics.md 5.3.
     """
-    _Rank.chosen = None if rank is None else check_int("rank", rank, 0, _LOW)
+    Rank.chosen = None if rank is None else check_int("rank", rank, 0, _LOW)
 
 
 def fold_rank_(draw: torch.Tensor, rank: int | None = None) -> None:
@@ -79,17 +83,16 @@ def fold_rank_(draw: torch.Tensor, rank: int | None = None) -> None:
 
     `rank`: one in place of this process's own, for what it rounds as a replica of another rank's.
     """
-    rank = rank if _Rank.chosen is None else _Rank.chosen
+    rank = rank if Rank.chosen is None else Rank.chosen
     if rank is not None:
         mask = _mask(rank)
+    elif has_ranks():
+        world = torch.distributed.group.WORLD
+        if Rank.known[0]() is not world:
+            Rank.known = (weakref.ref(world), _mask(torch.distributed.get_rank()))
+        mask = Rank.known[1]
     else:
-        distributed = torch.distributed
-        world = distributed.group.WORLD if distributed.is_available() else None
-        if world is None:
-            return
-        if _Rank.known[0]() is not world:
-            _Rank.known = (weakref.ref(world), _mask(torch.distributed.get_rank()))
-        mask = _Rank.known[1]
+        return
     if mask:
         draw.bitwise_xor_(mask)
 

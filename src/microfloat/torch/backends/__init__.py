@@ -133,10 +133,9 @@ def support(backend: str, device: torch.device) -> Support:
 
 def resolve(backend: str, device: torch.device) -> str:
     """The name that "auto" stands for on `device`; any other name is returned as it is."""
-    check_name(backend)
-    if backend != "auto":
-        return backend
-    return next(name for name, (supports, _) in _REGISTRY.items() if supports(device).available)
+    if backend == "auto":
+        return next(name for name, (supports, _) in _REGISTRY.items() if supports(device).available)
+    return check_name(backend)
 
 
 # Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
