@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from microfloat.cli.hub import Hub, local
-from microfloat.cli.output import Column, Output, decibel, size
-from microfloat.cli.rows import MOST_LINES, together
+from microfloat.cli.output import MOST_LINES, Column, Output, decibel, size, together
 from microfloat.errors import CheckpointError, NotSupportedError
 
 if TYPE_CHECKING:

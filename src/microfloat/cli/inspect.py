@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from microfloat.cli.hub import Hub, local
-from microfloat.cli.output import Column, Output, count, decibel, size
-from microfloat.cli.rows import MOST_LINES, by_quality
-from microfloat.cli.rows import together as together_rows
+from microfloat.cli.output import MOST_LINES, Column, Output, by_quality, count, decibel, size
+from microfloat.cli.output import together as together_rows
 from microfloat.errors import invalid_value
 
 if TYPE_CHECKING:

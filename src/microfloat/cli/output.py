@@ -26,11 +26,18 @@ from rich.text import Text
 
 from microfloat.errors import CheckpointError, MicrofloatError
 
-__all__ = ["Column", "Output", "command", "count", "decibel", "number", "percent", "size", "words"]
+__all__ = [
+    "MOST_LINES", "Column", "Output", "by_quality", "command", "count", "decibel", "number", "percent", "size",
+    "together", "words",
+]  # fmt: skip
 
 _WIDE = 100_000  # a pipe has no edge
 _PROSE = 100
 _LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
+MOST_LINES = 16  # tensors that are listed one by one; of more, those alike are shown together
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name between dots
+_ADDED = ("bytes", "bytes_before", "bytes_after", "non_finite")
+_LARGEST = ("amax", "crest", "bits")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="No colours (also with NO_COLOR set, and in a pipe).")]
@@ -87,6 +94,36 @@ def safe(text: str, style: str = "") -> Text:
     """Text whose control characters are escaped: names from files must not drive the terminal."""
     plain = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
     return Text(plain, style)
+
+
+# ---- rows about many tensors of one kind, shown as one
+
+
+def by_quality(figure: float) -> float:
+    """Key of SQNRs in rising order: NaN, of a result that is NaN itself, comes first."""
+    return -math.inf if math.isnan(figure) else figure
+
+
+def together(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for all that differ only by numbers in their names and agree in `keys`.
+
+    Bytes are added; of other figures the worst is shown: NaN, the largest amax, the smallest SQNR.
+    """
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((_NUMBER.sub("*", row["name"]), *(str(row.get(key)) for key in keys)), []).append(row)
+    for (pattern, *_), members in groups.items():
+        joined = {**members[0], "name": pattern if len(members) > 1 else members[0]["name"], "tensors": len(members)}
+        for key in members[0]:
+            values = [row[key] for row in members if isinstance(row[key], float)]
+            if key in _ADDED:
+                joined[key] = sum(row[key] for row in members)
+            elif values:
+                joined[key] = max(values) if key in _LARGEST else min(values, key=by_quality)
+        yield joined
+
+
+# ---- tables and documents
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from microfloat.cli.hub import Hub, local
-from microfloat.cli.output import Column, Output, decibel
-from microfloat.cli.rows import MOST_LINES, together
+from microfloat.cli.output import MOST_LINES, Column, Output, decibel, together
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Placement, Recipe, from_name

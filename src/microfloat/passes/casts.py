@@ -23,7 +23,6 @@ from microfloat.passes.matrix import (
     SCALAR,
     At,
     Buffer,
-    Device,
     Matrix,
     Pass,
     Passes,
@@ -115,7 +114,7 @@ def cast_passes(
     _refuse(matrix, row, column)
     passes = Passes(6)
     tails = _copy_tails(passes, matrix) if matrix.groups else At.NOTHING
-    for number, specs in enumerate(launches_of(matrix.device, row, column)):
+    for number, specs in enumerate(launches_of(row, column, matrix.device.orders_scales)):
         _Casting(passes, matrix, batch, given_amax, tails).cast(At.SOURCE, specs, records and number == 0)
     return passes
 
@@ -148,7 +147,7 @@ def pair_passes(
         there = [spec for spec in specs if spec is not None]
         if any(kernel_cast(spec.cast).refusal or spec.cast.is_stochastic for spec in there) or not there:
             return None
-        if len(launches_of(matrix.device, *specs)) != 1 or matrix.is_column_major:
+        if len(launches_of(*specs, matrix.device.orders_scales)) != 1 or matrix.is_column_major:
             return None
     matrices = [
         (first, operands_of(passes, first, first_specs)),
@@ -211,12 +210,12 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
 _Specs = tuple[OperandSpec | None, OperandSpec | None]
 
 
-def launches_of(device: Device, row: OperandSpec | None, column: OperandSpec | None) -> list[_Specs]:
-    """Both operands in one pass where their forms and casts allow it, else in two."""
+def launches_of(row: OperandSpec | None, column: OperandSpec | None, orders_scales: bool = True) -> list[_Specs]:
+    """Both operands in one pass where their forms and casts allow it, else in two; `orders_scales`: as of a Device."""
     if row is None or column is None:
         return [(row, column)]
     forms = {row.form, column.form}
-    together = [{"folded", "tiles"}] + ([] if device.orders_scales else [{"codes", "values"}])
+    together = [{"folded", "tiles"}] + ([] if orders_scales else [{"codes", "values"}])
     alike = len(forms) == 1 or forms in together
     if alike and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
         return [(row, column)]

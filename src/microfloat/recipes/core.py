@@ -483,7 +483,7 @@ class Recipe(HashOnce):
         return recipe_from_dict(data)
 
     def __str__(self) -> str:
-        from microfloat.recipes.table import recipe_table
+        from microfloat.recipes.explanation import recipe_table
 
         return recipe_table(self)
 

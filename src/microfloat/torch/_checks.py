@@ -45,7 +45,8 @@ def check_tensor(argument: str, x: object) -> None:
             "torch.float32, torch.bfloat16 or torch.float16",
             f"Convert it with {argument}.to(torch.float32) first.",
         )
-    _check_dense(argument, x)
+    if x.is_nested or x.layout != torch.strided:
+        raise _not_dense(argument, x)
     if hasattr(x, "placements"):
         raise NotSupportedError(
             f"{argument}: got a DTensor, needed a plain tensor. Give each rank its part: {argument}.to_local()."
@@ -167,7 +168,8 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         leaf = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
         raise invalid_type(argument, type(tensor), "a torch.Tensor", leaf if type(tensor).__name__ == "Proxy" else "")
-    _check_dense(argument, tensor)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise _not_dense(argument, tensor)
     if tensor.dtype not in INPUT_DTYPES:
         raise invalid_type(
             argument, tensor.dtype, "float32, bfloat16 or float16 under a low-precision recipe",
@@ -186,12 +188,11 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
         )
 
 
-def _check_dense(argument: str, tensor: torch.Tensor) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
-        if tensor.is_nested:
-            got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
-        raise invalid_type(argument, got, "a dense (strided) tensor", remedy)
+def _not_dense(argument: str, tensor: torch.Tensor) -> MicrofloatError:
+    got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
+    if tensor.is_nested:
+        got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
+    return invalid_type(argument, got, "a dense (strided) tensor", remedy)
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:

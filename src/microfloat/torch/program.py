@@ -489,7 +489,7 @@ def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
 
 def is_one_pass(row: OperandSpec | None, column: OperandSpec | None) -> bool:
     """True where one launch writes both operands of a matrix."""
-    return row is not None and column is not None and len(launches_of(device_of(-1), row, column)) == 1
+    return row is not None and column is not None and len(launches_of(row, column)) == 1
 
 
 def pair_program(
