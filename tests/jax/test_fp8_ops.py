@@ -239,6 +239,33 @@ def test_second_derivatives(name):
             assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("Fp8DotGeneralOp",))
+@pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
+def test_a_gradient_penalty_leaves_the_state_of_the_other_terms(name):
+    """The state is a constant to a derivative of a gradient; in Flax it becomes NaN there."""
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((4, 32)), F32)
+    model = nn.Dense(8, dot_general_cls=getattr(fp8_ops, name))
+    variables = model.init(jax.random.key(0), x)
+
+    def gradient(weight):
+        def loss(variables):
+            variables = fp8_ops.max_accumulate(variables)
+            penalty = jax.grad(lambda x: jnp.sum(model.apply(variables, x) ** 2)) if weight else jnp.zeros_like
+            return jnp.sum(model.apply(variables, x)) + weight * jnp.sum(penalty(x) ** 2)
+
+        return jax.jit(jax.grad(loss))(variables)
+
+    with_penalty, without = gradient(0.1), gradient(0.0)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        with_penalty[fp8_ops.OVERWRITE_WITH_GRADIENT],
+        without[fp8_ops.OVERWRITE_WITH_GRADIENT],
+    )
+    kernels = with_penalty["params"]["kernel"], without["params"]["kernel"]
+    assert jnp.isfinite(kernels[0]).all()
+    assert jnp.abs(kernels[0] - kernels[1]).max() > 1
+
+
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("3e-25-*",))
 @pytest.mark.parametrize(("size", "gradient"), [(1e-17, 1.0), (3e-25, 1e12)])
 def test_small_operands_keep_their_products_and_gradients(size, gradient):

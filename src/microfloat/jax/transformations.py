@@ -136,7 +136,8 @@ def by_maximum(value: Array, leaf: Array, incoming: Array, told: frozenset[str] 
 
     `told`: mesh axes that JAX cannot see, over which it sums the cotangent: one device contributes.
     """
-    value = like_in_variance(once(lax.stop_gradient(value), from_max_grad(leaf)), leaf)
+    # A derivative of a gradient does not go through `once`, which has none.
+    value = like_in_variance(once(*lax.stop_gradient((value, from_max_grad(leaf)))), leaf)
     value = jnp.maximum(value, from_max_grad(incoming))
     return lax.convert_element_type(on_first_device(value, told) if told else value, leaf.dtype)
 

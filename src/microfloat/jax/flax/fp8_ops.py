@@ -59,6 +59,7 @@ from microfloat.jax.transformations import (
     fm32,
     fp8_meta_dtype,
     fp32_max_grad,
+    from_max_grad,
     like_in_variance,
     straight_through,
     sum_to_type_of,
@@ -103,6 +104,12 @@ def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple
     return function
 
 
+def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
+    """The state for this step; a derivative of a gradient takes it as a constant."""
+    x, scale, history = lax.stop_gradient((x, from_max_grad(scale), from_max_grad(history)))
+    return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+
+
 def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
     """The state's cotangent: the new state, or what a later use made of it where that is larger."""
     told = frozenset() if varying_axes(x) else told_axes(rule.axis_names)
@@ -111,7 +118,7 @@ def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) 
 
 
 def _in_qdq(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
-    new = updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+    new = _updated(rule, x, scale, history)
     return (qdq(x, rule.q_dtype, new[0], rule.compute_dtype), scale, history), (new, (scale, history))
 
 
@@ -131,7 +138,7 @@ def _out_qdq(_: Rule, y: Array, scale: Array, history: Array) -> tuple:
 
 def _out_qdq_backward(rule: Rule, old: State, cotangents: tuple) -> tuple:
     g, *later = cotangents
-    new = updated_state(g, rule.q_dtype, *old, rule.axis_names)
+    new = _updated(rule, g, *old)
     return qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_accumulated(rule, g, new, old, tuple(later))
 
 
@@ -169,7 +176,7 @@ def _checked(
 
 
 def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
-    new = updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+    new = _updated(rule, x, scale, history)
     codes = quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
     return (codes, new[0], scale, history), (new, (scale, history), _empty_like(x))
 
@@ -341,7 +348,7 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     if rule.out is None:
         g = _without_scales(g, *scales)
     g = g.astype(rule.gradient.compute_dtype)
-    new = updated_state(g, rule.gradient.q_dtype, state[0], state[1], rule.gradient.axis_names)
+    new = _updated(rule.gradient, g, *state)
     q_g = quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
     gradients = tuple(
