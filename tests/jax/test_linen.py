@@ -506,3 +506,25 @@ def test_layers_without_a_recipe_join_the_autocast():
     own = ml.Dense(16, use_bias=False, dot_general=lambda *args, **kwargs: 2 * jax.lax.dot_general(*args, **kwargs))
     with mj.autocast("mxfp8"):
         np.testing.assert_allclose(own.apply(variables, X), 2 * plain, rtol=1e-6)
+
+
+def test_flax_finds_the_method_of_an_op_class():
+    """By its name: interceptors see `__call__`, and tabulate calls it again to count operations."""
+    seen = []
+
+    def noting(function, args, kwargs, context):
+        seen.append((type(context.module).__name__, context.method_name))
+        return function(*args, **kwargs)
+
+    calls = {
+        ml.dot_general_cls("mxfp8"): (X, X, (((1,), (1,)), ((), ()))),
+        ml.einsum_cls("mxfp8"): ("mk,nk->mn", X, X),
+        ml.ragged_dot_cls("mxfp8"): (X, EXPERTS, SIZES),
+    }
+    with nn.intercept_methods(noting):
+        for cls, arguments in calls.items():
+            jax.eval_shape(lambda cls=cls, arguments=arguments: cls().init(jax.random.key(0), *arguments))
+    assert seen == [(cls.__name__, "__call__") for cls in calls]
+    options = {"compute_flops": True, "console_kwargs": {"width": 200}}
+    table = nn.tabulate(one_layer(ml.dot_general_cls("mxfp8")), jax.random.key(0), **options)(X)
+    assert "MXFP8BlockScalingOp_0" in table

@@ -99,8 +99,10 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
         return einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs))
 
     name = f"{'Autocast' if op.recipe is None else type(op.recipe).__name__}{kind}"
+    function = einsum_call if kind == "Einsum" else call
+    function.__name__ = "__call__"  # Flax looks methods up by this name: interceptors, tabulate, intermediates
     members = {
-        "__call__": einsum_call if kind == "Einsum" else call, "__module__": __name__,
+        "__call__": function, "__module__": __name__,
         "__doc__": f"{kind} under {op.recipe!r}.",
     }  # fmt: skip
     return type(name, (nn.Module,), members)
