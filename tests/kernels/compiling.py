@@ -14,7 +14,7 @@ from tests.kernels.launchers import answer
 HOPPER, AMPERE, TURING = 90, 80, 75
 
 
-class _NamedTarget:
+class NamedTarget:
     """The part of a Triton driver that compiling needs."""
 
     def __init__(self, capability):
@@ -78,7 +78,7 @@ def _launchers(capability):
     import torch
     from triton.runtime import driver
 
-    driver.set_active(_NamedTarget(capability))
+    driver.set_active(NamedTarget(capability))
     return answer(
         compiled_conversions=lambda device: capability >= 89,
         largest_cluster=lambda device: 16 if capability >= 90 else 0,

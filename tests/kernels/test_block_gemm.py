@@ -32,9 +32,9 @@ def _compile(tiles, dtype):
     from triton.runtime import driver
 
     from microfloat.kernels.gemm import block_gemm
-    from tests.kernels.compiling import _NamedTarget, instructions_of
+    from tests.kernels.compiling import NamedTarget, instructions_of
 
-    driver.set_active(_NamedTarget(90))
+    driver.set_active(NamedTarget(90))
     compiled = []
 
     class Compiler:

@@ -63,11 +63,11 @@ def _product(case):
         chunks = cut.LENGTH_WARPS * -(-stored.shape[1] // (128 * cut.LENGTH_WARPS))
         items = 2 * chunks * cut.TOKENS * (16 // codes.BITS)
         words = torch.full((items, kind, 32, 4), 2**31 - 1, dtype=torch.int32)
-        decode.decode_order[(items,)](x, words, m, k // 8, cut, codes.BITS, kind, False, 1)
+        decode.decode_order[(items,)](x, None, words, m, k // 8, items, cut, codes.BITS, kind, False, 1)
     wide = cut._replace(WIDE=cut.WIDE and codes.SCALE != 0)
     decode.decode_gemm[(-(-n // rows),)](
-        words, stored, scale, level, bias, y, m, n, k // 8, stored.shape[1] // 16, stride_r, stride_k, stride, codes,
-        wide, kind, False, False,
+        words, stored, scale, level, bias, None, y, m, n, k // 8, stored.shape[1] // 16, stride_r, stride_k, stride, 0,
+        0, 1, codes, wide, kind, False, False,
     )  # fmt: skip
     values = weight.dequantize(torch.float64)
     exact = x.double() @ values.T
@@ -109,22 +109,143 @@ def test_nan_blocks_give_nan(product, name):
     assert (np.isnan(y) == np.isnan(exact)).all()
 
 
+# M, N, K, x's dtype, cut of `decode_wide`: ragged in every size, parts of K, a bias; float16, whole steps, two tiles;
+# eight warps and more parts than some of them have steps for.
+WIDE = {
+    "ragged": (20, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 4, 3, 0, True, False, False, False, SPLITS=2)),
+    "whole": (11, 70, 512, "float16", DecodeCut(4, 1, 2, 2, 3, 0, True, True, False, False, SPLITS=1)),
+    "parts": (33, 200, 640, "bfloat16", DecodeCut(8, 1, 1, 8, 3, 0, False, False, False, False, SPLITS=4)),
+}
+
+
+def _wide_product(case):
+    """As `_product`, by the passes that a Linear would run."""
+    import microfloat.torch as mf
+    from microfloat.passes import products
+    from microfloat.passes.matrix import At
+    from microfloat.routes import encoding_of
+    from microfloat.torch.program import Program, device_of
+
+    name, kind, special = case
+    m, n, k, dtype, cut = WIDE[kind]
+    generator = torch.Generator().manual_seed(len(name) + k)
+    w, x = torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator).to(getattr(torch, dtype))
+    if special == "tiny":
+        w *= 2.0**-100
+    elif special == "nan":
+        w[1, 3] = float("nan")
+    weight = mf.quantize(w, name)
+    operand, rhs = weight.to_operand(), encoding_of(weight.cast)
+    bias = torch.randn(n, generator=generator) if cut.BIAS else None
+    codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, k)
+    strides = tuple(operand.scale.stride()) if operand.scale.dim() == 2 else (0, 0)
+    cut = products.fitted(cut, codes, k, strides, cut.BIAS)
+    dtypes = dtype, dtype, None if bias is None else "float32"
+    level_stride = int(rhs.level == "row")
+    passes = products.decode_passes(codes, (m, k, n), dtypes, strides, level_stride, device_of(-1), None, cut)
+    table = (None, x, None, operand.codes, operand.scale, operand.tensor_scale, bias)
+    y = Program(passes, x.device).run(0, (*table, *(None,) * (At.MADE - len(table))))[0]
+    values = weight.dequantize(torch.float64)
+    exact, terms = x.double() @ values.T, x.double().abs() @ values.abs().T
+    if bias is not None:
+        exact, terms = exact + bias.double(), terms + bias.double().abs()
+    return y.double().numpy(), exact.numpy(), terms.numpy(), [one.kernel.__name__ for one in passes.launches]
+
+
+@pytest.fixture(scope="module")
+def wide_product():
+    return interpreting(_wide_product)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "kind", ["ragged", pytest.param("whole", marks=_FURTHER), pytest.param("parts", marks=_FURTHER)]
+)
+def test_values_by_warpgroups(wide_product, name, kind):  # features I2
+    y, exact, terms, names = wide_product((name, kind, ""))
+    _, _, k, dtype, cut = WIDE[kind]
+    bound = 2.0 ** (-8 if dtype == "bfloat16" else -11) * np.abs(exact) + k * 2.0**-23 * terms
+    assert (np.abs(y - exact) <= bound).all()
+    assert names == ["order_wide", "decode_wide", "sum_parts"][: 3 if cut.SPLITS > 1 else 2]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_small_scales_lose_nothing_by_warpgroups(wide_product, name):
+    y, exact, terms, _ = wide_product((name, "ragged", "tiny"))
+    assert (np.abs(exact) > 0).all()
+    bias = np.abs(exact) * 0 + 416 * 2.0**-23 * terms
+    assert (np.abs(y - exact) <= 2.0**-8 * np.abs(exact) + bias).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_nan_blocks_give_nan_by_warpgroups(wide_product, name):
+    y, exact, _, _ = wide_product((name, "ragged", "nan"))
+    assert np.isnan(exact[:, 1]).all()
+    assert (np.isnan(y) == np.isnan(exact)).all()
+
+
+def _compile_wide(capability):
+    """Of every kind of codes: wgmma instructions, the forms of their left operands, spills, early starts."""
+    import re
+
+    from triton.runtime import driver
+
+    from microfloat.kernels.gemm import decode_wide
+    from tests.kernels.compiling import NamedTarget, instructions_of
+
+    driver.set_active(NamedTarget(capability))
+    x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
+    made = []
+    for kind, warps, tiles, splits in (
+        (DecodeCodes(1, 1, 4, 2, 1, 16, True), 8, 2, 2), (DecodeCodes(1, 1, 4, 1, 1, 32, False), 4, 1, 1),
+        (DecodeCodes(3, 7, 8, 1, 1, 32, False), 8, 1, 2), (DecodeCodes(3, 7, 8, 0, 128, 128, False), 4, 1, 2),
+    ):  # fmt: skip
+        cut = DecodeCut(warps, 1, tiles, 8, 3, 0, False, True, kind.SCALE != 0, False, False, capability >= 90, splits)
+        compiled = decode_wide.decode_wide.run(
+            x, codes, codes if kind.SCALE else one, one, None, one if splits > 1 else x, 64, 8192, 8192, 8192,
+            64 * kind.BITS, 8192 // kind.WIDTH, 1, 0, splits, kind, cut, 1, True, capability >= 89, num_warps=warps,
+            enable_fp_fusion=False, launch_pdl=cut.DEPENDENT, grid=(1,), warmup=True,
+        )  # fmt: skip
+        lines = instructions_of(compiled.asm["cubin"])
+        left = re.findall(r"warp_group_dot %[^\n]* : tensor<[^<]*<\{opIdx = (\d)", compiled.asm["ttgir"])
+        products = sum("HGMMA" in line for line in lines)
+        waits = len(re.findall(r"griddepcontrol\.wait", compiled.asm["ptx"]))
+        made.append((products, set(left), [line for line in lines if "STL" in line], waits))
+    return made
+
+
+@pytest.mark.slow("machine code for three chips")
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_decoded_weights_stay_in_registers(capability):
+    """On a Hopper the left operand of every `wgmma` comes from registers, and nothing on its way there from memory."""
+    for products, left, spilled, waits in other_process()(_compile_wide, capability):
+        assert not spilled
+        assert bool(products) is (capability == 90)
+        assert left == ({"0"} if capability == 90 else set())
+        assert waits == int(capability >= 90)
+
+
 def _compile(capability):
-    """The layouts of what the tensor cores multiply, of an NVFP4 and an MXFP8 weight; all spilled registers."""
+    """The layouts of what the tensor cores multiply, of an NVFP4 and an MXFP8 weight, and of experts; spilled
+    registers."""
     import re
 
     from triton.runtime import driver
 
     from microfloat.kernels.gemm import decode
-    from tests.kernels.compiling import _NamedTarget, instructions_of
+    from tests.kernels.compiling import NamedTarget, instructions_of
 
-    driver.set_active(_NamedTarget(capability))
+    driver.set_active(NamedTarget(capability))
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
     layouts, spilled = set(), []
-    for kind in (DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(3, 7, 8, 1, 1, 32, False)):
-        cut = DecodeCut(2, 4, 2, 1, 3, 8, False, True, True, False)
+    for kind, is_grouped in (
+        (DecodeCodes(1, 1, 4, 2, 1, 16, True), False), (DecodeCodes(3, 7, 8, 1, 1, 32, False), False),
+        (DecodeCodes(1, 1, 4, 2, 1, 16, True), True),
+    ):  # fmt: skip
+        cut = DecodeCut(2, 4, 2, 1, 3, 8, False, True, True, False, is_grouped)
+        plan = torch.zeros(16, dtype=torch.int32) if is_grouped else None
         compiled = decode.decode_gemm.run(
-            x, codes, codes, one, None, x, 8, 8192, 1024, 1024 * kind.BITS // 16, 8192 // kind.WIDTH, 1, 0, kind,
+            x, codes, codes, one, None, plan, x, 8, 8192, 1024, 64 * kind.BITS, 8192 // kind.WIDTH, 1, 0, 0, 0, 1, kind,
             cut, 1, True, capability >= 89, num_warps=8, enable_fp_fusion=False, grid=(1,), warmup=True,
         )  # fmt: skip
         text = compiled.asm["ttgir"]

@@ -123,7 +123,15 @@ class DecodeCut(NamedTuple):
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
     of x. STAGES: chunks of codes (128 bytes of a row) that are on their way or in use. AHEAD: steps (8 elements of a
     lane) that x is loaded before its use. EVEN: the contraction is a whole number of chunks for every warp. WIDE: the
-    scales of a row are whole words without gaps. ORDERED: x comes as `decode_order` writes it.
+    scales of a row are whole words without gaps. ORDERED: x comes as `decode_order` writes it. GROUPED: a plan says
+    which rows of x meet which expert's weight.
+
+    DEPENDENT: its launches begin while the one before them ends, ask the L2 cache for codes, and then wait for it
+    (programmatic dependent launch, Hopper and newer).
+
+    SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
+    ROW_WARPS warps with TILES tiles of 16 rows each; STAGES counts steps of 64 bytes of a row, EVEN means whole steps,
+    and LENGTH_WARPS, AHEAD and ORDERED say nothing.
     """
 
     ROW_WARPS: int
@@ -136,3 +144,6 @@ class DecodeCut(NamedTuple):
     EVEN: bool
     WIDE: bool
     ORDERED: bool
+    GROUPED: bool = False
+    DEPENDENT: bool = False
+    SPLITS: int = 0

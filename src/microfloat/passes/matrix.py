@@ -155,7 +155,8 @@ class Pass(NamedTuple):
 
     `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
     of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
-    many programs run as a cluster, and `programs` counts clusters (0: none).
+    many programs run as a cluster, and `programs` counts clusters (0: none). `dependent`: it begins while the launch
+    before it ends, and waits for that one itself.
     """
 
     kernel: Any
@@ -167,6 +168,7 @@ class Pass(NamedTuple):
     warps: Warps = Warps(4)
     cooperative: bool = False
     cluster: int = 0
+    dependent: bool = False
 
 
 class Passes:

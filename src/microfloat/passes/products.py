@@ -1,9 +1,12 @@
-"""A few rows of x times a weight stored as codes, as passes (`microfloat.kernels.gemm.decode`)."""
+"""A few rows of x times a weight stored as codes, as passes (`microfloat.kernels.gemm.decode` and `decode_wide`)."""
+
+import functools
+from typing import NamedTuple
 
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
-from microfloat.kernels.gemm import decode
+from microfloat.kernels.gemm import decode, decode_wide
 from microfloat.layout import Part
 from microfloat.passes import MOST_DECODED_ROWS
 from microfloat.passes.conversions import SCALE_KINDS
@@ -11,13 +14,18 @@ from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes
 from microfloat.passes.tables import Warps
 from microfloat.recipes import Hadamard
 
-__all__ = ["BIAS", "CODES", "LEVEL", "SCALE", "cut_of", "decode_passes", "fits", "stored_codes"]
+__all__ = [
+    "BIAS", "CODES", "LEVEL", "PLAN", "SCALE", "DecodedExperts", "cut_of", "cut_of_experts", "decode_passes", "fits",
+    "fitted", "of_kernel", "rows_of_tile", "stored_codes",
+]  # fmt: skip
 
-# Positions in the table, besides At.SOURCE = x.
-CODES, SCALE, LEVEL, BIAS = 3, 4, 5, 6
+# Positions in the table, besides At.SOURCE = x. PLAN: the table of a plan of groups, of tiles of `rows_of_tile`.
+CODES, SCALE, LEVEL, BIAS, PLAN = 3, 4, 5, 6, 7
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
 _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
+# Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
+_STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
 
@@ -35,38 +43,120 @@ def stored_codes(fmt: ScaledFormat, hadamard: Hadamard | None, level: str | None
     return DecodeCodes(element.mantissa_bits, element.bias, bits, scale, height or 1, width or 0, level is not None)
 
 
+class DecodedExperts(NamedTuple):
+    """The weights [E, N, K] of so many experts, and how far the scales and the tensor scale of one are from the next's,
+    in elements."""
+
+    number: int
+    scale_stride: int
+    level_stride: int
+
+
 def decode_passes(
     codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
-    scale_strides: tuple[int, int], level_stride: int, device: Device,
+    scale_strides: tuple[int, int], level_stride: int, device: Device, experts: DecodedExperts | None = None,
+    cut: DecodeCut | None = None,
 ) -> Passes:  # fmt: skip
     """The passes of y [M, N] from x [M, K] and codes [N, K]; `dtypes`: of x, of y and of a bias, None without one.
 
-    `level_stride`: 1 for a tensor scale of each row, 0 for one or none.
+    `level_stride`: 1 for a tensor scale of each row, 0 for one or none. `experts`: the rows of x come in groups, each
+    with a weight of its own. `cut`: another one than is chosen.
     """
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     passes = Passes(1)
     out = passes.put(0, Part((m, n), (n, 1), dtype))
-    cut = cut_of(codes, shape, scale_strides, bias is not None, device.multiprocessors)
+    if cut is None:
+        about = scale_strides, bias is not None, device.multiprocessors
+        cut = cut_of(codes, shape, *about) if experts is None else cut_of_experts(codes, shape, experts.number, *about)
+    assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
+    if cut.SPLITS:
+        return _wide_passes(codes, shape, dtypes, scale_strides, level_stride, device, cut)
+    entries = 1 if experts is None else _most_tiles(m, experts.number, rows_of_tile(cut))
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
+    plan = At.NOTHING if experts is None else PLAN
     about, x = (device.number, dtypes, codes, cut), At.SOURCE
     if cut.ORDERED:
-        steps = 2 * cut.LENGTH_WARPS * -(-k * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))  # halves of chunks
-        items = steps * cut.TOKENS * (16 // codes.BITS)
-        words = items * 128 * (1 if x_dtype == "bfloat16" else 2)
+        items = _items_in_order(codes, k, cut)
+        programs = -(-items // _WARPS_THAT_ORDER)
+        words = entries * programs * _WARPS_THAT_ORDER * 128 * (1 if x_dtype == "bfloat16" else 2)
         x = passes.add(Buffer((words,), (1,), "int32"))
-        scalars = (m, k // 8)
+        scalars = (m, k // 8, programs)
         passes.launches.append(Pass(
-            decode.decode_order, (*about, *map(specialization, scalars[1:])), -(-items // _WARPS_THAT_ORDER),
-            (At.SOURCE, x), scalars, (cut, codes.BITS, kind, hardware, _WARPS_THAT_ORDER), Warps(_WARPS_THAT_ORDER),
+            decode.decode_order, (*about, *map(specialization, scalars)), entries * programs,
+            (At.SOURCE, plan, x), scalars, (cut, codes.BITS, kind, hardware, _WARPS_THAT_ORDER),
+            Warps(_WARPS_THAT_ORDER), dependent=cut.DEPENDENT,
         ))  # fmt: skip
-    inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
-    scalars = (m, n, k // 8, k * codes.BITS // 128, *scale_strides, level_stride)
+    inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS, plan
+    strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
+    scalars = (m, n, k // 8, k * codes.BITS // 128, *strides, entries)
+    tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
     passes.launches.append(Pass(
-        decode.decode_gemm, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.TILES * cut.ROW_WARPS)),
+        decode.decode_gemm, (*about, *map(specialization, scalars[1:])), tiles * entries,
         (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions),
-        Warps(cut.ROW_WARPS * cut.LENGTH_WARPS),
+        Warps(cut.ROW_WARPS * cut.LENGTH_WARPS), dependent=cut.DEPENDENT,
     ))  # fmt: skip
     return passes
+
+
+def _wide_passes(
+    codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
+    scale_strides: tuple[int, int], level_stride: int, device: Device, cut: DecodeCut,
+) -> Passes:  # fmt: skip
+    """The same by `kernels.gemm.decode_wide`."""
+    (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
+    hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
+    rows = 8 * cut.TOKENS
+    columns = rows if x_dtype == "bfloat16" else 2 * rows
+    step = _STEP_BITS // codes.BITS
+    length = -(-k // step) * step
+    splits, cut = cut.SPLITS, of_kernel(cut)
+    passes, about = Passes(1), (device.number, dtypes, codes, cut)
+    out = passes.put(0, Part((m, n), (n, 1), dtype))
+    ordered = passes.add(Buffer((columns, length), (length, 1), "bfloat16"))
+    scalars = (m, k, length)
+    passes.launches.append(Pass(
+        decode_wide.order_wide, (*about, *map(specialization, scalars)), rows * -(-length // _ORDERED_TOGETHER),
+        (At.SOURCE, ordered), scalars, (cut, codes.BITS, kind, hardware, _ORDERED_TOGETHER), Warps(4),
+        dependent=cut.DEPENDENT,
+    ))  # fmt: skip
+    finishing = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
+    sums = out if splits == 1 else passes.add(Buffer((splits, m, n), (m * n, n, 1), "float32"))
+    scalars = (m, n, k, length, k * codes.BITS // 128, *scale_strides, level_stride, splits)
+    tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
+    passes.launches.append(Pass(
+        decode_wide.decode_wide, (*about, *map(specialization, scalars[1:-1])), tiles * splits,
+        (ordered, CODES, *finishing, sums), scalars, (codes, cut, kind, hardware, device.conversions),
+        Warps(cut.ROW_WARPS), dependent=cut.DEPENDENT,
+    ))  # fmt: skip
+    if splits > 1:
+        scalars = (m, n, scale_strides[0], level_stride, splits)
+        passes.launches.append(Pass(
+            decode_wide.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER),
+            (sums, *finishing, out), scalars, (codes, cut, hardware, _SUMMED_TOGETHER), Warps(4),
+            dependent=cut.DEPENDENT,
+        ))  # fmt: skip
+    return passes
+
+
+def of_kernel(cut: DecodeCut) -> DecodeCut:
+    """The cut that a kernel is compiled for: it takes the number of several parts of K as an argument."""
+    return cut._replace(SPLITS=min(cut.SPLITS, 2))
+
+
+def rows_of_tile(cut: DecodeCut) -> int:
+    """Rows of x that one program multiplies."""
+    return 8 * cut.TOKENS
+
+
+def _items_in_order(codes: DecodeCodes, length: int, cut: DecodeCut) -> int:
+    """Warps' work of `decode_order` for one tile of x: halves of chunks, eight rows and steps."""
+    chunks = cut.LENGTH_WARPS * -(-length * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))
+    return 2 * chunks * cut.TOKENS * (16 // codes.BITS)
+
+
+def _most_tiles(rows: int, groups: int, tile: int) -> int:
+    """The most tiles of one group each, and behind the last, that so many rows have."""
+    return (rows + min(groups + 1, rows) * (tile - 1)) // tile
 
 
 def cut_of(
@@ -75,7 +165,8 @@ def cut_of(
     """The division of a product of M, K, N among programs: chosen among a few dozen on an H200.
 
     Small programs, so that several of a multiprocessor wait at different times; more warps along K where rows of the
-    weight are few, and more rows of a program where they are many and x is long.
+    weight are few, and more rows of a program where they are many and x is long. No cut with SPLITS (`decode_wide`) and
+    none that is DEPENDENT: those have not run on a GPU yet; `python -m benchmarks decode --cuts` measures them.
     """
     m, k, n = shape
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
@@ -92,13 +183,37 @@ def cut_of(
     chunks = -(-k * codes.BITS // _CHUNK_BITS)
     while length > 1 and length > chunks:
         length //= 2
-    even = k * codes.BITS % (_CHUNK_BITS * length) == 0
+    cut = DecodeCut(rows, length, tiles, tokens, stages, ahead, False, False, False, tokens > 1)
+    return fitted(cut, codes, k, scale_strides, bias)
+
+
+def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
+    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, and an AHEAD of a chunk at most."""
+    part = _STEP_BITS if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
-    return DecodeCut(rows, length, tiles, tokens, stages, ahead, bias, even, wide, tokens > 1)
+    ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)
+    return cut._replace(BIAS=bias, EVEN=length * codes.BITS % part == 0, WIDE=wide, AHEAD=ahead)
 
 
-def fits(codes: DecodeCodes, shape: tuple[int, int, int]) -> bool:
-    """True where the kernel serves a product of M, K, N: few rows of x, and offsets of 32 bits."""
+@functools.lru_cache(512)
+def cut_of_experts(
+    codes: DecodeCodes, shape: tuple[int, int, int], experts: int, scale_strides: tuple[int, int], bias: bool,
+    processors: int,
+) -> DecodeCut:  # fmt: skip
+    """The division of products of M rows of x in all with N x K weights of so many experts; not run on a GPU yet.
+
+    Tiles of x hold twice the mean group (64 rows at most), since groups of a router's choosing differ: few of them need
+    a second tile, which decodes the weight again. However the rows fall, there are at most two tiles for each expert.
+    """
     m, k, n = shape
-    return m <= MOST_DECODED_ROWS and n * k * codes.BITS // 32 <= INT32_MAX
+    rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
+    cut = cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, processors)
+    return cut._replace(GROUPED=True)
+
+
+def fits(codes: DecodeCodes, shape: tuple[int, int, int], experts: int = 1) -> bool:
+    """True where the kernel serves a product of M, K, N: few rows of x for each expert, and offsets of 32 bits."""
+    m, k, n = shape
+    most = max(experts * n * k * codes.BITS // 32, 8 * m * k)
+    return m <= experts * MOST_DECODED_ROWS and most <= INT32_MAX

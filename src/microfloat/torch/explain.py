@@ -27,7 +27,7 @@ from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve, support
 from microfloat.torch.context import ambient
-from microfloat.torch.grouped import why_one_by_one
+from microfloat.torch.grouped import why_not_all_at_once
 from microfloat.torch.linear import backend_name, fsdp_parameters
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
@@ -370,8 +370,8 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         if isinstance(layer, GroupedLinear) and device is None:
             there = backends.choose(own, layer.weight.device)
             routes = there.routes(recipe, layer.weight.device, None)
-            why = why_one_by_one(recipe, routes, there.name, layer.weight, layer.bias is not None, is_bfloat16=True)
-            reasons |= {f"one group after the other: {why}": None} if why else {}
+            why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.bias)
+            reasons |= {why: None} if why else {}
         reasons |= dict.fromkeys(_across_ranks(layer))
         yield LayerRow(name, shape, answer, "; ".join(reasons))
 

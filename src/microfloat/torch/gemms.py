@@ -17,7 +17,7 @@ Legend: M, N = rows of the operands, K = contraction length, R = rows of one ope
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from microfloat.torch import backends, reference
 from microfloat.torch._typing import Triple
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.block_scaled import block_scaled_arguments
+from microfloat.torch.decoding import DECODED_BESIDE, aligned, decoding_of
 from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
 
 __all__ = [
@@ -42,7 +43,6 @@ Shape = tuple[int, int, int]
 Tensor = torch.Tensor
 Level = torch.Tensor | None  # of what an operand may lack, such as a tensor scale
 
-_Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 # The vendor's GEMMs. The second is what F.scaled_mm calls, with less host time; a torch without it goes through that.
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
@@ -457,44 +457,18 @@ def _plain(task: _Task) -> Product:
 
 
 def _stored(task: _Task) -> Product:
-    """Products of a few rows of x with the exact values of stored codes, float32 sums, and one rounding
-    (docs/numerics.md 8.2); of more rows, and what the kernel does not read, as `_plain`.
-    """
-    rhs, shape, device = task.rhs, task.shape, task.device
-    names = _name_of(task.out_dtype), task.bias and _name_of(task.bias.dtype)
+    """Products of a few rows of x with stored codes; of more rows, and what the kernel does not read, as `_plain`."""
     otherwise = _plain(task)
-    if rhs.format.element.name not in ELEMENTS or not backends.support("triton", device):
+    decodes = decoding_of(task.rhs, task.shape, task.out_dtype, task.bias and task.bias.dtype, task.device)
+    if isinstance(decodes, str):
         return otherwise
-    from microfloat.passes import products
-    from microfloat.passes.matrix import At
-    from microfloat.torch.program import INTERPRETED, Program, device_of
-
-    codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
-    if (device.type != "cuda" and not INTERPRETED) or codes is None or not products.fits(codes, shape):
-        return otherwise
-    index, programs, rest = backends.device_index(device), {}, (None,) * (At.MADE - products.BIAS - 1)
 
     def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
-        if a[0].dtype not in (torch.bfloat16, torch.float16):
+        if a[0].dtype not in DECODED_BESIDE:
             return otherwise(a, b, bias)
-        b = b[0], _aligned(b[1]), b[2]
-        b_scale = b[1]
-        x, is_odd = _aligned(a[0].contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
-        program = programs.get((x.dtype, b_scale.stride(), is_odd))
-        if program is None:
-            strides = (b_scale.stride(0), b_scale.stride(1)) if b_scale.dim() == 2 else (0, 0)
-            dtypes, level_stride = (_name_of(x.dtype), *names), int(rhs.level == "row")
-            passes = products.decode_passes(codes, shape, dtypes, strides, level_stride, device_of(index))
-            program = Program(passes, device, frozenset((products.BIAS,) if is_odd else ()))
-            programs[x.dtype, b_scale.stride(), is_odd] = program
-        table = (None, x, None, *b, bias, *rest)
-        return program.run(0 if index < 0 else torch._C._cuda_getCurrentRawStream(index), table)[0]
+        return decodes(a[0], b, bias)
 
     return _as_product(multiplied)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _of_fprop(task: _Task) -> Product:
@@ -585,8 +559,4 @@ def _parts(one: Operand, turned: bool) -> Triple:
         scale = scale if columns_first else scale.t().contiguous().t()
     elif turned and scale.dim():
         scale = scale.t()
-    return _aligned(codes.t() if turned else codes), _aligned(scale), _aligned(one.tensor_scale)
-
-
-def _aligned(tensor: _Kept) -> _Kept:
-    return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()
+    return aligned(codes.t() if turned else codes), aligned(scale), aligned(one.tensor_scale)

@@ -10,8 +10,9 @@ section 5.3). So codes, y, dx and dw are those of a loop of Linears.
 
 A `GroupedSchedule` casts all groups in one launch and multiplies them in another where kernels can: a plan on the
 device says where groups stand in operands whose groups begin at tiles of 128 rows (`kernels.casts.groups`), and the
-host never reads their sizes. Elsewhere every group runs a `Schedule` of its own, kept by the number of its rows, and
-`reason` says why. Rows behind the last group give zeros in y and in dx.
+host never reads their sizes. So does the forward of a weight that is stored as codes, for a few rows of each expert
+(`decoding`). Elsewhere every group runs a `Schedule` of its own, kept by the number of its rows, and `reason` says why.
+Rows behind the last group give zeros in y and in dx.
 
 Legend: T = rows of x, G = groups, K = in features, N = out features.
 """
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS
-from microfloat.passes import CastInputs, why_not_in_groups
+from microfloat.passes import MOST_DECODED_ROWS, CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
 from microfloat.routes import OWN_GEMMS, Routes
 from microfloat.torch import backends, own_gemm, reference
@@ -33,6 +34,7 @@ from microfloat.torch._operators import refuse_transforms
 from microfloat.torch._typing import Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
+from microfloat.torch.decoding import DECODED_BESIDE, Decoding, decoding_of_experts, parts_of_experts
 from microfloat.torch.entries import Entries, delayed_of, entries_of, first_delayed, saved_parts
 from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import GroupPlan
 
 __all__ = [
-    "GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped", "why_one_by_one",
+    "GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped", "why_not_all_at_once",
 ]  # fmt: skip
 
 _MOST_SCHEDULES = 512
@@ -176,19 +178,67 @@ def find_grouped(
     compute = compute or autocast_dtype(x.device.type) or x.dtype
     key = (
         "grouped", recipe, name, compute, wants_dx, wants_dw, x.shape, x.dtype, x.get_device(), weight.shape,
-        weight.cast if isinstance(weight, QuantizedTensor) else weight.dtype, None if bias is None else bias.dtype,
+        _kind_of_stored(weight) if isinstance(weight, QuantizedTensor) else weight.dtype,
+        None if bias is None else bias.dtype,
     )  # fmt: skip
     schedule: Any = SCHEDULES.get(key)
     if schedule is None:
         backend = backends.choose(name, x.device)
         routes = backend.routes(recipe, x.device, None)
-        is_bfloat16 = x.shape[0] > 0 and compute == x.dtype == torch.bfloat16
-        reason = why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
-        if not reason and backend.programs is None:
-            reason = "kernels are left out"
-        made = GroupedSchedule if reason else _AllAtOnce
-        schedule = remember(key, made(recipe, backend, routes, x, weight, reason, compute, wants_dx, wants_dw))
+        options = recipe, backend, routes, x, weight
+        decoding = _decoding(recipe, routes, weight, x.shape[0], compute, bias)
+        if isinstance(decoding, Decoding):
+            made: GroupedSchedule = _Decoded(*options, "", compute, wants_dx, wants_dw)
+            made.decode = decoding
+        else:
+            is_bfloat16 = x.shape[0] > 0 and compute == x.dtype == torch.bfloat16
+            reason = decoding or why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
+            if not reason and backend.programs is None:
+                reason = "kernels are left out"
+            one = GroupedSchedule if reason else _AllAtOnce
+            made = one(*options, reason, compute, wants_dx, wants_dw)
+        schedule = remember(key, made)
     return schedule
+
+
+def _kind_of_stored(weight: QuantizedTensor) -> tuple:
+    """All that a schedule depends on besides the sizes of a stored weight."""
+    parts = weight.part_list()
+    return weight.cast, weight.axis, *[part.dim() for part in parts], all(part.is_contiguous() for part in parts)
+
+
+def _decoding(
+    recipe: Recipe, routes: Routes, weight: torch.Tensor, rows: int | None, compute: torch.dtype,
+    bias: torch.Tensor | None,
+) -> Decoding | str:  # fmt: skip
+    """The product of all groups with the stored codes of experts, or why there is none; "" where nobody asks for one.
+
+    `rows` None: of any number of them that is few enough.
+    """
+    if routes.fprop.kind != "stored":
+        return ""
+    if not isinstance(weight, QuantizedTensor):
+        return "the kernel that multiplies all groups reads a weight that is stored as codes"
+    if compute not in DECODED_BESIDE:
+        return f"the kernel that multiplies all groups takes x in bfloat16 or float16, not in {compute}"
+    chosen = recipe.for_call(rows or 0, weight.cast)
+    if chosen.fprop.lhs is not None or chosen.fprop.rhs != weight.cast:
+        return "the weight is stored in another format, or groups of many rows are multiplied in another one"
+    if rows == 0 or not weight.numel():
+        return "there is nothing to multiply"
+    return decoding_of_experts(weight, rows or 0, compute, None if bias is None else bias.dtype)
+
+
+def why_not_all_at_once(
+    recipe: Recipe, routes: Routes, backend: str, weight: torch.Tensor, bias: torch.Tensor | None
+) -> str:
+    """Remark on a layer whose groups do not all go in one launch, whatever the number of its rows; "" without one."""
+    decoding = _decoding(recipe, routes, weight, None, weight.dtype, bias)
+    if isinstance(decoding, Decoding):
+        few = f"up to {MOST_DECODED_ROWS} rows for each group on average, all groups in one launch"
+        return f"{few}; more, one group after the other"
+    why = decoding or why_one_by_one(recipe, routes, backend, weight, bias is not None, is_bfloat16=True)
+    return f"one group after the other: {why}" if why else ""
 
 
 def why_one_by_one(
@@ -387,6 +437,28 @@ class GroupedSchedule(Schedule):
 
     def _of_backward(self, group: int, rows: slice) -> Schedule | None:
         return self._schedules.get((group if self.is_stochastic else 0, rows.stop - rows.start))
+
+
+class _Decoded(GroupedSchedule):
+    """A `GroupedSchedule` whose forward decodes the stored codes of experts, for all groups in one launch.
+
+    Backward, for adapters, goes by groups.
+    """
+
+    decode: Decoding
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
+        w_inputs: CastInputs, kept: Parts | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+        """y of all groups, and the operands of x and w that backward reads, of one group after the other."""
+        assert isinstance(weight, QuantizedTensor)
+        matrix, parts, groups = self._matrix(x), parts_of_experts(weight), x_inputs.groups
+        plan = groups.plan(self.decode.rows_of_tile(matrix, parts[1], bias), self._programs).table
+        y = self.decode(matrix, parts, bias, plan)
+        if not (self.wants_dx or self.wants_dw):
+            return y, ()
+        return y, tuple(self.saved_anew(x, weight, x_inputs, w_inputs))
 
 
 class _AllAtOnce(GroupedSchedule):

@@ -127,12 +127,14 @@ def is_known(launcher: object) -> bool:
 class Kernel:
     """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key.
 
-    `cooperative`: all programs of a launch run at once, so that they may wait for each other.
+    `cooperative`: all programs of a launch run at once, so that they may wait for each other. `dependent`: they begin
+    while the launch before them ends, and wait for it themselves.
     """
 
-    def __init__(self, function: Callable, *, cooperative: bool = False) -> None:
+    def __init__(self, function: Callable, *, cooperative: bool = False, dependent: bool = False) -> None:
         self.function: Any = function
         self._options = {"enable_fp_fusion": False} | ({"launch_cooperative_grid": True} if cooperative else {})
+        self._options |= {"launch_pdl": True} if dependent else {}
         self.compiled: dict[tuple, Bind] = {}
 
     def compile(
@@ -146,6 +148,13 @@ class Kernel:
         if bind is not None:
             self.compiled[key] = bind
         return bind
+
+    def warm_up(
+        self, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple, warps: Warps
+    ) -> object:  # fmt: skip
+        """The kernel compiled for such tensors, without starting it; it stays in Triton's cache on disk."""
+        arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
+        return self.function.warmup(*arguments, grid=(programs,), **self._options_of(warps))
 
     def _options_of(self, warps: Warps) -> Options:
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
@@ -179,9 +188,7 @@ class ClusterKernel(Kernel):
         warps: Warps,
     ) -> Bind:  # fmt: skip
         """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
-        compiled = self.function.warmup(
-            *[as_bytes(t) for t in tensors], *scalars, *constants, grid=(programs,), **self._options_of(warps)
-        )
+        compiled = self.warm_up(programs, tensors, scalars, constants, warps)
         bind = starter(compiled, self._size)
         if bind is None:
             raise ClusterRefused
@@ -346,9 +353,13 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 
 @functools.cache
-def kernel_of(function: Callable, cooperative: bool = False, cluster: int = 0) -> Kernel:
+def kernel_of(
+    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False
+) -> Kernel:  # fmt: skip
     """The launcher of a kernel, which keeps its compiled versions."""
-    return ClusterKernel(function, cluster) if cluster else Kernel(function, cooperative=cooperative)
+    if cluster:
+        return ClusterKernel(function, cluster)
+    return Kernel(function, cooperative=cooperative, dependent=dependent)
 
 
 class _Allocation(NamedTuple):
@@ -404,7 +415,7 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster)
+            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None

@@ -18,23 +18,27 @@ for the L2 cache, since every part of x is new to its multiprocessor: on an H200
 More than eight tokens come in the order of the tensor cores, which `decode_order` gives them in a pass of its own.
 
 Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end.
+
+The weights [E, N, K] of experts lie one below the other. Groups of rows of x, one for each expert, are planned on the
+device (`kernels.casts.groups`): a table says for each tile of 8 * TOKENS rows of x, of which no two groups share one,
+where it begins, how many rows it has and whose they are. Programs that read the same rows of a weight for two tiles of
+one group are neighbours, so that the second finds them in the L2 cache.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT, scale_value
-from microfloat.kernels.device.convert import (
-    WORDS_BF16,
-    WORDS_F16,
-    bf16_bits,
-    bf16_word,
-    decode,
-    fp8_text,
-    high_half,
-    low_half,
+from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
+from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, high_half, low_half
+from microfloat.kernels.gemm.elements import (
+    ask_for,
+    begin_after,
+    fp8_pairs,
+    part_of_x,
+    placed_fp4,
+    scale_words,
+    times,
 )
-from microfloat.kernels.device.packed import scale_word
 
 
 @triton.jit
@@ -92,39 +96,6 @@ def _dots(a, b):
 
 
 @triton.jit
-def _placed_fp4(word):
-    """The pairs (i, i + 4) of eight E2M1 codes as bfloat16 words times 2^-126: a shifted code is a bfloat16 so small.
-
-    One multiplication copies a nibble to where the sign goes and to where exponent and mantissa go.
-    """
-    high = word >> 8
-    p0 = ((word & 0x000F000F) * 0x1040) & -2117828160  # 0x81C081C0
-    p1 = ((word & 0x00F000F0) * 0x0104) & -2117828160
-    p2 = ((high & 0x000F000F) * 0x1040) & -2117828160
-    p3 = ((high & 0x00F000F0) * 0x0104) & -2117828160
-    return p0, p1, p2, p3
-
-
-@triton.jit
-def _fp8_pairs(word, MB: tl.constexpr, BIAS: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """The pairs (0, 1) and (2, 3) of four codes of a byte each as bfloat16 words."""
-    if CONVERSIONS and BIAS >= 7:
-        PTX: tl.constexpr = fp8_text(
-            "{ .reg .b16 p, q, a, b, c, d; .reg .b32 u, v; .reg .f32 e, f; mov.b32 {p, q}, $2; "
-            "cvt.rn.f16x2.FP8x2 u, p; mov.b32 {a, b}, u; cvt.f32.f16 e, a; cvt.f32.f16 f, b; "
-            "cvt.rn.bf16x2.f32 $0, f, e; "
-            "cvt.rn.f16x2.FP8x2 v, q; mov.b32 {c, d}, v; cvt.f32.f16 e, c; cvt.f32.f16 f, d; "
-            "cvt.rn.bf16x2.f32 $1, f, e; }",
-            MB,
-        )
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
-    else:
-        first = bf16_word(decode(word & 0xFF, MB, BIAS), decode((word >> 8) & 0xFF, MB, BIAS), False)
-        second = bf16_word(decode((word >> 16) & 0xFF, MB, BIAS), decode((word >> 24) & 0xFF, MB, BIAS), False)
-        return first, second
-
-
-@triton.jit
 def _choose(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
     """Words of the low halves (SELECTOR 0) or of the high halves (1) of a and b."""
     if HW:
@@ -137,24 +108,10 @@ def _choose(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def _parts_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
-    """Two elements of x as bfloat16: themselves, or of float16 the rounded values (PART 0) and what is left (1)."""
-    if KIND == WORDS_BF16:
-        return word
-    else:
-        low, high = low_half(word, WORDS_F16), high_half(word, WORDS_F16)
-        rounded = bf16_word(low, high, HW)
-        if PART == 0:
-            return rounded
-        else:
-            return bf16_word(low - low_half(rounded, WORDS_BF16), high - high_half(rounded, WORDS_BF16), HW)
-
-
-@triton.jit
 def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
     """B operands of the tensor cores from 8 neighbours of each lane's token, paired as the codes are: 4 words."""
-    w0, w1 = _parts_of_x(words[0], KIND, PART, HW), _parts_of_x(words[1], KIND, PART, HW)
-    w2, w3 = _parts_of_x(words[2], KIND, PART, HW), _parts_of_x(words[3], KIND, PART, HW)
+    w0, w1 = part_of_x(words[0], KIND, PART, HW), part_of_x(words[1], KIND, PART, HW)
+    w2, w3 = part_of_x(words[2], KIND, PART, HW), part_of_x(words[3], KIND, PART, HW)
     if BITS == 4:
         return _choose(w0, w2, 0, HW), _choose(w0, w2, 1, HW), _choose(w1, w3, 0, HW), _choose(w1, w3, 1, HW)
     else:
@@ -226,49 +183,43 @@ def _operands_of_x(words, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.const
 
 
 @triton.jit
-def decode_order(
-    x_ptr, out_ptr, M, x_units, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """x in the order in which `decode_gemm` takes it: [chunk and half, 8 tokens, step, part of x, lane, 4 words].
+def _tile_of_x(plan_ptr, entry, M, GROUPED: tl.constexpr):
+    """Its first row, its number of rows, and its expert: -1 behind the last group, where there may be no rows."""
+    if GROUPED:
+        at = plan_ptr + 1 + 4 * entry  # the table follows its length
+        return tl.load(at + 2), tl.load(at + 1), tl.load(at + 3)
+    else:
+        return 0, M, 0
 
-    A warp orders 8 elements of 4 places in each of 8 tokens; 0 where there is no token or element.
+
+@triton.jit
+def decode_order(
+    x_ptr, plan_ptr, out_ptr, M, x_units, programs, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    HW: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """x in the order in which `decode_gemm` takes it: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words].
+
+    A warp orders 8 elements of 4 places in each of 8 tokens; 0 where there is no token or element. Grid: `programs` for
+    each tile of x.
     """
     EACH: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     lane = tl.arange(0, 32 * WARPS)
     item = tl.program_id(0) * WARPS + (lane >> 5)
-    step, token = item % EACH, ((item // EACH) % CUT.TOKENS) * 8 + ((lane >> 2) & 7)
-    half = item // (EACH * CUT.TOKENS)
+    first, rows, _ = _tile_of_x(plan_ptr, tl.program_id(0) // programs, M, CUT.GROUPED)
+    place = item % (programs * WARPS) if CUT.GROUPED else item
+    step, token = place % EACH, ((place // EACH) % CUT.TOKENS) * 8 + ((lane >> 2) & 7)
+    half = place // (EACH * CUT.TOKENS)
     unit = (half * 4 + (lane & 3)) * EACH + step
-    x_at = x_ptr.to(tl.pointer_type(tl.int32)) + (token * x_units + unit) * 4
-    words = _four_words(x_at, ((token < M) & (unit < x_units)).to(tl.int32), True, HW)
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    if CUT.DEPENDENT and HW:
+        x_ptr += begin_after()
+    x_at = x_ptr + ((first + token) * x_units + unit) * 4
+    words = _four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, HW)
     at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
     for part in tl.static_range(PARTS):
         made = _stack(_paired(words, BITS, KIND, part, HW))
         tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
-
-
-@triton.jit
-def _scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.constexpr):
-    """The factors of a lane's codes as words of two equal bfloat16: of their two halves."""
-    if CODES.SCALE == SCALE_E8M0:
-        s = scale_value(stored, SCALE_E8M0)
-        word = bf16_word(s, s, HW)
-        return word, word
-    else:
-        if CONVERSIONS:
-            PTX: tl.constexpr = (
-                "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 h, p; "
-                "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
-            )
-            low, high = tl.inline_asm_elementwise(
-                PTX, "=r,=r,r", [stored], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-            )
-        else:
-            low, high = decode(stored & 0xFF, 3, 7), decode((stored >> 8) & 0xFF, 3, 7)
-        low, high = low * 2.0**119, high * 2.0**119
-        return bf16_word(low, low, HW), bf16_word(high, high, HW)
 
 
 @triton.jit
@@ -394,7 +345,7 @@ def _chunk_sums(
         if CODES.SCALE != SCALE_FLOAT:
             for i in tl.static_range(2 * TILES):
                 of_row = _stored_scales((stored[2 * i], stored[2 * i + 1]), lane, half, CODES, CUT, HW)
-                scales = scales + _scale_words(of_row, CODES, CONVERSIONS, HW)
+                scales = scales + scale_words(of_row, CODES, CONVERSIONS, HW)
         for u in tl.static_range(EACH):
             x = _operands_of_x(queue, CODES, CUT, KIND, HW)
             queue = _from(queue, EACH_STEP)
@@ -410,13 +361,28 @@ def _chunk_sums(
     return total, queue
 
 
+@triton.jit
+def _ask_for_codes(code_at, first, code_units, CUT: tl.constexpr):
+    """Ask the L2 cache for the chunks that the loop begins with; those are the same for the lanes of a row."""
+    STRIDE: tl.constexpr = CUT.LENGTH_WARPS
+    STAGES: tl.constexpr = CUT.STAGES
+    for i in tl.static_range(2 * CUT.TILES):
+        for step in tl.static_range(STAGES):
+            chunk = first + step * STRIDE
+            ask_for(code_at[i] + chunk * 32, (chunk * 8 < code_units).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["M"])
 def decode_gemm(
-    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, x_units, code_units, scale_stride_r,
-    scale_stride_k, level_stride, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
-    CONVERSIONS: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, plan_ptr, out_ptr, M, N, x_units, code_units, scale_stride_r,
+    scale_stride_k, level_stride, scale_stride_e, level_stride_e, entries, CODES: tl.constexpr, CUT: tl.constexpr,
+    KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows. `x_units`, `code_units`: 16-byte units of a row of x and of codes."""
+    """Grid: tiles of rows of the weight, and within those the `entries` tiles of x.
+
+    `x_units`, `code_units`: 16-byte units of a row of x and of codes. `scale_stride_e`, `level_stride_e`: from the
+    scales of an expert to those of the next.
+    """
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
     WARPS: tl.constexpr = CUT.ROW_WARPS * CUT.LENGTH_WARPS
@@ -424,7 +390,23 @@ def decode_gemm(
     EACH: tl.constexpr = 16 // CODES.BITS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     AHEAD: tl.constexpr = min(CUT.AHEAD, 2 * EACH)
-    row0 = tl.program_id(0) * (16 * TILES * CUT.ROW_WARPS)
+    entry, tile = 0, tl.program_id(0)
+    if CUT.GROUPED:
+        entry, tile = tile % entries, tile // entries
+    token0, tokens, expert = _tile_of_x(plan_ptr, entry, M, CUT.GROUPED)
+    steps = ((code_units + 7) // 8 + STRIDE - 1) // STRIDE
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    row_of_expert = 0
+    if CUT.GROUPED:
+        if CUT.ORDERED:
+            x_ptr += entry * (steps * STRIDE) * (2 * TOKENS * EACH * PARTS * 128)
+        else:
+            x_ptr += token0 * (x_units * 4)
+        steps = tl.where(expert < 0, 0, steps)  # zeros, read from nowhere
+        expert = tl.maximum(expert, 0)
+        row_of_expert = expert * N
+        scale_ptr += expert * scale_stride_e
+    row0 = tile * (16 * TILES * CUT.ROW_WARPS)
     thread = tl.arange(0, 32 * WARPS)
     lane = thread & 31
     warp, g, t = thread >> 5, lane >> 2, lane & 3
@@ -432,9 +414,12 @@ def decode_gemm(
     for i in tl.static_range(2 * TILES):
         row = tl.minimum(row0 + (warp // STRIDE) * (16 * TILES) + g + 8 * i, N - 1)
         rows = rows + (row,)
+        row += row_of_expert
         code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + t) * 4,)
     scale_at = _scale_addresses(scale_ptr, rows, t, scale_stride_r, CODES, CUT)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    if CUT.DEPENDENT and HW:
+        _ask_for_codes(code_at, warp % STRIDE, code_units, CUT)
+        x_ptr += begin_after()
     x_at, here = (), ()
     for n in tl.static_range(TOKENS):  # of tokens that are not there any words, and what comes of them is not stored
         if CUT.ORDERED:
@@ -442,9 +427,8 @@ def decode_gemm(
             here = here + (lane * 0 + 1,)
         else:
             x_at = x_at + (x_ptr + ((8 * n + g) * x_units + t * EACH) * 4,)
-            here = here + ((8 * n + g < M).to(tl.int32),)
+            here = here + ((8 * n + g < tokens).to(tl.int32),)
     first = warp % STRIDE
-    steps = ((code_units + 7) // 8 + STRIDE - 1) // STRIDE
     zero = (first * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TILES * TOKENS):
@@ -463,7 +447,17 @@ def decode_gemm(
             chunk, following = first + step * STRIDE, first + tl.minimum(step + 1, steps - 1) * STRIDE
             sums, queue = _chunk_sums(at, lane, chunk, following, sums, queue, CODES, CUT, KIND, HW, CONVERSIONS)
             step += 1
-    _store(sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride, CODES, CUT, HW)
+    if CUT.GROUPED:
+        if CODES.LEVEL:
+            level_ptr += expert * level_stride_e
+        if CUT.BIAS:
+            bias_ptr += row_of_expert
+        out_ptr += token0.to(tl.int64) * N
+    # Rows of x behind the last group give zeros: those were no steps.
+    _store(
+        sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, tokens, N, scale_stride_r, level_stride, steps > 0, CODES,
+        CUT, HW,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -496,9 +490,9 @@ def _step_sums(
 def _elements(words, AT: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CONVERSIONS: tl.constexpr):
     """Four pairs of elements from the words of a row."""
     if CODES.BITS == 4:
-        return _placed_fp4(words[AT + U])
+        return placed_fp4(words[AT + U])
     else:
-        return _fp8_pairs(words[AT + 2 * U], CODES.MB, CODES.BIAS, CONVERSIONS) + _fp8_pairs(
+        return fp8_pairs(words[AT + 2 * U], CODES.MB, CODES.BIAS, CONVERSIONS) + fp8_pairs(
             words[AT + 2 * U + 1], CODES.MB, CODES.BIAS, CONVERSIONS
         )
 
@@ -530,23 +524,14 @@ def _scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
     for i in tl.static_range(4):
         value = pairs[i]
         if CODES.SCALE == SCALE_E8M0 and CODES.BITS == 4:
-            value = _times(value, 0x7E807E80 + tl.zeros_like(value), HW)
-        made = made + (_times(value, scale, HW),)
+            value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)
+        made = made + (times(value, scale, HW),)
     return made
 
 
 @triton.jit
-def _times(a, b, HW: tl.constexpr):
-    if HW:
-        return scale_word(a, b)
-    else:
-        low = low_half(a, WORDS_BF16) * low_half(b, WORDS_BF16)
-        return bf16_word(low, high_half(a, WORDS_BF16) * high_half(b, WORDS_BF16), False)
-
-
-@triton.jit
 def _store(
-    sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride,
+    sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride, is_of_expert,
     CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = CUT.TILES
@@ -568,6 +553,8 @@ def _store(
         total = total * tl.load(level_ptr + row * level_stride, mask=inside, other=0.0)
     if CUT.BIAS:
         total = total + tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    if CUT.GROUPED:
+        total = tl.where(is_of_expert, total, 0.0)
     at = out_ptr + token.to(tl.int64) * N + row
     if out_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)

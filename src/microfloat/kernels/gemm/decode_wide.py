@@ -1,0 +1,323 @@
+"""Products of 16 to 64 rows of x with stored codes by warpgroups: ``y.T [N, M] = (dec(W) * scale) [N, K] @ x.T``.
+
+`kernels.gemm.decode` reads all of x for every 16 to 32 rows of the weight. With 64 rows of x that is more than the
+weight itself (64 x 8192 for each of 128 programs: 134 MB from the L2 cache, beside 38 MB of NVFP4). Here a program has
+16 * ROW_WARPS * TILES rows of the weight and a part of K (SPLITS), x is copied to shared memory once for all its warps,
+and every element that is decoded meets all rows of x: `wgmma` on Hopper, with the weight as its left operand in
+registers. Not yet run on a GPU.
+
+The sum over K has no order, so a lane takes 16 neighbouring bytes of a row as its part of a *step* (64 bytes of a row),
+as there: lane 4 g + t has rows g and g + 8 of 16, and quarter t. The tensor cores number the elements of k16 otherwise
+(lane t has k = 2t, 2t + 1, 2t + 8 and 2t + 9 of A), and a lane's words decode to pairs of elements in a fixed order; so
+`order_wide` writes x in the order in which the elements of W come: [part of x and row, step, k]. A tensor of words
+[8 * ROW_WARPS, 16] for rows g, and one for rows g + 8, then becomes A by joins and a change of axes that move nothing
+from thread to thread (tests/kernels/test_decode.py looks at the machine code). Parts of K are summed by `sum_parts`, in
+their order: the same bytes every time.
+
+x of float16 enters as two bfloat16 parts, which are further rows of x. Scales as in `kernels.gemm.decode`.
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
+from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits
+from microfloat.kernels.gemm.elements import (
+    ask_for,
+    begin_after,
+    fp8_pairs,
+    part_of_x,
+    placed_fp4,
+    scale_words,
+    times,
+)
+
+
+@triton.jit
+def order_wide(
+    x_ptr, out_ptr, M, K, x_length, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x as `decode_wide` takes it; 0 where there is no row or element. Grid: rows, and blocks of `x_length`."""
+    ROWS: tl.constexpr = 8 * CUT.TOKENS
+    blocks = (x_length + BLOCK - 1) // BLOCK
+    token = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    # k of a step: parity of a pair, t, the first or second pair of a lane, and the number of k16.
+    parity, t, second, k16 = at & 1, (at >> 1) & 3, (at >> 3) & 1, at >> 4
+    if BITS == 4:
+        element = (k16 >> 3) * 128 + t * 32 + ((k16 >> 1) & 3) * 8 + (k16 & 1) * 2 + second + parity * 4
+    else:
+        element = (k16 >> 2) * 64 + t * 16 + (k16 & 3) * 4 + second * 2 + parity
+    bits = x_ptr.to(tl.pointer_type(tl.int16))
+    if CUT.DEPENDENT and HW:
+        bits += begin_after()
+    inside = (token < M) & (element < K) & (at < x_length)
+    x = tl.load(bits + token * K + element, mask=inside, other=0)
+    out = out_ptr.to(tl.pointer_type(tl.int16)) + token * x_length + at
+    if KIND == WORDS_BF16:
+        tl.store(out, x, mask=at < x_length)
+    else:
+        word = x.to(tl.int32) & 0xFFFF
+        for part in tl.static_range(2):
+            of_x = part_of_x(word, KIND, part, HW)
+            tl.store(out + part * ROWS * x_length, of_x.to(tl.int16), mask=at < x_length)
+
+
+@triton.jit
+def _halves(pair):
+    """The two bfloat16 elements of a word each, side by side in a new last axis."""
+    low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _stored_scales(at, step, t, CODES: tl.constexpr, CUT: tl.constexpr, stride_k, length):
+    """The scale, or the two, of a lane's quarter of a step, for each row; `at` [rows]: of scale 0."""
+    WORDS: tl.constexpr = CUT.WIDE
+    t = t[None, :]
+    at = at[:, None]
+    if CODES.SCALE == SCALE_E4M3:
+        if WORDS:  # a word has those of 64 elements
+            word = step * 2 + (t >> 1)
+            if CUT.EVEN:
+                stored = tl.load(at + word)
+            else:
+                stored = tl.load(at + word, mask=word * 64 < length, other=0)
+            return stored >> ((t & 1) * 16)
+        else:
+            unit = step * 4 + t
+            return tl.load(at.to(tl.pointer_type(tl.int16)) + unit, mask=unit * 32 < length, other=0).to(tl.int32)
+    elif CODES.BITS == 4:
+        if WORDS:  # of 128 elements, which every lane reads
+            return (tl.load(at + step + t * 0, mask=(step + t * 0) * 128 < length, other=0) >> (t * 8)) & 0xFF
+        else:
+            place = step * 4 + t
+            return tl.load(at + place * stride_k, mask=place * 32 < length, other=0).to(tl.int32)
+    else:
+        place = step * 2 + (t >> 1)
+        if WORDS:
+            word = tl.load(at + (place >> 2), mask=place * 32 < length, other=0)
+            return (word >> ((place & 3) * 8)) & 0xFF
+        else:
+            return tl.load(at + place * stride_k, mask=place * 32 < length, other=0).to(tl.int32)
+
+
+@triton.jit
+def _factors(stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
+    """The factors of every word of codes, [rows, 16], as words of two equal bfloat16."""
+    ROWS: tl.constexpr = 8 * CUT.ROW_WARPS
+    low, high = scale_words(stored, CODES, CONVERSIONS, HW)
+    both = tl.broadcast_to(tl.join(low, high)[:, :, :, None], [ROWS, 4, 2, 2])
+    return tl.reshape(both, [ROWS, 16])
+
+
+@triton.jit
+def _rows_of_step(words, stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
+    """Decoded and scaled elements: [rows, word, parity, second, (k16 of a word)]."""
+    if CODES.BITS == 4:
+        pairs = placed_fp4(words)
+    else:
+        pairs = fp8_pairs(words, CODES.MB, CODES.BIAS, CONVERSIONS)
+    if CODES.SCALE != SCALE_FLOAT:
+        factors = _factors(stored, CODES, CUT, HW, CONVERSIONS)
+        scaled = ()
+        for i in tl.static_range(len(pairs)):
+            value = pairs[i]
+            if CODES.SCALE == SCALE_E8M0 and CODES.BITS == 4:
+                value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)
+            scaled = scaled + (times(value, factors, HW),)
+        pairs = scaled
+    first = tl.join(_halves(pairs[0]), _halves(pairs[1]))
+    if CODES.BITS == 4:
+        return tl.join(first, tl.join(_halves(pairs[2]), _halves(pairs[3])))
+    else:
+        return first
+
+
+@triton.jit
+def _left(low, high, BITS: tl.constexpr, ROW_WARPS: tl.constexpr):
+    """A [16 * ROW_WARPS, k] from the elements of rows g and of rows g + 8."""
+    both = tl.join(low, high)
+    if BITS == 4:
+        both = tl.reshape(both, [ROW_WARPS, 8, 4, 4, 2, 2, 2, 2])
+        both = tl.permute(both, (0, 7, 1, 3, 6, 5, 2, 4))  # warp, row half, g, word, k16 of a word, second, t, parity
+        return tl.reshape(both, [16 * ROW_WARPS, 128])
+    else:
+        both = tl.reshape(both, [ROW_WARPS, 8, 4, 4, 2, 2, 2])
+        both = tl.permute(both, (0, 6, 1, 3, 5, 2, 4))
+        return tl.reshape(both, [16 * ROW_WARPS, 64])
+
+
+@triton.jit
+def _product(a, x, sums, HW: tl.constexpr):
+    """sums + a @ x.T; the interpreter's own product of bfloat16 takes the bits for integers."""
+    if HW:
+        return tl.dot(a, x.T, sums)
+    else:
+        return tl.dot(a.to(tl.float32), x.T.to(tl.float32), sums)
+
+
+@triton.jit
+def _step_sums(
+    step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    CONVERSIONS: tl.constexpr,
+):  # fmt: skip
+    """The sums of every tile with the products of a step."""
+    code_at, scale_at, row_scale_at, x_at, code_words, length, stride_k = at
+    STEP: tl.constexpr = 512 // CODES.BITS
+    BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
+    t, word = tl.arange(0, 4), step * 16 + tl.arange(0, 16)[None, :]
+    x = tl.load(x_at + step * STEP)
+    TILES: tl.constexpr = CUT.TILES
+    made = ()
+    for tile in tl.static_range(TILES):
+        halves = ()
+        for half in tl.static_range(2):
+            if CUT.EVEN:
+                words = tl.load(code_at[2 * tile + half] + step * 16, eviction_policy="evict_first")
+            else:
+                inside = word < code_words
+                words = tl.load(
+                    code_at[2 * tile + half] + step * 16, mask=inside, other=0, eviction_policy="evict_first"
+                )
+            stored = words
+            if CODES.SCALE != SCALE_FLOAT:
+                stored = _stored_scales(scale_at[2 * tile + half], step, t, CODES, CUT, stride_k, length)
+            halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
+        a = _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
+        if BLOCKS:
+            scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
+            made = made + (
+                tl.fma(
+                    _product(a, x, tl.zeros_like(sums[tile]), HW),
+                    tl.broadcast_to(scale[:, None], sums[tile].shape),
+                    sums[tile],
+                ),
+            )
+        else:
+            made = made + (_product(a, x, sums[tile], HW),)
+    return made
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def decode_wide(
+    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, K, x_length, code_units, scale_stride_r,
+    scale_stride_k, level_stride, splits, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    CONVERSIONS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of rows of the weight, and within those the `splits` parts of K (CUT.SPLITS: 1, or 2 for several).
+
+    `x_length`: elements of a row of ordered x; `code_units`: 16-byte units of a row of codes. `out`: y, or of several
+    parts their float32 sums [splits, M, N].
+    """
+    WARPS: tl.constexpr = CUT.ROW_WARPS
+    TILES: tl.constexpr = CUT.TILES
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
+    COLUMNS: tl.constexpr = 8 * CUT.TOKENS * PARTS
+    STEP: tl.constexpr = 512 // CODES.BITS
+    STAGES: tl.constexpr = CUT.STAGES
+    part = tl.program_id(0) % splits
+    steps = (code_units + 3) // 4
+    each = (steps + splits - 1) // splits
+    first, last = part * each, tl.minimum(part * each + each, steps)
+    row0 = (tl.program_id(0) // splits) * (16 * WARPS * CUT.TILES)
+    i = tl.arange(0, 8 * WARPS)
+    in_tile = (i >> 3) * 16 + (i & 7)
+    code_at, scale_at, row_scale_at = (), (), ()
+    for half in tl.static_range(2 * TILES):
+        row = tl.minimum(row0 + (half // 2) * (16 * WARPS) + (half % 2) * 8 + in_tile, N - 1)
+        at = codes_ptr.to(tl.pointer_type(tl.int32)) + row * (code_units * 4)
+        if CUT.DEPENDENT and HW:
+            for step in tl.static_range(STAGES):  # the steps that the loop begins with
+                unit = (first + step) * 4
+                ask_for(at + unit * 4, (unit + row * 0 < code_units).to(tl.int32))
+        code_at = code_at + (at[:, None] + tl.arange(0, 16)[None, :],)
+        if CODES.SCALE == SCALE_FLOAT:
+            scale_at = scale_at + (0,)
+        elif CUT.WIDE:
+            scale_at = scale_at + (
+                scale_ptr.to(tl.pointer_type(tl.int32)) + row // CODES.HEIGHT * (scale_stride_r // 4),
+            )
+        else:
+            scale_at = scale_at + (scale_ptr + row // CODES.HEIGHT * scale_stride_r,)
+    rows = tl.arange(0, 16 * WARPS)
+    for tile in tl.static_range(TILES):
+        row = tl.minimum(row0 + tile * (16 * WARPS) + rows, N - 1)
+        row_scale_at = row_scale_at + (scale_ptr + row // CODES.HEIGHT * scale_stride_r,)
+    x_at = x_ptr.to(tl.pointer_type(tl.bfloat16)) + tl.arange(0, COLUMNS)[:, None] * x_length
+    x_at += tl.arange(0, STEP)[None, :]
+    if CUT.DEPENDENT and HW:
+        x_at += begin_after() * 16
+    sums = ()
+    for _tile in tl.static_range(TILES):
+        sums = sums + (tl.zeros([16 * WARPS, COLUMNS], tl.float32),)
+    at = (code_at, scale_at, row_scale_at, x_at, code_units * 4, K, scale_stride_k)
+    if HW:
+        for step in tl.range(first, last, num_stages=CUT.STAGES):
+            sums = _step_sums(step, at, sums, CODES, CUT, KIND, HW, CONVERSIONS)
+    else:  # the interpreter has no such loop
+        step = first
+        while step < last:
+            sums = _step_sums(step, at, sums, CODES, CUT, KIND, HW, CONVERSIONS)
+            step += 1
+    token = tl.arange(0, 8 * CUT.TOKENS)[None, :]
+    for tile in tl.static_range(TILES):
+        total = sums[tile]
+        if PARTS == 2:
+            total = tl.sum(tl.reshape(total, [16 * WARPS, 2, 8 * CUT.TOKENS]), 1)
+        row = row0 + tile * (16 * WARPS) + rows[:, None]
+        inside = (row < N) & (token < M)
+        if CUT.SPLITS > 1:
+            tl.store(out_ptr + (part * M + token).to(tl.int64) * N + row, total, mask=inside)
+        else:
+            total = _finished(
+                total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
+            )
+            _put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+
+
+@triton.jit
+def _finished(
+    total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """Sums times what multiplies all of them, plus the bias; as `kernels.gemm.decode` does it."""
+    if CODES.SCALE == SCALE_E4M3:
+        total = total * 128.0
+    if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
+        total = total * tl.load(scale_ptr + row * scale_stride_r, mask=inside, other=0.0)
+    if CODES.LEVEL:
+        total = total * tl.load(level_ptr + row * level_stride, mask=inside, other=0.0)
+    if CUT.BIAS:
+        total = total + tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _put(at, total, inside, HW: tl.constexpr):
+    if at.dtype.element_ty == tl.bfloat16:
+        tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
+    else:
+        tl.store(at, total.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def sum_parts(
+    parts_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, scale_stride_r, level_stride, splits,
+    CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y from the sums of all parts of K, in their order. Grid: rows of y, and blocks of N."""
+    blocks = (N + BLOCK - 1) // BLOCK
+    token, row = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = row < N
+    if CUT.DEPENDENT and HW:
+        parts_ptr += begin_after()
+    total = tl.load(parts_ptr + token * N + row, mask=inside, other=0.0)
+    part = 1
+    while part < splits:
+        total += tl.load(parts_ptr + (part * M + token) * N + row, mask=inside, other=0.0)
+        part += 1
+    total = _finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
+    _put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
