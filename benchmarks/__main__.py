@@ -53,6 +53,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--device", default="", help="cuda or cpu; default: cuda where there is one")
         if name == "quantize":
             command.add_argument("--sweep", action="store_true", help="time tile shapes of the kernels instead")
+        if name == "decode":
+            command.add_argument("--cuts", action="store_true", help="time the divisions of each product instead")
+            command.add_argument("--seconds", type=float, default=600.0, help="no row of --cuts begins later")
+            command.add_argument("--compile", action="store_true", help="with --cuts: compile them, without a GPU too")
         if name == "profile":
             command.add_argument("--host", action="store_true", help="Python functions of a small step instead")
     for name in OF_CPU:
@@ -78,10 +82,11 @@ def main(arguments: list[str]) -> int:
 
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cpu":
-        if not options.quick:
+        if not options.quick and not getattr(options, "compile", False):
             print("no CUDA device: only --quick runs here, on tiny matrices (`python -m benchmarks cpu` times a CPU)")
             return 2
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+        if options.quick:
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
     return importlib.import_module(COMMANDS[options.command]).main(options, arguments)
 
 

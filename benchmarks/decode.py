@@ -24,7 +24,7 @@ SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)
 TOKENS = (1, 4, 16, 32, 64, 256)
 WEIGHTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "row": "fp8_row", "block": "fp8_128x128"}
 PREFILL = 4096
-_CALLS, _CACHE_BYTES = 16, 240e6
+CALLS, _CACHE_BYTES = 16, 240e6  # products in a graph
 # One rounding of y to bfloat16, and a float32 sum of K terms: 2^-9 of the largest magnitude, far above the mean.
 _LARGEST_DIFFERENCE = 2.0**-8
 
@@ -55,7 +55,7 @@ def graph_of(layers: list[nn.Linear], x: torch.Tensor) -> Callable[[int], object
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(_CALLS):
+        for i in range(CALLS):
             layers[i % len(layers)](x)
     return lambda i: graph.replay()
 
@@ -65,7 +65,7 @@ def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
     options, (n, k) = report.options, shape
     plain, stored = layers_of(None, shape, options), layers_of(WEIGHTS[name], shape, options)
     exact = stored[0].weight.detach().dequantize(torch.float64)
-    calls = 1 if options.device == "cpu" else _CALLS
+    calls = 1 if options.device == "cpu" else CALLS
     for m in (*TOKENS, PREFILL) if not options.quick else (3,):
         x = torch.randn(m, k, device=options.device).bfloat16()
         worst = difference(stored[0](x), x.double() @ exact.T)
@@ -82,6 +82,10 @@ def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
 
 @torch.no_grad()
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.cuts or options.compile:
+        from benchmarks import decode_cuts
+
+        return decode_cuts.main(options, arguments)
     report = Report(options, arguments)
     torch.manual_seed(0)
     for name in WEIGHTS:

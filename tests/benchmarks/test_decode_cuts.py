@@ -1,0 +1,63 @@
+"""The sweep over divisions of products of a few rows: its candidates, what it compiles, what it writes."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from benchmarks import decode_cuts
+from benchmarks.decode import SHAPES, WEIGHTS
+from microfloat.passes import products
+from tests import processes
+from tests.benchmarks.test_commands import run
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_candidates_fit_the_product(name):
+    for (n, k), m in itertools.product(SHAPES, decode_cuts.TOKENS):
+        stored = decode_cuts.stored_like(name, (n, k))
+        cuts = decode_cuts.candidates(stored, (m, k, n), 132, dependent=True)
+        assert cuts[0] == products.cut_of(stored.codes, (m, k, n), stored.strides, False, 132)
+        assert len(cuts) == len(set(cuts)) > 10
+        assert all(m <= 8 * cut.TOKENS for cut in cuts)
+        assert all(cut == products.fitted(cut, stored.codes, k, stored.strides, False) for cut in cuts)
+        assert any(cut.SPLITS for cut in cuts)
+        assert any(cut.DEPENDENT for cut in cuts)
+        older = decode_cuts.candidates(stored, (m, k, n), 132, dependent=False)
+        assert older == [cut for cut in cuts if not cut.DEPENDENT]
+
+
+def _compile_some():
+    """Reasons of candidates that compile and of one that cannot."""
+    stored = decode_cuts.stored_like("nvfp4", (256, 1024))
+    usual = products.cut_of(stored.codes, (16, 1024, 256), stored.strides, False, 132)
+    wide = usual._replace(ROW_WARPS=4, LENGTH_WARPS=1, TILES=1, AHEAD=0, ORDERED=False, SPLITS=2)
+    cuts = wide, usual._replace(DEPENDENT=True), wide._replace(ROW_WARPS=3)
+    jobs = [decode_cuts.Job(stored, (16, 1024, 256), cut, (9, 0)) for cut in cuts]
+    return [decode_cuts.compile_one(job) for job in jobs]
+
+
+@pytest.mark.slow("compiles")
+def test_what_compiles_and_what_does_not():
+    wide, early, bad = processes.other_process()(_compile_some)
+    assert wide == early == ""
+    assert "Error" in bad
+
+
+def test_a_quick_sweep_writes_its_rows(repository, tmp_path):
+    document, text = run(repository, tmp_path, "decode", "--cuts", "--only", "d.cuts.nvfp4")
+    (row,) = document["rows"]
+    assert row["id"] == "d.cuts.nvfp4.m20"
+    assert row["ratio_of"] == "bf16"
+    assert {"cut", "usual_cut", "usual_ms", "first_ms"} <= row["extra"].keys()
+    assert len(row["extra"]["first_ms"]) == 2
+    assert not row["extra"].get("failed")
+    assert "2 cuts ran, 0 did not" in text
+
+
+def test_no_row_begins_when_the_time_is_over(repository, tmp_path):
+    document, text = run(repository, tmp_path, "decode", "--cuts", "--only", "d.cuts.nvfp4", "--seconds", "0")
+    assert document["rows"] == []
+    assert "no row begins any more" in text
