@@ -5,14 +5,14 @@ Code reads ``fmt.element.max`` or ``fmt.block``; nothing here is a class hierarc
 """
 
 import functools
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_name, check_number
+from microfloat.contents import contents_of_format
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 
 __all__ = [
@@ -219,13 +219,14 @@ class ScaledFormat:
             raise invalid_value(
                 "ScaledFormat.tensor_scale", "'row' with a tile of several rows", "a block of one row, such as (1, 16)"
             )
-        numbers = {
-            "name": self.name, "element": asdict(self.element), "scale": asdict(self.scale), "block": self.block,
-            "tensor_scale": self.tensor_scale,
-        }  # fmt: skip
+        element, scale = (
+            tuple([(name, getattr(part, name)) for name in type(part).__dataclass_fields__])
+            for part in (self.element, self.scale)
+        )
         # Beside the fields, since Dynamo rebuilds a dataclass from its fields; it guards a string, but takes no
         # dataclass for a constant.
-        object.__setattr__(self, "_contents", json.dumps(numbers, sort_keys=True))
+        contents = contents_of_format(self.name, element, scale, self.block, self.tensor_scale)
+        object.__setattr__(self, "_contents", contents)
 
     @property
     def contents(self) -> str:

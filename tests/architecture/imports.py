@@ -9,7 +9,7 @@ from pathlib import Path
 LAYERS = (
     ("_version",),
     ("errors",),
-    ("_environment", "arguments", "chips", "support"),
+    ("_environment", "arguments", "chips", "contents", "support"),
     ("formats", "operands"),
     ("scale_rules",),
     ("recipes",),

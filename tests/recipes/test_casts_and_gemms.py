@@ -54,7 +54,7 @@ def test_which_casts_serve_two_gemms():
         (("mxfp6_e2m3", "oas"), InvalidValueError, "Use 'rceil'"),
         ((MXFP8, None, "up"), InvalidValueError, "rounding: got 'up', needed one of 'nearest', 'stochastic'"),
         ((MXFP8, None, "nearest", 16), InvalidTypeError, r"hadamard: got int, needed None or Hadamard"),
-        ((MXFP8, None, "nearest", None, None), InvalidTypeError, "scaling: got NoneType"),
+        ((MXFP8, None, "nearest", None, "current"), InvalidTypeError, "scaling: got str"),
         (("fp8_tensor", None, "nearest", Hadamard()), InvalidValueError, "None on a per-tensor format"),
         (("nvfp4_row", None, "nearest", Hadamard()), InvalidValueError, "None on a format with a tensor scale per row"),
         (("nvfp4_row", "one_level_e4m3", "stochastic", Hadamard()), InvalidValueError, "tensor scale per row"),
@@ -242,6 +242,7 @@ def test_equal_recipes_have_one_key_which_stays_in_its_process():
 def test_what_follows_from_a_cast_is_not_pickled_with_it():
     cast = Cast("nvfp4", rounding="stochastic")
     assert cast.is_stochastic
+    assert cast.rule.two_level
     assert {"rule", "is_stochastic"} <= set(vars(cast))  # worked out once
     copied = vars(pickle.loads(pickle.dumps(cast)))
     assert set(copied) == {"format", "scale_rule", "rounding", "hadamard", "scaling", "_contents"}

@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
-from microfloat.formats import FORMATS, MXFP8, NVFP4
-from microfloat.recipes import Cast, Delayed, Hadamard
+from microfloat.formats import E4M3, FORMATS, MXFP8, NVFP4, SCALE_E8M0, ScaledFormat
+from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor, _operators, fused
 
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
 W = torch.randn(32, 96, generator=torch.Generator().manual_seed(2))
 DEEP = X.view(4, 16, 96)
-# Made outside of the compiled functions: Dynamo does not trace the construction of a frozen dataclass.
 STOCHASTIC = Cast("nvfp4", rounding="stochastic")
 FLOOR, TRANSFORMED = Cast("mxfp8", "floor"), Cast("nvfp4", hadamard=Hadamard())
 DELAYED = Cast("fp8_tensor", scaling=Delayed())
@@ -29,6 +28,17 @@ CASES = {
     "round trip to bfloat16": (lambda x: q(x * 1, "nvfp4").dequantize(torch.bfloat16) + 0, (X,)),
     "a Cast": (lambda x: q(x * 1, FLOOR), (X,)),
     "a format": (lambda x: q(x * 2, MXFP8), (X,)),
+    "a Cast made inside": (lambda x, rule: q(x * 1, Cast("mxfp8", rule)), (X, "ceil")),
+    "a Cast with options made inside": (
+        lambda x: q(x, Cast("nvfp4", rounding="stochastic", hadamard=Hadamard(16, 3)), seed=7),
+        (X,),
+    ),
+    "a Cast with a scaling made inside": (lambda x: q(x, Cast("fp8_tensor", scaling=Current(8.0))), (X,)),
+    "a delayed Cast made inside": (lambda x: q(x, Cast("fp8_tensor", scaling=Delayed()), scale_enc=3.0), (X,)),
+    "a format made inside": (
+        lambda x: q(x, Cast(ScaledFormat("mx16", E4M3, SCALE_E8M0, (1, 16)), "floor")),
+        (X,),
+    ),
     "columns": (lambda x: q(x * 2, "nvfp4_row", axis=-2), (X,)),
     "three axes": (lambda x: q(x * 2, "nvfp4_2d"), (DEEP,)),
     "Hadamard": (lambda x: q(x * 2, TRANSFORMED).dequantize(), (X,)),

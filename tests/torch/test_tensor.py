@@ -239,13 +239,31 @@ def test_regrouping_leading_axes(fmt):
     assert agrees(mf.quantize(torch.tensor(2.0), fmt).view(1), torch.tensor([2.0]))
 
 
-@every_format
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_per_tensor], ids=str)
 @pytest.mark.parametrize("shape", [(2240, 4), (8960,), (4, 70, 32), (4, 32, 70, 1), (4, 32, 7, 10)], ids=str)
 def test_regrouping_the_contraction_axis_is_refused(fmt, shape):
     with pytest.raises(
         InvalidValueError, match=r"shape: got .* needed a shape whose last axis is the contraction axis, 70"
     ):
         mf.quantize(randn(4, 32, 70), fmt).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(2240, 4), (8960,), (4, 70, 32), (4, 32, 70, 1), (4, 32, 7, 10)], ids=str)
+def test_a_tensor_of_one_scale_takes_any_shape(shape):
+    q = mf.quantize(randn(4, 32, 70), "fp8_tensor")
+    viewed = q.view(shape)
+    assert agrees(viewed, q.dequantize().view(shape))
+    assert viewed.codes.data_ptr() == q.codes.data_ptr()
+    assert agrees(viewed.reshape(4, 32, 70), q.dequantize())
+    rows = q[:, :, 2:66].reshape(-1)  # copied, since the memory has gaps
+    assert agrees(rows, q.dequantize()[:, :, 2:66].reshape(-1))
+    viewed.copy_(torch.ones(shape))
+    assert agrees(q, torch.ones(4, 32, 70))
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        q.view(-1, 71)
+    column = mf.quantize(randn(32, 70), "fp8_tensor", axis=-2)
+    with pytest.raises(InvalidValueError, match="the contraction axis, 32 long"):
+        column.view(-1)
 
 
 def test_regrouping_to_another_size_is_refused():
@@ -633,6 +651,20 @@ def test_from_parts_with_a_scale_too_many():
     q = mf.quantize(randn(6, 40), "mxfp8")
     with pytest.raises(InvalidValueError, match=r"tensor_scale: got a tensor, needed None for mxfp8"):
         QuantizedTensor.from_parts(q.codes, q.scale, torch.ones(()), "mxfp8")
+
+
+@every_format
+def test_derived_classes_stay_what_they_are(fmt):
+    class Derived(QuantizedTensor):
+        pass
+
+    q = mf.quantize(randn(256, 64), fmt)
+    q.__class__ = Derived
+    detached = q.detach()
+    assert type(detached) is Derived
+    assert detached.codes.data_ptr() == q.codes.data_ptr()
+    assert type(torch.nn.Parameter(q)) is Derived
+    assert {type(made) for made in (q.clone(), q.t(), q[:128], q.bfloat16(), q.view(1, 256, 64))} == {Derived}
 
 
 @every_format

@@ -6,12 +6,12 @@ asks a recipe what it is.
 """
 
 import functools
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from microfloat.arguments import axes_of, check_bool, check_choice, check_int, check_number, for_each
+from microfloat.contents import contents_of_cast
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
@@ -124,7 +124,7 @@ class Cast(HashOnce):
     scale_rule: str | None = None
     rounding: str = "nearest"
     hadamard: Hadamard | None = None
-    scaling: Current | Delayed = field(default_factory=Current)
+    scaling: Current | Delayed = None  # type: ignore[assignment]  # as the format, resolved below
     is_gradient: ClassVar[bool] = False  # True for a `GradientCast` only
 
     def __post_init__(self) -> None:
@@ -134,21 +134,20 @@ class Cast(HashOnce):
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(16, sign_mask)")
+        if self.scaling is None:
+            object.__setattr__(self, "scaling", Current())
         if not isinstance(self.scaling, Current | Delayed):
             raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
         self._check_combination()
-        object.__setattr__(self, "_contents", self._write_contents())
-
-    def _write_contents(self) -> str:
-        scaling = asdict(self.scaling)
-        if callable(scaling.get("amax_compute_algo")):
-            scaling = asdict(Delayed())  # how a history is read plays no part in a cast
-        data = {
-            "format": json.loads(self.format.contents), "scale_rule": self.scale_rule, "rounding": self.rounding,
-            "hadamard": asdict(self.hadamard) if self.hadamard else None,
-            "scaling": {"kind": type(self.scaling).__name__, **scaling},
-        }  # fmt: skip
-        return json.dumps(data, sort_keys=True)
+        scaling, hadamard = self.scaling, self.hadamard
+        if isinstance(scaling, Delayed) and callable(scaling.amax_compute_algo):
+            scaling = Delayed()  # how a history is read plays no part in a cast
+        numbers = tuple([(name, getattr(scaling, name)) for name in type(scaling).__dataclass_fields__])
+        contents = contents_of_cast(
+            self.format.contents, self.scale_rule, self.rounding,
+            None if hadamard is None else (hadamard.size, hadamard.sign_mask), type(scaling).__name__, numbers,
+        )  # fmt: skip
+        object.__setattr__(self, "_contents", contents)
 
     @property
     def contents(self) -> str:
@@ -156,6 +155,9 @@ class Cast(HashOnce):
         return self._contents  # type: ignore[attr-defined]
 
     def _check_combination(self) -> None:
+        # Dynamo, which follows this where compiled code builds a Cast, knows no cached properties (Python 3.11).
+        two_level = SCALE_RULES[str(self.scale_rule)].two_level
+        chooses_by_error = two_level is not None and two_level.four_over_six is not None
         if self.hadamard is not None and self.format.is_per_tensor:
             raise invalid_value(
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
@@ -166,18 +168,19 @@ class Cast(HashOnce):
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
                 "Such scales are for activations as they are; use NVFP4.",
             )  # fmt: skip
-        if self.chooses_by_error and (self.hadamard is not None or self.is_stochastic):
+        if chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
                 "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
             )  # fmt: skip
-        if self.is_delayed and not (self.format.is_per_tensor and self.scale_rule == "amax"):
+        is_per_tensor_amax = self.format.is_per_tensor and self.scale_rule == "amax"
+        if isinstance(self.scaling, Delayed) and not is_per_tensor_amax:
             raise invalid_value(
                 "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
                 "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
             )  # fmt: skip
-        if self.is_static and (not self.takes_amax or self.tensor_scale == "row"):
+        if isinstance(self.scaling, Static) and (not self.takes_amax or self.tensor_scale == "row"):
             raise invalid_value(
                 "scaling", f"Static with {self.format.name} and rule {self.scale_rule!r}",
                 "a format with one scale for the whole tensor: FP8_TENSOR or NVFP4", "Use Current() here.",

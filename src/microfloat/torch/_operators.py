@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from microfloat.arguments import axes_of
+from microfloat.contents import contents_of_cast, contents_of_format
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import Storage, array_layout, leading_axes
@@ -163,7 +164,10 @@ def storage_of(token: str) -> Storage:
 
 
 # As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
-for _function in (token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_of_text, _token_of_text):
+for _function in (
+    token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_of_text, _token_of_text,
+    contents_of_cast, contents_of_format,
+):  # fmt: skip
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -270,7 +270,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
         parts = {name: function(part) for name, part in self.parts().items()}
-        return QuantizedTensor(
+        return type(self)(
             parts["codes"], parts["scale"], parts.get("tensor_scale"), self.cast,
             axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
         )  # fmt: skip

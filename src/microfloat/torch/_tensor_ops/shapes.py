@@ -56,6 +56,10 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     refuse_experts(q, "view")
     length = q.shape[q.axis] if q.shape else 1
     axis, behind = max(len(shape) - 1, 0), math.prod(q.shape[q.axis + 1 :])
+    if q.format.is_per_tensor and behind == 1 and q.format.element.codes_per_byte == 1:
+        # One scale serves every element, wherever it stands.
+        codes = q.codes.view(shape if len(shape) > 1 else (1, math.prod(shape)))
+        return view_of(q, codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
     if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
         fits = [number for number in range(len(shape)) if math.prod(shape[number + 1 :]) == behind]
         axis = next((number for number in fits if shape[number] == length), axis)
@@ -219,7 +223,7 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
 
 def _alone(q: QuantizedTensor) -> QuantizedTensor:
     """Experts cut from others: they share no scale with those, so that writing them is writing a tensor."""
-    return QuantizedTensor(q.codes, q.scale, q.tensor_scale, q.cast, axis=q.axis, shape=q.shape, dtype=q.dtype)
+    return type(q)(q.codes, q.scale, q.tensor_scale, q.cast, axis=q.axis, shape=q.shape, dtype=q.dtype)
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:

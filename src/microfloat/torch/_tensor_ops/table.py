@@ -139,7 +139,7 @@ def view_of(
     root = q.root
     if is_slice and root is None:
         root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
-    return QuantizedTensor(
+    return type(q)(
         codes, scale, tensor_scale, q.cast, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root
     )
 
