@@ -18,6 +18,7 @@ from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.layout import layout_of  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
+    Cast,
     CustomRecipe,
     DelayedScaling,
     Float8RowScaling,
@@ -141,6 +142,24 @@ def test_a_model_gives_the_bits_of_eager(backend: str) -> None:
     with inductor_config.patch(cpp_cache_precompile_headers=False):
         actual = run(torch.compile(model, fullgraph=True, backend=backend))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+MADE_INSIDE = {
+    "a recipe": lambda x, w: mf.linear(x, w, recipe=MXFP8BlockScaling(scale_rule="floor")),
+    "a table of casts": lambda x, w: mf.linear(
+        x, w, recipe=CustomRecipe(*[Gemm(Cast("mxfp6_e2m3", "ceil"), Cast("mxfp8"))] * 3)
+    ),
+    "a name": lambda x, w: mf.linear(x, w, recipe="nvfp4"),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -> None:
+    x, w = torch.randn(6, 64), torch.randn(48, 64)
+    torch.manual_seed(1)
+    expected = MADE_INSIDE[name](x, w)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(MADE_INSIDE[name])(x, w), expected)
 
 
 def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:  # features G3

@@ -185,6 +185,9 @@ def test_rows_replaced_by_index(fmt):
             assert error(values[[1, 5]], rows) < 0.16
             if not (fmt.is_per_tensor or fmt.tensor_scale == "tensor"):
                 assert torch.equal(values[[1, 5]], plain.dequantize())
+    for source in (rows[0], plain[0]):  # one row in the place of several
+        q[torch.tensor([1, 5])] = source
+        assert error(q[torch.tensor([1, 5])].dequantize(), rows[:1].expand(2, -1)) < 0.16
     deep = mf.quantize(randn(3, 4, 64), fmt)
     deep[torch.tensor([2, 0]), torch.tensor([1, 3])] = rows
     assert error(torch.stack([deep[2, 1].dequantize(), deep[0, 3].dequantize()]), rows) < 0.16

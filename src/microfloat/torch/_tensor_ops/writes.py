@@ -205,7 +205,9 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
         replaced_shape = (*rows.shape, q.shape[-1])
         if values.numel() == math.prod(replaced_shape):  # torch leaves leading axes of one entry away
             replaced_shape = replaced_shape[-values.dim() :]
-        check_kinds("index_put_", q, values, tuple(values.shape), replaced_shape)
+        elif values.dim() <= len(replaced_shape):
+            values = values.expand(replaced_shape)
+        check_kinds("index_put_", q, values, tuple(values.shape), replaced_shape)  # type: ignore[arg-type]
     if is_shared or not isinstance(values, QuantizedTensor):
         plain = values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values
         values = plain.to(device=q.device, dtype=torch.float32).expand(*rows.shape, q.shape[-1])

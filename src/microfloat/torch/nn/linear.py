@@ -405,7 +405,7 @@ def linear(
     >>> linear(torch.ones(2, 4), torch.ones(3, 4), recipe="mxfp8").shape
     torch.Size([2, 3])
     """
-    pinned, token = (UNPINNED, None) if recipe is None else pinned_to(recipe)
+    pinned, token = (UNPINNED, None) if recipe is None else _pinned(recipe)
     if torch.compiler.is_compiling():
         asked = context.asked().RECIPE if token is None else token
         is_delayed = asked != context.PLAIN and context.is_delayed(asked)
@@ -421,6 +421,12 @@ def linear(
         )
     call = _Call(weight, bias, pinned, token, backend)
     return call.forward(x)
+
+
+def _pinned(recipe: Recipe | str) -> tuple[Recipe, str | None]:
+    """`pinned_to`, also of a recipe that a compiled function has made, which is nothing but its fields."""
+    token = context.traced_token(recipe) if torch.compiler.is_compiling() else None
+    return pinned_to(recipe) if token is None else (context.recipe_of(token), token)
 
 
 def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
