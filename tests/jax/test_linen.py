@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import core as flax_core
 from flax import serialization
+from flax.linen import fp8_ops as flax_ops
 from flax.training import train_state
 from jax import lax
 
@@ -286,6 +287,19 @@ def test_flax_train_state_works_unchanged():
     grads = jax.jit(jax.grad(lambda p: jnp.sum(model.apply(p, X))))(variables)
     state = state.apply_gradients(grads=grads)
     assert state_of(state.params[OWG])["input_amax_history"][0] == np.abs(X).max()
+
+
+def test_the_train_state_serves_flaxs_own_ops():
+    """Its cast of the state is one to Flax's dtype, so that a layer used twice leaves the maximum there too."""
+    model = Twice(flax_ops.Fp8DirectDotGeneralOp)
+    variables = model.init(jax.random.key(0), X)
+    state = ml.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.0))
+    gradient = jax.jit(jax.grad(lambda variables: jnp.sum(state.apply_fn(variables, X))))(variables)
+    leaves = state_of(gradient[OWG])
+    assert leaves["input_scale"] == leaves["kernel_scale"] == 1
+    assert leaves["kernel_amax_history"][0] == np.abs(variables["params"]["Dense_0"]["kernel"]).max()
+    assert fp8_ops.fp32_max_grad == flax_ops.fp32_max_grad
+    assert fp8_ops.fp32_max_grad != jnp.float32
 
 
 @pytest.mark.slow("further JAX programs of a checked kind")

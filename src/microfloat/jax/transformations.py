@@ -309,7 +309,7 @@ class fp8_meta_dtype(dtypes.extended):
     """The abstract type of `fp32_max_grad`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _MaxGradDType(_ExtendedDType):
     float_dtype: np.dtype
     _rules: builtins.type = Fp8MetaTyRules
@@ -321,6 +321,13 @@ class _MaxGradDType(_ExtendedDType):
 
     def __repr__(self) -> str:
         return self.name
+
+    # Flax's dtype of this name is the same, so that its operators take a state that was cast here.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ExtendedDType) and getattr(other, "name", None) == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 if CAN_USE_EARRAY and hasattr(_ad_util, "raw_jaxval_adders"):
