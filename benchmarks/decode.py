@@ -1,16 +1,19 @@
 """A few rows of bfloat16 times a weight stored as codes, against F.linear in bfloat16, inside CUDA graphs (d.*).
 
 Calls of a graph take turns over as many weights as the L2 cache cannot hold, as the layers of a model do. Each shape is
-first compared with the product of the dequantized weight in float64.
+first compared with the product of the dequantized weight in float64. Experts (d.experts*) are multiplied by groups of
+rows that a router of even hands has chosen, other ones in each call, against torch's grouped matmul in bfloat16.
 """
 
 import argparse
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import microfloat.torch as mf
@@ -27,6 +30,18 @@ PREFILL = 4096
 CALLS, _CACHE_BYTES = 16, 240e6  # products in a graph
 # One rounding of y to bfloat16, and a float32 sum of K terms: 2^-9 of the largest magnitude, far above the mean.
 _LARGEST_DIFFERENCE = 2.0**-8
+
+
+class Experts(NamedTuple):
+    """Experts N x K of a mixture, and how many of them a token goes to."""
+
+    number: int
+    n: int
+    k: int
+    chosen: int
+
+
+EXPERTS = {"experts8": Experts(8, 14336, 4096, 2), "experts64": Experts(64, 2048, 7168, 8)}
 
 
 def layers_of(fmt: str | None, shape: tuple[int, int], options: argparse.Namespace) -> list[nn.Linear]:
@@ -47,16 +62,21 @@ def _parts(q: Any) -> list[torch.Tensor]:
 
 
 def graph_of(layers: list[nn.Linear], x: torch.Tensor) -> Callable[[int], object]:
-    """Replays calls of all layers in turn; on a CPU, calls the first."""
-    if not x.is_cuda:
-        return lambda i: layers[i % len(layers)](x)
-    for layer in layers:
-        layer(x)
+    """Replays calls of all layers in turn; on a CPU, calls one of them."""
+    return replaying([functools.partial(layer, x) for layer in layers], x.is_cuda)
+
+
+def replaying(calls: Sequence[Callable[[], object]], on_gpu: bool) -> Callable[[int], object]:
+    """Replays `CALLS` of the calls in turn; on a CPU, makes one."""
+    if not on_gpu:
+        return lambda i: calls[i % len(calls)]()
+    for call in calls:
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(CALLS):
-            layers[i % len(layers)](x)
+            calls[i % len(calls)]()
     return lambda i: graph.replay()
 
 
@@ -80,6 +100,48 @@ def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
         report.add(row)
 
 
+def grouped_in_bfloat16(x: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """torch's grouped matmul; on a CPU, which lacks it, a loop."""
+    if not x.is_cuda:
+        return mf.grouped_matmul(x, weight, sizes)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))
+
+
+def measure_experts(report: Report, name: str, kind: str) -> None:
+    """A row for each number of tokens, each of which goes to several experts."""
+    options, experts = report.options, Experts(4, 64, 256, 2) if report.options.quick else EXPERTS[kind]
+    number, n, k, chosen = experts
+    layer = mf.GroupedLinear(number, k, n, device=options.device, dtype=torch.bfloat16).requires_grad_(False)
+    weight, model = layer.weight.detach().clone(), nn.Sequential(layer)
+    mf.quantize_(model, WeightOnly(WEIGHTS[name]))
+    stored: Any = layer.weight
+    calls = 1 if options.device == "cpu" else CALLS
+    for m in TOKENS[:-1] if not options.quick else (3,):
+        x = torch.randn(m * chosen, k, device=options.device).bfloat16()
+        routed = [torch.rand(m, number, device=options.device).topk(chosen).indices.flatten() for _ in range(CALLS)]
+        sizes = [torch.bincount(one, minlength=number).int() for one in routed]
+        y, ends = layer(x, sizes[0]), [0, *sizes[0].cumsum(0).tolist()]
+        exact = torch.cat([
+            x[begin:end].double() @ stored[e].dequantize(torch.float64).T
+            for e, (begin, end) in enumerate(itertools.pairwise(ends))
+        ])  # fmt: skip
+        worst, row_id = difference(y, exact), f"d.{kind}.{name}.m{m}"
+        if worst > _LARGEST_DIFFERENCE:
+            report.skip(row_id, f"differs from the dequantized product: {worst:.1e}")
+            continue
+        times = in_turn(
+            {
+                "bf16": replaying([functools.partial(grouped_in_bfloat16, x, weight, one) for one in sizes], x.is_cuda),
+                "ours": replaying([functools.partial(layer, x, one) for one in sizes], x.is_cuda),
+            },
+            options.device, 40, least=8,
+        )  # fmt: skip
+        row = Row(row_id, (m * chosen, k, n), WEIGHTS[name], mode="graph", sqnr_db=sqnr_db(worst), ratio_of="bf16")
+        row.timed(times["ours"].per(calls), times["bf16"].per(calls))
+        row.extra = {"experts": number, "experts_of_a_token": chosen, "one_by_one": layer.schedule(x).reason}
+        report.add(row)
+
+
 @torch.no_grad()
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.cuts or options.compile:
@@ -92,4 +154,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         if report.wants(f"d.{name}"):
             for shape in QUICK if options.quick else SHAPES:
                 report.attempt(f"d.{name}", functools.partial(measure, report, name, shape))
+        for kind in EXPERTS:
+            if report.wants(f"d.{kind}.{name}"):
+                report.attempt(f"d.{kind}.{name}", functools.partial(measure_experts, report, name, kind))
     return report.finish()

@@ -5,7 +5,8 @@ no GPU (``--compile`` stops there: the compiler's cache then serves a later run)
 the dequantized weight and with itself (a result that changes from call to call is a race), and timed in CUDA graphs
 over as many weights as the L2 cache does not hold, in turns with F.linear in bfloat16. The fastest few are timed again,
 and one row tells the best of them beside the cut that a Linear takes today. The file is written after each row; no row
-begins after ``--seconds``. Rows of the same weight follow each other, the most telling formats first.
+begins after ``--seconds``, of which compiling takes half at most. Rows of the same weight follow each other, the most
+telling formats first.
 """
 
 import argparse
@@ -130,6 +131,14 @@ class Job(NamedTuple):
     capability: tuple[int, int]
 
 
+Compiled = tuple[DecodeCodes, DecodeCut]
+
+
+def _compiled(stored: Stored, cut: DecodeCut) -> Compiled:
+    """What a kernel is compiled for, besides sizes that are multiples of 16."""
+    return stored.codes, products.of_kernel(cut)
+
+
 def compile_one(job: Job) -> str:
     """Compile the kernels of a candidate into Triton's cache; the reason where it does not compile."""
     from triton.runtime import driver
@@ -162,36 +171,36 @@ def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
     kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
 
 
-def compile_all(jobs: Iterable[Job], seconds: float) -> dict[DecodeCut, str]:
-    """Cuts that do not compile, and why; those that there was no time for are left to the row that times them."""
-    unique = list({(products.of_kernel(job.cut), job.stored.codes): job for job in jobs}.values())
-    refused: dict[DecodeCut, str] = {}
+def compile_all(jobs: Iterable[Job], seconds: float) -> dict[Compiled, str]:
+    """What does not compile, or was not compiled in time, and why."""
+    unique = {_compiled(job.stored, job.cut): job for job in jobs}
+    reasons = dict.fromkeys(unique, "not compiled in time")
     begin, done = time.perf_counter(), 0
     processes = max(1, multiprocessing.cpu_count())
     pool = concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     try:
-        waiting = {pool.submit(compile_one, job): job for job in unique}
+        waiting = {pool.submit(compile_one, job): key for key, job in unique.items()}
         for future in concurrent.futures.as_completed(waiting, timeout=seconds):
             done += 1
-            if reason := future.result():
-                refused[products.of_kernel(waiting[future].cut)] = reason
+            reasons[waiting[future]] = future.result()
             if done % 50 == 0 or done == len(unique):
                 print(f"compiled {done} of {len(unique)} in {time.perf_counter() - begin:.0f} s", flush=True)
     except TimeoutError:
-        print(f"compiled {done} of {len(unique)} when time ran out; the others compile when they are met", flush=True)
+        print(f"compiled {done} of {len(unique)} when time ran out", flush=True)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return refused
+    return {key: reason for key, reason in reasons.items() if reason}
 
 
 # ---- measuring
 
 
 class Candidate(NamedTuple):
-    """A cut that gave the right product: its replay, and how far it was off."""
+    """A cut that gave the right product: its replay, the product again, and how far it was off."""
 
     cut: DecodeCut
     replay: Callable[[int], object]
+    repeats: Callable[[], bool]
     worst: float
 
 
@@ -215,7 +224,7 @@ class Weights(NamedTuple):
         return Weights(name, size, Stored.of(quantized[0]), parts, plain, quantized[0].dequantize(torch.float64))
 
 
-def measure(report: Report, weights: Weights, m: int, refused: dict[DecodeCut, str]) -> Row | None:
+def measure(report: Report, weights: Weights, m: int, refused: dict[Compiled, str]) -> Row | None:
     """The row of the fastest cut for m rows of x."""
     options, (n, k) = report.options, weights.size
     shape, device = (m, k, n), device_of(0 if options.device == "cuda" else -1)
@@ -228,12 +237,14 @@ def measure(report: Report, weights: Weights, m: int, refused: dict[DecodeCut, s
     cuts = cuts[:1] + [cut for cut in cuts if cut.SPLITS][:1] if options.quick else cuts
     usual, found, failed = cuts[0], [], {}
     for cut in cuts:
-        if products.of_kernel(cut) in refused:
-            failed[str(tuple(cut))] = refused[products.of_kernel(cut)]
+        if reason := refused.get(_compiled(weights.stored, cut)):
+            failed[str(tuple(cut))] = reason
             continue
         try:
             found.append(_candidate(weights, shape, device, cut, x, exact, bound, options))
         except Exception as error:
+            if "CUDA error" in str(error):  # nothing runs in this process any more; rows that are written stay
+                raise SystemExit(f"{tuple(cut)} for {shape} of {weights.name}: {error}") from error
             failed[str(tuple(cut))] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     row_id = f"d.cuts.{weights.name}.m{m}"
     if not found:
@@ -245,6 +256,11 @@ def measure(report: Report, weights: Weights, m: int, refused: dict[DecodeCut, s
     best = ranked[:_FINALISTS]
     best += [one for one in found if one.cut == usual and one not in best]
     last, base = in_rounds(plain, best, options, 1 if options.quick else _LAST_ROUNDS)
+    failed |= {str(tuple(one.cut)): "differs from call to call on a warm GPU" for one in best if not one.repeats()}
+    best = [one for one in best if str(tuple(one.cut)) not in failed]
+    if not best:
+        report.skip(row_id, f"every cut differs from call to call on a warm GPU: {failed}")
+        return None
     winner = min(best, key=lambda one: last[one.cut].median)
     row = Row(row_id, shape, WEIGHTS[weights.name], mode="graph", ratio_of="bf16", sqnr_db=sqnr_db(winner.worst))
     read = sum(part.numel() * part.element_size() for part in weights.parts[0] if part is not None)
@@ -275,17 +291,21 @@ def _candidate(
     worst = float(((y.double() - exact).abs() / bound).max())
     if not worst <= 1:
         raise ValueError(f"differs from the dequantized product: {worst:.1e} of the bound")
-    if any(not torch.equal(call(0), y) for _ in range(1 if options.quick else _REPEATS)):
+
+    def repeats() -> bool:
+        return all(torch.equal(call(0), y) for _ in range(1 if options.quick else _REPEATS))
+
+    if not repeats():
         raise ValueError("differs from call to call")
     relative = float((y.double() - exact).norm() / exact.norm())
     if not x.is_cuda:
-        return Candidate(cut, call, relative)
+        return Candidate(cut, call, repeats, relative)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for i in range(CALLS):
             call(i)
-    return Candidate(cut, lambda i: graph.replay(), relative)
+    return Candidate(cut, lambda i: graph.replay(), repeats, relative)
 
 
 def in_rounds(
@@ -329,7 +349,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     tokens = (20,) if options.quick else TOKENS
     names = [name for name in WEIGHTS if any(report.wants(f"d.cuts.{name}.m{m}") for m in tokens)]
     capability = torch.cuda.get_device_capability() if options.device == "cuda" else HOPPER
-    refused: dict[DecodeCut, str] = {}
+    refused: dict[Compiled, str] = {}
     if not options.quick:
         stored = {(name, size): stored_like(name, size) for name in names for size in shapes}
         jobs = [
@@ -337,9 +357,9 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             for name, size, m in itertools.product(names, shapes, tokens) if report.wants(f"d.cuts.{name}.m{m}")
             for cut in candidates(stored[name, size], (m, size[1], size[0]), PROCESSORS, dependent=capability >= HOPPER)
         ]  # fmt: skip
-        refused = compile_all(jobs, options.seconds)
-        for cut, reason in refused.items():
-            print(f"   {tuple(cut)} does not compile: {reason}", flush=True)
+        refused = compile_all(jobs, options.seconds if options.compile else options.seconds / 2)
+        for (codes, cut), reason in refused.items():
+            print(f"   {tuple(codes)} {tuple(cut)}: {reason}", flush=True)
     if options.compile:
         return 0
     for name, size in itertools.product(names, shapes):

@@ -64,7 +64,7 @@ def test_every_command_can_be_imported():
         ("train", ["t.eager.fp8_current"], {"t.gpt"}),
         ("fsdp", ["fsdp.mxfp8", "tp.delayed"],
          {"fsdp.bf16", "fsdp.mxfp8", "fsdp.mxfp8.low", "tp.bf16", "tp.delayed"}),
-        ("decode", ["d.nvfp4", "d.row"], {"d.nvfp4.m3", "d.row.m3"}),
+        ("decode", ["d.nvfp4", "d.experts8.mxfp8"], {"d.nvfp4.m3", "d.experts8.mxfp8.m3"}),
         ("profile", ["current"], set()),
     ],
 )  # fmt: skip
