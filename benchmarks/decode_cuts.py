@@ -109,6 +109,7 @@ def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut
             yield cut
             if stages == 4:
                 yield cut._replace(DEPENDENT=True)
+                yield cut._replace(AHEAD=1)
 
 
 def _runs(cut: DecodeCut, codes: DecodeCodes, length: int) -> bool:

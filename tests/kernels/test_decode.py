@@ -114,7 +114,7 @@ def test_nan_blocks_give_nan(product, name):
 WIDE = {
     "ragged": (20, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 4, 3, 0, True, False, False, False, SPLITS=2)),
     "whole": (11, 70, 512, "float16", DecodeCut(4, 1, 2, 2, 3, 0, True, True, False, False, SPLITS=1)),
-    "parts": (33, 200, 640, "bfloat16", DecodeCut(8, 1, 1, 8, 3, 0, False, False, False, False, SPLITS=4)),
+    "parts": (33, 200, 640, "bfloat16", DecodeCut(8, 1, 1, 8, 3, 1, False, False, False, False, SPLITS=4)),
 }
 
 
@@ -196,11 +196,13 @@ def _compile_wide(capability):
     driver.set_active(NamedTarget(capability))
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
     made = []
-    for kind, warps, tiles, splits in (
-        (DecodeCodes(1, 1, 4, 2, 1, 16, True), 8, 2, 2), (DecodeCodes(1, 1, 4, 1, 1, 32, False), 4, 1, 1),
-        (DecodeCodes(3, 7, 8, 1, 1, 32, False), 8, 1, 2), (DecodeCodes(3, 7, 8, 0, 128, 128, False), 4, 1, 2),
+    for kind, warps, tiles, splits, ahead in (
+        (DecodeCodes(1, 1, 4, 2, 1, 16, True), 8, 2, 2, 1), (DecodeCodes(1, 1, 4, 1, 1, 32, False), 4, 1, 1, 1),
+        (DecodeCodes(3, 7, 8, 1, 1, 32, False), 8, 1, 2, 0), (DecodeCodes(3, 7, 8, 0, 128, 128, False), 4, 1, 2, 1),
     ):  # fmt: skip
-        cut = DecodeCut(warps, 1, tiles, 8, 3, 0, False, True, kind.SCALE != 0, False, False, capability >= 90, splits)
+        cut = DecodeCut(
+            warps, 1, tiles, 8, 3, ahead, False, True, kind.SCALE != 0, False, False, capability >= 90, splits
+        )
         compiled = decode_wide.decode_wide.run(
             x, codes, codes if kind.SCALE else one, one, None, one if splits > 1 else x, 64, 8192, 8192, 8192,
             64 * kind.BITS, 8192 // kind.WIDTH, 1, 0, splits, kind, cut, 1, True, capability >= 89, num_warps=warps,

@@ -130,8 +130,9 @@ class DecodeCut(NamedTuple):
     (programmatic dependent launch, Hopper and newer).
 
     SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
-    ROW_WARPS warps with TILES tiles of 16 rows each; STAGES counts steps of 64 bytes of a row, EVEN means whole steps,
-    and LENGTH_WARPS, AHEAD and ORDERED say nothing.
+    ROW_WARPS warps with TILES tiles of 16 rows each; STAGES counts steps of 64 bytes of a row, and EVEN means whole
+    steps. AHEAD: 1, or 0 where the products of a step end before the next one is decoded. LENGTH_WARPS and ORDERED say
+    nothing.
     """
 
     ROW_WARPS: int

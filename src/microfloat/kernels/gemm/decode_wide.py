@@ -14,6 +14,11 @@ as there: lane 4 g + t has rows g and g + 8 of 16, and quarter t. The tensor cor
 from thread to thread (tests/kernels/test_decode.py looks at the machine code). Parts of K are summed by `sum_parts`, in
 their order: the same bytes every time.
 
+With AHEAD = 1 the products of a step are under way while the next is decoded. Triton then waits for all but the last
+seven `wgmma`, and leaves it to the assembler that no register is written which one of them still reads; with AHEAD = 0
+the sums of a step are added by themselves, so that nothing is under way when it decodes, and other warps multiply
+meanwhile: 32 additions for as many fences.
+
 x of float16 enters as two bfloat16 parts, which are further rows of x. Scales as in `kernels.gemm.decode`.
 """
 
@@ -187,15 +192,12 @@ def _step_sums(
                 stored = _stored_scales(scale_at[2 * tile + half], step, t, CODES, CUT, stride_k, length)
             halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
         a = _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
-        if BLOCKS:
-            scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
-            made = made + (
-                tl.fma(
-                    _product(a, x, tl.zeros_like(sums[tile]), HW),
-                    tl.broadcast_to(scale[:, None], sums[tile].shape),
-                    sums[tile],
-                ),
-            )
+        if BLOCKS or CUT.AHEAD == 0:
+            scale = tl.full([16 * CUT.ROW_WARPS], 1.0, tl.float32)  # a plain sum would become one with the product
+            if BLOCKS:
+                scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
+            own = _product(a, x, tl.zeros_like(sums[tile]), HW)
+            made = made + (tl.fma(own, tl.broadcast_to(scale[:, None], sums[tile].shape), sums[tile]),)
         else:
             made = made + (_product(a, x, sums[tile], HW),)
     return made
