@@ -8,6 +8,7 @@
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
     python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
     python -m benchmarks decode       a few rows by weights stored as codes, against bfloat16          (d.*)
+                         --cuts       the fastest division of each such product, within --seconds      (d.cuts.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
     python -m benchmarks fsdp         training under FSDP2, a rank for each GPU: time, memory, bytes (fsdp.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in

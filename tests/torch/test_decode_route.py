@@ -234,3 +234,21 @@ def test_experts_of_models(name):  # features I2, M7
             assert launches[-1] == "decode_gemm"
             assert reason == ""
             assert worst <= 1, (sizes, shape)
+
+
+@pytest.mark.gpu
+def test_experts_in_a_graph_follow_the_sizes_on_the_device():  # features I2, M7
+    layer = mf.GroupedLinear(4, 512, 256, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    mf.quantize_(torch.nn.Sequential(layer), WeightOnly("nvfp4"))
+    x, sizes = torch.randn(20, 512, device="cuda").bfloat16(), torch.tensor([5, 5, 5, 5], device="cuda")
+    with torch.no_grad():
+        layer(x, sizes)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, sizes)
+        for others in ([20, 0, 0, 0], [1, 0, 17, 2], [0, 0, 0, 7]):
+            sizes.copy_(torch.tensor(others))
+            graph.replay()
+            expected = layer(x, sizes)
+            assert torch.equal(y, expected), others
+            assert not y[sum(others) :].any()
