@@ -140,6 +140,26 @@ def test_norms_are_those_of_torch(ours, plain):  # features M6
 # ------------------------------------------------------------------------------------------------------- fused modules
 
 
+@pytest.mark.parametrize("kind", [mf.LayerNorm, mf.RMSNorm])
+@pytest.mark.parametrize(
+    ("of_input", "of_weights"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+def test_norms_take_parameters_of_another_dtype(kind, of_input, of_weights):
+    norm, x = kind(48, eps=1e-5, dtype=of_weights), torch.randn(5, 48, dtype=of_input, requires_grad=True)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    y = norm(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, norm.weight.grad.dtype) == (of_input, of_input, of_weights)
+    torch.testing.assert_close(y, copy.deepcopy(norm).float()(x.float()).to(of_input))
+    layer = mf.LayerNormLinear(48, 32, normalization=kind.__name__, dtype=of_weights)
+    with mf.autocast(enabled=False):
+        assert layer(x).dtype == of_input
+
+
 @pytest.mark.parametrize("name", [None, *NAMES])
 @pytest.mark.parametrize("split", [None, {"q_proj": 24, "k_proj": 8, "v_proj": 8}], ids=["whole", "split"])
 def test_layer_norm_linear_is_its_parts(name, split):  # features M5

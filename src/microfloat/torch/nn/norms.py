@@ -43,13 +43,15 @@ class LayerNorm(_ZeroCentred, nn.LayerNorm):
             self.reset_parameters()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The norm of `input`, in its dtype."""
-        if not self.zero_centered_gamma or self.weight is None:
+        """The norm of `input`, in its dtype, which may differ from that of the parameters."""
+        weight = self.weight
+        # torch takes parameters of the input's dtype, or of float32 beside an input of less.
+        is_taken = weight is None or weight.dtype in (input.dtype, torch.float32)
+        if is_taken and not (self.zero_centered_gamma and weight is not None):
             return super().forward(input)
+        weight = weight.float() + 1.0 if self.zero_centered_gamma else weight.float()
         bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(input.float(), self.normalized_shape, self.weight.float() + 1.0, bias, self.eps).to(
-            input.dtype
-        )
+        return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
 class RMSNorm(_ZeroCentred, nn.RMSNorm):
