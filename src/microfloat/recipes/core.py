@@ -156,7 +156,8 @@ class Cast(HashOnce):
 
     def _check_combination(self) -> None:
         # Dynamo, which follows this where compiled code builds a Cast, knows no cached properties (Python 3.11).
-        two_level = SCALE_RULES[str(self.scale_rule)].two_level
+        object.__setattr__(self, "rule", SCALE_RULES[str(self.scale_rule)])
+        two_level = self.rule.two_level
         chooses_by_error = two_level is not None and two_level.four_over_six is not None
         if self.hadamard is not None and self.format.is_per_tensor:
             raise invalid_value(
