@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
+import sys
 import threading
+import unittest.mock
 from concurrent.futures import ProcessPoolExecutor
 
 SECONDS = 240  # less than pytest's own bound of a test (faulthandler_timeout)
@@ -39,6 +42,11 @@ def _context():
     context = multiprocessing.get_context("forkserver")
     collectives = ("tensor", "fsdp", "checkpoint")
     context.set_forkserver_preload(["microfloat.torch", *(f"torch.distributed.{name}" for name in collectives)])
+    # What it imports comes from where this process has it, a checkout beside an installed one included: before Python
+    # 3.14 the one that is copied knows nothing of this process's path (python/cpython#126631).
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with unittest.mock.patch.dict(os.environ, paths):
+        multiprocessing.forkserver.ensure_running()
     return context
 
 

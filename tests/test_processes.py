@@ -34,3 +34,13 @@ def test_a_process_ends_with_one_that_is_killed(repository) -> None:
     while lives(int(ended.stdout)) and time.monotonic() < waited_until:
         time.sleep(0.05)
     assert not lives(int(ended.stdout))
+
+
+def path_of_the_library() -> str:
+    import microfloat
+
+    return microfloat.__file__
+
+
+def test_a_process_imports_the_library_from_where_this_one_has_it() -> None:
+    assert processes.other_process()(path_of_the_library) == path_of_the_library()

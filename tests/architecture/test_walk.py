@@ -85,6 +85,7 @@ def walks():
 def test_a_walk_does_not_become_longer(walks, which, bounds):
     """Whoever shortens a walk lowers the measured number here, until it is that of the design."""
     functions = walks[which]
+    assert functions, f"no function of {SOURCES} ran: the other process has imported another copy of the library"
     counts = {"files": len({file for file, _ in functions}), "functions": len(functions)}
     listed = "\n".join(f"{file}  {name}" for file, name in functions)
     for what, bound in bounds.items():
