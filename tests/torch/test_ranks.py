@@ -1,7 +1,9 @@
 """Several processes: amaxes of delayed scaling where ranks do different things, beside DDP, and noise of their own."""
 
+import contextlib
 import copy
 import datetime
+import warnings
 
 import pytest
 
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
+import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError, RankError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
 from microfloat.torch import failures, scaling  # noqa: E402
@@ -168,14 +171,71 @@ def a_group_of_its_own(rank: int):
     return newest(layer)[0]
 
 
-def shapes_that_differ(rank: int) -> str:
-    layer = mf.Linear(8 + 8 * rank, 8)
+def shapes_that_differ(rank: int) -> tuple[str, float]:
+    """A step with a layer whose shape differs, and one without it over the same group, which agrees again."""
+    layer, group, message = mf.Linear(8 + 8 * rank, 8), dist.new_group([0, 1]), ""
     try:
-        with region():
+        with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
             layer(full(1, 8 + 8 * rank))
     except NotSupportedError as error:
-        return str(error)
-    return ""
+        message = str(error)
+    del layer
+    other = mf.Linear(8, 8)
+    with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+        other(full(rank + 1))
+    return message, newest(other)[0]
+
+
+def a_region_of_its_own(rank: int) -> tuple[list[str], str]:
+    """Rank 0 enters a region alone: it meets rank 1 in the next one, and nobody in the last one."""
+    layer, group = mf.Linear(8, 8), dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+
+    def step() -> None:
+        with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+            layer(full(1))
+
+    step()
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(failures, "GRACE", 0.1)
+        if rank == 0:
+            with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+                layer(full(1))
+        message = ""
+        try:
+            step()
+        except RankError as error:
+            message = str(error)
+    scaling.take_shared()
+    dist.barrier()
+    forget_failures()
+    return [str(one.message) for one in told if "reduces amaxes in" in str(one.message)], message
+
+
+def survived(rank: int) -> list[str]:
+    """Rank 0 survives an error of its own; after a step of all ranks nobody quotes it any more."""
+    layer, said = mf.Linear(8, 8), []
+
+    def step(group: object) -> None:
+        try:
+            with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
+                layer(full(1))
+        except RankError as error:
+            said.append(str(error))
+
+    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=seconds)) for seconds in (1, 30, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures, "GRACE", 0.1)
+        for alone, group in zip((True, False, True), groups, strict=True):
+            if rank == 0 and alone and group is groups[0]:
+                with contextlib.suppress(ValueError), mfd.named_failures():
+                    raise ValueError("met by this rank alone")
+            elif rank or not alone:
+                step(group)
+            scaling.take_shared()
+            dist.barrier()
+    forget_failures()
+    return said
 
 
 def different_layers_without_a_region(rank: int) -> str:
@@ -385,7 +445,8 @@ CASES = (
     without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
     reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, master_shards, different_points,
-    after_a_group_is_gone, waiting_alone, different_layers_without_a_region, shapes_that_differ,
+    after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
+    shapes_that_differ,
 )  # fmt: skip
 
 
@@ -457,9 +518,29 @@ def test_a_recomputation_reduces_over_the_group_of_its_first_pass(ranks) -> None
 
 
 def test_shapes_that_differ_are_named_on_every_rank(ranks) -> None:
-    for message in of(ranks, shapes_that_differ):
+    for message, newest_amax in of(ranks, shapes_that_differ):
+        assert newest_amax == 2.0
         assert "amax_reduction_group" in message
         assert "(8, 8) on rank 0 and (8, 16) on rank 1" in message
+
+
+def test_a_region_of_one_rank_alone_is_named_at_once_and_after_the_timeout(ranks) -> None:
+    (told, message), (others, none) = of(ranks, a_region_of_its_own)
+    assert len({*told}) == len({*others}) == 1
+    assert all("this rank reduces amaxes in test_ranks.py:" in text for text in (*told, *others))
+    assert told != others
+    assert not none
+    assert "the maximum of amaxes under delayed scaling, at the entry of an autocast" in message
+    assert "(test_ranks.py:" in message
+    assert "rank 1 died, or did not come to it within the timeout" in message
+
+
+def test_an_error_that_was_survived_is_quoted_no_more(ranks) -> None:
+    first, second = of(ranks, survived)
+    assert not first
+    assert "rank 0 raised ValueError: met by this rank alone" in second[0]
+    assert "rank 0 died, or did not come to it" in second[1]
+    assert "ValueError" not in second[1]
 
 
 def test_different_layers_without_a_region_are_named_on_every_rank(ranks) -> None:

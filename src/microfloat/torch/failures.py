@@ -6,9 +6,10 @@ that write nothing died or hang.
 """
 
 import contextlib
+import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
 _WAITS = "waited in "
 _ALIVE = "every rank is alive, but one came to it after the timeout, or a connection between them broke"
+_SAID: list[Callable[[], object]] = []  # take back what this rank has written into the store
 _AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -48,6 +50,7 @@ def named_failures(group: "Group" = None) -> Iterator[None]:
             _tell(f"raised {type(error).__name__}: {error}"[:_MOST_SAID])
         _raise_named("a collective", group, error)
         raise
+    _take_back()
 
 
 @contextlib.contextmanager
@@ -58,6 +61,7 @@ def in_collective(what: str, group: "Group") -> Iterator[None]:
     except Exception as error:
         _raise_named(what, group, error)
         raise
+    _take_back()
 
 
 def _is_symptom(error: Exception) -> bool:
@@ -75,8 +79,17 @@ def _raise_named(what: str, group: "Group", error: Exception) -> None:
 def _tell(text: str) -> Any:
     """Write what this rank met into the store, which is returned."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"microfloat/failed/{dist.get_rank()}", text)
+    key = f"microfloat/failed/{dist.get_rank()}"
+    store.set(key, text)
+    _SAID.append(functools.partial(store.delete_key, key))
     return store
+
+
+def _take_back() -> None:
+    """Remove what this rank has written of a failure that it survived: ranks have met since."""
+    while _SAID:
+        with contextlib.suppress(Exception):  # the store went with its world
+            _SAID.pop()()
 
 
 def _other_ranks(what: str, group: "Group") -> str:

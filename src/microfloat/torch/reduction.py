@@ -6,8 +6,13 @@ fixed size carries all of them, with -1 for what a rank has not recorded. Slots 
 announced in the same all-reduce, and join it at the next one (docs/numerics.md 3.3).
 """
 
+import contextlib
 import functools
+import os
+import sys
+import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -25,9 +30,13 @@ __all__ = [
 ]  # fmt: skip
 
 Group: TypeAlias = "ProcessGroup | None"
-# The first elements of what slots of a list are reduced in: if a rank has slots to announce, and the number of the
-# direction with both signs, whose maxima agree only if all ranks reduce in the same one.
-_HEADER = 3
+# The first elements of what slots of a list are reduced in: if a rank has slots to announce, and with both signs the
+# number of the direction and that of the line of code, whose maxima agree only if those of all ranks are the same.
+_HEADER = 5
+# Code that calls a reduction for its user.
+_BETWEEN = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__), contextlib.__file__,
+)  # fmt: skip
 # The directions: points of the program at which all ranks reduce.
 _POINTS = {
     "forward": "the exit of an autocast", "backward": "the entry of an autocast or in update_scaling",
@@ -64,17 +73,17 @@ class _List:
         self.new: dict[Key, str] = {}  # recorded here, and not in the list yet; with the layer and recipe in words
         self.agreed = False
         # The header of the latest all-reduce on a GPU.
-        self.announced: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self.announced: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def must_grow(self) -> bool:
         """True if ranks must agree on a longer list first; every rank of the group answers the same."""
         if not self.agreed or self.announced is None:
             return not self.agreed
-        announced, event = self.announced
+        announced, event, line = self.announced
         event.synchronize()  # recorded one step ago
         self.announced = None
-        return _read_header(announced)
+        return _read_header(announced, line)
 
     def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
@@ -86,6 +95,7 @@ class _List:
             for key, text in keys:
                 shape, other = shapes.setdefault(key.number, (key.shape, f"rank {rank}"))
                 if shape != key.shape:
+                    self.new.clear()  # on every rank: a step that leaves these layers out agrees again
                     raise NotSupportedError(
                         f"amax_reduction_group: layer {key.number} has a weight of shape {shape} on {other} and "
                         f"{tuple(key.shape)} on rank {rank}, needed the same layers, made in the same order, on every "
@@ -93,6 +103,7 @@ class _List:
                     )
                 first, other_rank = words.setdefault(key, (text, rank))
                 if text != first:
+                    self.new.clear()
                     raise NotSupportedError(
                         f"amax_reduction_group: layer {key.number} is {first} on rank {other_rank} and {text} on rank "
                         f"{rank}, needed the same layers under the same recipe, made in the same order, on every rank."
@@ -113,24 +124,37 @@ class _List:
             self.indices[places] = found
         return found
 
-    def remember(self, payload: torch.Tensor) -> None:
+    def remember(self, payload: torch.Tensor, line: str) -> None:
         """Keep the header of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
         announced = torch.empty(_HEADER, dtype=torch.float32, pin_memory=True)
         announced.copy_(payload[:_HEADER], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.announced = (announced, event)
+        self.announced = announced, event, line
 
 
 @functools.cache
-def _header(direction: str, announces: bool, device: torch.device) -> torch.Tensor:
-    number = float([*_POINTS].index(direction))
-    return torch.tensor([float(announces), number, -number], dtype=torch.float32).to(device)
+def _header(direction: str, announces: bool, line: str, device: torch.device) -> torch.Tensor:
+    number, code = float([*_POINTS].index(direction)), float(zlib.crc32(line.encode()) >> 8)  # 24 bits are exact
+    return torch.tensor([float(announces), number, -number, code, -code], dtype=torch.float32).to(device)
 
 
-def _read_header(header: torch.Tensor) -> bool:
-    """True if ranks have slots to announce; raises, on every rank, where they have reduced in different directions."""
-    announces, largest, smallest = header.tolist()
+def _line_of_user() -> str:
+    """The line of code outside of this library and torch that the reduction comes from, without its folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if not frame.f_code.co_filename.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _read_header(header: torch.Tensor, line: str) -> bool:
+    """True if ranks have slots to announce; raises, on every rank, where they have reduced in different directions.
+
+    Warns where they come from different lines of code than this one, which is `line`.
+    """
+    announces, largest, smallest, code, negative_code = header.tolist()
     if largest != -smallest:
         points = [*_POINTS.values()]
         raise NotSupportedError(
@@ -139,6 +163,12 @@ def _read_header(header: torch.Tensor) -> bool:
             "`microfloat.torch.autocast(...)` blocks, and calls update_scaling at the same points. Enter what one rank "
             "does alone under torch.no_grad()."
         )
+    if code != -negative_code:
+        warnings.warn(
+            f"amax_reduction_group: this rank reduces amaxes in {line}, and another one elsewhere. If one of them "
+            "enters an autocast that the others do not, its amaxes go into theirs, and it waits for them in the end: "
+            "enter what one rank does alone under torch.no_grad().", UserWarning, stacklevel=2,
+        )  # fmt: skip
     return announces > 0
 
 
@@ -154,8 +184,11 @@ def reduces(delayed: Delayed, group: Group) -> bool:
 
 
 def exists(group: "ProcessGroup") -> bool:
-    """False for a process group that was destroyed."""
-    return group in torch.distributed.distributed_c10d._world.pg_map
+    """False for a process group that was destroyed, whose ranks torch has forgotten."""
+    try:
+        return bool(torch.distributed.get_process_group_ranks(group))
+    except (KeyError, ValueError):  # as of a world that has ended
+        return False
 
 
 def world() -> "ProcessGroup | None":
@@ -178,13 +211,13 @@ def reduce_together(
     NotSupportedError, on every rank, where one number means layers of different shapes, names or recipes; RankError
     where a rank fails.
     """
-    name = f" of group {group_name(group)!r}" if group is not None else ""
-    with in_collective(f"the maximum of amaxes under delayed scaling, at {_POINTS[direction]}{name},", group):
-        return _reduce_together(group, direction, keys, live, words)
+    name, line = f" of group {group_name(group)!r}" if group is not None else "", _line_of_user()
+    with in_collective(f"the maximum of amaxes under delayed scaling, at {_POINTS[direction]}{name} ({line}),", group):
+        return _reduce_together(group, direction, keys, live, words, line)
 
 
 def _reduce_together(
-    group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
+    group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str], line: str
 ) -> Reduced:
     default = torch.distributed.group.WORLD if group is None else group
     lists = _LISTS.setdefault(default, {})
@@ -204,14 +237,14 @@ def _reduce_together(
         # Of one length in all directions, so that ranks which reduce in different ones get to know it.
         length = max(len(one.positions) for one in lists.values())
         payload = live.new_full((_HEADER + length,), _NOT_RECORDED)
-        payload[:_HEADER].copy_(_header(direction, bool(slots.new), live.device))
+        payload[:_HEADER].copy_(_header(direction, bool(slots.new), line, live.device))
         payload.index_copy_(0, places, live if len(known) == len(keys) else live[known])
         torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
         if live.is_cuda:
             if not capturing:
-                slots.remember(payload)
+                slots.remember(payload, line)
             break
-        if not _read_header(payload[:_HEADER]):
+        if not _read_header(payload[:_HEADER], line):
             break
         slots.grow(group)
     own = set(keys)
