@@ -3,23 +3,25 @@
     torchrun --nproc-per-node 2 -m benchmarks fsdp --json fsdp.json        GPUs (NCCL)
     python -m benchmarks fsdp --quick                                      two processes on a CPU (gloo), tiny sizes
 
-FSDP2 with its gather and with low-precision gathers, and tensor with sequence parallelism over all ranks. Four
-Llama-like blocks, forward and backward in eager mode, 16384 tokens a rank (all ranks together under tensor
-parallelism); the models take turns in one run, and weights do not change between steps, as in a microbatch. Beside the
-time: bytes that a rank sends into all-gathers in a step, and the peak of the memory that a model adds. Never run on the
-GPUs it is for.
+FSDP2 with its gather and with low-precision gathers (.low), of plain blocks and of blocks whose norms and SwiGLU are
+fused with casts (.fused), and tensor with sequence parallelism over all ranks. Four Llama-like blocks, forward and
+backward in eager mode, 16384 tokens a rank (all ranks together under tensor parallelism); the models take turns in one
+run, and weights do not change between steps, as in a microbatch. Rows are written as they are measured: those of FSDP2,
+then those of the plan. Beside the time: bytes that a rank sends into all-gathers in a step, and the peak of the memory
+that a model adds. Never run on the GPUs it is for.
 """
 
 import argparse
 import contextlib
 import copy
 import datetime
+import functools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -34,11 +36,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import microfloat.torch as mf
 import microfloat.torch.distributed as microfloat_styles
+from benchmarks import _recipes
 from benchmarks._report import Report, Row, wanted
-from microfloat.recipes import from_name
+from microfloat.recipes import Recipe, from_name
+from microfloat.torch import fused
 from microfloat.torch.distributed import low_precision_all_gather, precompute_scales, schedule, sharded
 
-RECIPES = {"current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+RECIPES: dict[str, str | Recipe] = {
+    "current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "mxfp8.folded": _recipes.RECIPES["mxfp8.folded"],
+    "nvfp4": "nvfp4",
+}  # fmt: skip
+WAYS = ("", ".low", ".fused", ".fused.low")
 LAYERS, ROUNDS, STEPS = 4, 5, 2
 
 
@@ -61,6 +69,16 @@ class Block(nn.Module):
         x = x + self.o(self.qkv(self.n1(x))[..., : self.hidden].contiguous())
         h = self.n2(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class FusedBlock(Block):
+    """The block on the functions of `microfloat.torch.fused`: norms and SwiGLU are cast as they are computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Block.forward`."""
+        qkv = fused.norm_linear(x, self.n1, self.qkv)  # type: ignore[arg-type]
+        x = x + self.o(qkv[..., : self.hidden].contiguous())
+        return x + fused.norm_mlp(x, self.n2, self.gate, self.down, up=self.up)  # type: ignore[arg-type]
 
 
 # Where FSDP2, this library and DTensors look up an all-gather, and the names that they have in some version of torch.
@@ -108,31 +126,42 @@ def step_of(model: nn.Sequential, name: str | None, x: torch.Tensor, after: Call
     return step
 
 
-Variant = tuple[str, str | None, Callable[[], torch.Tensor]]
+class Variant(NamedTuple):
+    """A row to measure: its id, its recipe in words, and what makes one step of its model."""
+
+    id: str
+    recipe: str | None
+    make: Callable[[], Callable[[], torch.Tensor]]
 
 
 def under_fsdp(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
-    """(id, recipe, one step) of every model, each sharded over all ranks."""
+    """Every model, each sharded over all ranks."""
+
+    def make(name: str | None, way: str) -> Callable[[], torch.Tensor]:
+        model, gathers_low = copy.deepcopy(base), way.endswith(".low")
+        if name is not None:
+            mf.convert(model, RECIPES[name])
+        for block in model:
+            block.__class__ = FusedBlock if ".fused" in way else Block
+        if gathers_low:
+            low_precision_all_gather(model)
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        # As after an optimizer's step.
+        return step_of(model, name, x, precompute_scales if gathers_low else lambda model: None)
+
     for name in (None, *RECIPES):
-        for gathers_low in (False,) if name is None else (False, True):
-            model = copy.deepcopy(base)
-            if name is not None:
-                mf.convert(model, RECIPES[name])
-            if gathers_low:
-                low_precision_all_gather(model)
-            for block in model:
-                fully_shard(block)
-            fully_shard(model)
-            # As after an optimizer's step.
-            step = step_of(model, name, x, precompute_scales if gathers_low else lambda model: None)
-            yield f"fsdp.{name or 'bf16'}" + (".low" if gathers_low else ""), RECIPES.get(name or ""), step
+        for way in WAYS if name else ("",):
+            yield Variant(f"fsdp.{name or 'bf16'}{way}", name, functools.partial(make, name, way))
 
 
 def under_plan(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
     """The same of models cut by a plan over all ranks, each of which has its rows of x between the products."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(x.device.type, (ranks,))
-    for name in (None, *RECIPES):
+
+    def make(name: str | None) -> Callable[[], torch.Tensor]:
         model = copy.deepcopy(base)
         if name is not None:
             mf.convert(model, RECIPES[name])
@@ -143,37 +172,36 @@ def under_plan(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
         for block in model:
             parallelize_module(block, mesh, plan)
             block.hidden //= ranks
-        step = step_of(model, name, x.chunk(ranks)[dist.get_rank()].contiguous(), lambda model: None)
-        yield f"tp.{name or 'bf16'}", RECIPES.get(name or ""), step
+        return step_of(model, name, x.chunk(ranks)[dist.get_rank()].contiguous(), lambda model: None)
+
+    for name in (None, *RECIPES):
+        yield Variant(f"tp.{name or 'bf16'}", name, functools.partial(make, name))
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """A row for each model, timed in turns."""
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[list[Row]]:
+    """A row for each model, timed in turns, for one kind of parallelism after the other."""
     hidden, inner, tokens = (128, 256, 32) if options.quick else (4096, 14336, 16384)
     torch.manual_seed(0)
     base = nn.Sequential(*(Block(hidden, inner) for _ in range(LAYERS))).to(device, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    rows: list[Row] = []
-    for prefix, variants, what in (
-        ("fsdp", under_fsdp, "FSDP2"), ("tp", under_plan, "tensor and sequence parallelism"),
+    for variants, what in (
+        (under_fsdp(base, x), "FSDP2"), (under_plan(base, x), "tensor and sequence parallelism"),
     ):  # fmt: skip
-        ids = (f"{prefix}.{name}{gather}" for name in RECIPES for gather in ("", ".low"))
-        if any(wanted(options.only, one) for one in ids):
-            rows += in_turns(variants(base, x), (tokens, hidden, inner), what, options, device)
-    return rows
+        chosen = [one for one in variants if one.recipe is None or wanted(options.only, one.id)]
+        if len(chosen) > 1:
+            yield in_turns(chosen, (tokens, hidden, inner), what, options, device)
 
 
 def in_turns(
-    variants: Iterator[Variant], shape: tuple[int, ...], what: str, options: argparse.Namespace, device: torch.device
+    variants: Sequence[Variant], shape: tuple[int, ...], what: str, options: argparse.Namespace, device: torch.device
 ) -> list[Row]:
     """A row for each variant, the first of which is that of bfloat16."""
     on_gpu = device.type == "cuda"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
     steps, rows, outputs, before = {}, {}, {}, allocated()
-    for name, recipe, step in variants:
-        if not name.endswith(".bf16") and not wanted(options.only, name):
-            continue
+    for name, recipe, make in variants:
+        step = make()
         for _ in range(1 if options.quick else 3):
             step()
         wait()
@@ -224,12 +252,12 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace, argument
     how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": world} if store else {}
     dist.init_process_group(backend, timeout=wait, device_id=device if device.type == "cuda" else None, **how)
     try:
-        rows = measure(options, device)
-        if dist.get_rank() == 0:
-            report = Report(options, arguments)
-            for row in rows:
-                report.add(row)
-            report.finish()
+        report = Report(options, arguments) if dist.get_rank() == 0 else None
+        for rows in measure(options, device):
+            if report is not None:
+                for row in rows:
+                    report.add(row)
+                report.finish()  # so that an abort in between leaves what was measured
     finally:
         dist.destroy_process_group()
 
