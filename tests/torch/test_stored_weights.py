@@ -347,3 +347,17 @@ def test_stored_experts_on_the_meta_device() -> None:
 def test_experts_whose_tiles_would_touch_are_named() -> None:
     with mf.quantized_model_init(recipe="fp8_block"), pytest.raises(InvalidValueError, match="multiples of 128 rows"):
         mf.GroupedLinear(2, 64, 96)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "nvfp4_2d", "mxfp8"])
+def test_pieces_of_a_checkpoint_keep_their_bytes_whatever_was_there_before(fmt) -> None:
+    """features S8: what a distributed checkpoint of other ranks does, in its order, to a model with other values."""
+    generator = torch.Generator().manual_seed(1)
+    source, target = (mf.quantize(torch.randn(64, 32, generator=generator) * size, fmt) for size in (1, 5))
+    for first in (32, 0):
+        piece = target.__get_tensor_shard__(None).narrow(0, first, 32)
+        piece.copy_(source.narrow(0, first, 32))
+    assert torch.equal(source, target)
+    before = target.clone()
+    target[:32].copy_(mf.quantize(torch.ones(32, 32), fmt))  # outside of a checkpoint the rest keeps its values
+    assert torch.equal(target[32:].dequantize(), before[32:].dequantize())

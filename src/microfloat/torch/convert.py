@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
 from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
 
@@ -330,8 +333,8 @@ def _keep_slow_paths(model: nn.Module) -> None:
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict that the same model of plain nn.Linear layers loads strictly.
 
-    Delayed-scaling entries are left out and quantized parameters dequantized. Raises InvalidTypeError for anything but
-    a module.
+    Delayed-scaling entries are left out and quantized parameters dequantized, those that FSDP2 has sharded shard by
+    shard. Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
     dropped = {
@@ -340,8 +343,15 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         for name in ("input_amax", *(name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)))
         if isinstance(module, Linear)
     }
-    return {
-        name: value.dequantize() if isinstance(value, QuantizedTensor) else value
-        for name, value in model.state_dict().items()
-        if name not in dropped
-    }
+    return {name: _plain(value) for name, value in model.state_dict().items() if name not in dropped}
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    local = getattr(value, "_local_tensor", None)
+    if isinstance(local, QuantizedTensor):
+        sharded = cast("DTensor", value)
+        return type(sharded).from_local(
+            local.dequantize(), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+            stride=sharded.stride(),
+        )  # fmt: skip
+    return value.dequantize() if isinstance(value, QuantizedTensor) else value

@@ -34,6 +34,7 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.own_gemm import own_gemm_serves
 from microfloat.torch.small import Prediction, check_shape, predict
+from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
@@ -383,7 +384,8 @@ def _across_ranks(layer: nn.Module) -> Iterator[str]:
     owners = fsdp_parameters(layer)
     is_cut = hasattr(weight, "placements") and (not owners or any(owner.is_dtensor for owner in owners))  # by a plan
     if hasattr(weight, "placements"):
-        yield f"weight sharded as {weight.placements} of {tuple(weight.device_mesh.shape)} ranks"
+        as_codes = ", stored and gathered as codes" if isinstance(weight._local_tensor, QuantizedTensor) else ""
+        yield f"weight sharded as {weight.placements} of {tuple(weight.device_mesh.shape)} ranks{as_codes}"
     if is_cut:
         yield "overlap of collectives with GEMMs: not provided"
     if is_cut or (shards is not None and not shards.reason):

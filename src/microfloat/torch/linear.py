@@ -355,7 +355,7 @@ def begin(
             _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
-    elif is_first_microbatch is not None or schedule.keeps_weight:
+    elif is_first_microbatch is not None or (schedule.keeps_weight and not fsdp_parameters(layer)):
         _keep_weight(run, layer, weight, is_first_microbatch is True, None)
     return run
 

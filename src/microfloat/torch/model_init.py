@@ -13,7 +13,7 @@ from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._tensor_ops import quantize_stored, store_shard, store_unless
+from microfloat.torch._tensor_ops import quantize_stored, store_all, store_shard
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def update_quantized(
         whole = q.dequantize(torch.float32).reshape(-1)
         whole[offset : offset + src.numel()] = values.reshape(-1)
         values = whole
-    store_unless(noop_flag, q, values.view(q.shape))
+    store_all([q], [values.view(q.shape)], noop_flag)
 
 
 def fp8_model_init(

@@ -249,7 +249,7 @@ class Schedule:
             self._pair = self.pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: CastStep | None = None  # of the gradient that backward usually brings
         self._dy_steps: dict[tuple, CastStep] = {}
-        self._later_steps: dict[tuple, CastStep | GatheredCast] = {}
+        self._later_steps: dict[tuple, CastStep | GatheredCast | StoredCast] = {}
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
@@ -447,16 +447,15 @@ class Schedule:
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
         saved = self.x_saved if tensor == "x" else self.w_saved
-        if isinstance(x, QuantizedTensor):
-            return self.quantize_weight(x, inputs)[saved]
-        is_gathered = isinstance(x, Gathered)
-        x = x if is_gathered else self._matrix(x.detach())
-        key = tensor, x.stride(), x.data_ptr() & (_ALIGNMENT - 1)
+        is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
+        x = x if is_gathered or is_stored else self._matrix(x.detach())
+        key = tensor, x.stride(), None if is_stored else x.data_ptr() & (_ALIGNMENT - 1)
         step: Any = self._later_steps.get(key)
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
             step = (
                 GatheredCast(self.backend, x.shape, entries, self.dtype, self.cast_step) if is_gathered
+                else StoredCast(self.backend, x, entries, self.dtype, CastStep) if isinstance(x, QuantizedTensor)
                 else self.cast_step(self.backend, x, entries, self._batch)
             )  # fmt: skip
             self._later_steps[key] = step

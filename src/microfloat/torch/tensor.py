@@ -33,7 +33,7 @@ __all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
-_OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "_is_param"})
+_OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_is_filled", "_is_param"})
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
@@ -72,6 +72,8 @@ class QuantizedTensor(torch.Tensor):
     cast: Cast
     axis: int
     root: "QuantizedTensor | None"
+    _is_shard = False  # of a parameter that ranks share: `microfloat.torch.distributed.quantized`
+    _is_filled = False  # by a checkpoint, piece by piece, so that what stands beside a piece need not keep its value
 
     @staticmethod
     def __new__(
@@ -270,10 +272,22 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
         parts = {name: function(part) for name, part in self.parts().items()}
-        return type(self)(
-            parts["codes"], parts["scale"], parts.get("tensor_scale"), self.cast,
+        return self._remade(
+            parts["codes"], parts["scale"], parts.get("tensor_scale"),
             axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
         )  # fmt: skip
+
+    def _remade(
+        self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, axis: int,
+        shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
+    ) -> "QuantizedTensor":  # fmt: skip
+        """A tensor of these parts under the same Cast."""
+        return type(self)(codes, scale, tensor_scale, self.cast, axis=axis, shape=shape, dtype=dtype, root=root)
+
+    def __get_tensor_shard__(self, index: object) -> "QuantizedTensor":
+        """The tensor that a distributed checkpoint reads, or fills with the pieces of another one."""
+        vars(view := self.map_parts(lambda part: part))["_is_filled"] = True
+        return view
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The CPU copy of a parameter's initial value that `quantized_model_init` was asked to keep, or None."""

@@ -36,6 +36,7 @@ from microfloat.torch.distributed import (  # noqa: E402
     precompute_scales,
 )
 from microfloat.torch.distributed import sharded as gathering  # noqa: E402
+from tests.torch.distributed import quantized_cases  # noqa: E402
 from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 
 RECIPES = {
@@ -562,10 +563,23 @@ def fused_modules(rank: int) -> dict[str, list]:
     return made
 
 
+def stored_bytes(rank: int) -> dict[str, tuple[int, int]]:
+    """Bytes gathered in a step with weights that exist as codes, and those of the shards; kept, and of the weights."""
+    made = {}
+    for name in ("current", "block", "mxfp8", "mxfp4", "nvfp4"):
+        model = shard(quantized_cases.stored(name, **quantized_cases.sizes(name))[:1])
+        own = sum(part.numel() * part.element_size() for part in quantized_cases.parts_of(model).values())
+        x = torch.randn(8, model[0].in_features, dtype=torch.bfloat16, requires_grad=True)
+        with counted() as found:
+            model(x).sum().backward()
+        made[name] = found["gathered"], 2 * own
+    return made
+
+
 CASES = (
     every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
     ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
-    refusals, saved, assigned, compiled_beside_a_plan,
+    refusals, saved, assigned, compiled_beside_a_plan, stored_bytes, *quantized_cases.CASES,
 )  # fmt: skip
 
 
@@ -723,6 +737,30 @@ def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
     assert of(ranks, assigned) == [True, True]
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in quantized_cases.CASES if case is not quantized_cases.stored_and_refused],
+    ids=lambda case: case.__name__,
+)  # fmt: skip
+def test_weights_that_exist_as_codes_train_load_and_save_as_in_one_process(ranks, case) -> None:
+    """features D6"""
+    for made in of(ranks, case):
+        assert made
+        assert set(made.values()) == {True}, made
+
+
+def test_weights_that_exist_as_codes_are_gathered_as_codes(ranks) -> None:
+    for made in of(ranks, stored_bytes):
+        assert all(sent == own for sent, own in made.values()), made
+
+
+def test_shards_of_codes_say_what_they_refuse(ranks) -> None:
+    for made in of(ranks, quantized_cases.stored_and_refused):
+        assert "parts of 64 rows of a quantized parameter (fp8_128x128)" in made["tiles"]
+        assert "multiples of 128 rows, so that no tile is cut. Where fully_shard asked" in made["tiles"]
+        assert "a shard whose ranks are not known yet" in made["unknown"]
+        assert "16 of the 128 rows of a shard under one scale for all ranks" in made["part"]
+
+
 @pytest.mark.slow("starts seven more processes")
 def test_four_ranks(ranks, folder) -> None:
     """Two replicas of two shards; checkpoints of four ranks on two and on one; compiled blocks, and fused modules."""
@@ -753,23 +791,70 @@ def test_four_ranks(ranks, folder) -> None:
             assert world == 1 or made["mxfp8"][1] == {"", "it is one product with other weights"}
 
 
+@pytest.mark.slow("starts seven more processes")
+def test_four_ranks_with_weights_that_exist_as_codes(folder) -> None:
+    """Two replicas of two shards; checkpoints of four ranks on two and on one; compiled layers."""
+    cases = *quantized_cases.CASES, quantized_cases.replicas_of_shards
+    four = run_ranks(cases, f"{folder}/four of codes", world=4)
+    for case in {*cases} - {quantized_cases.stored_and_refused}:
+        assert all(set(made.values()) == {True} for made in of(four, case)), case.__name__
+    for made in of(four, quantized_cases.stored_and_refused):
+        assert "reshard_after_forward: got 2 ranks" in made["fewer"]
+    cases = quantized_cases.stored_and_resumed, quantized_cases.compiled_stored, quantized_cases.stored_weights
+    for world in (2, 1):
+        others = run_ranks(cases, f"{folder}/{world} of codes", world=world)
+        for case in cases:
+            assert all(set(made.values()) == {True} for made in of(others, case)), case.__name__
+
+
+# Cases that run in processes of their own through NCCL, the most valuable first, and what checks their results: a rank
+# that fails takes the rest of its group along, and no other one.
+GPU_GROUPS = {
+    "gathers": {
+        every_recipe: test_every_recipe_trains_as_in_one_process,
+        low_precision: test_gathered_codes_train_as_in_one_process,
+        the_codes: test_gathered_codes_are_those_of_the_gathered_weight, bytes_on_the_wire: test_bytes_of_the_gather,
+    },
+    "stored": {
+        quantized_cases.stored_weights: None, stored_bytes: test_weights_that_exist_as_codes_are_gathered_as_codes,
+        quantized_cases.frozen_bases: None, quantized_cases.stored_unevenly: None, quantized_cases.experts: None,
+    },
+    "ways": {
+        ways_of_training: test_ways_of_training, accumulation: test_gradient_accumulation,
+        high_precision_islands: test_other_reads_of_a_gathered_weight_gather_its_values,
+        uneven_shards: test_uneven_shards_are_gathered_in_high_precision,
+    },
+    "edges": {
+        nan_on_one_rank: test_nan_on_one_rank_shows_on_all,
+        no_rows_on_one_rank: test_a_rank_without_rows_takes_part_in_every_gather,
+        saved: test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit,
+        assigned: test_an_assigned_state_dict_is_gathered_in_low_precision_too,
+    },
+    "stored_elsewhere": {
+        quantized_cases.stored_ways: None, quantized_cases.stored_and_saved: None,
+        quantized_cases.stored_from_values: None, quantized_cases.from_meta: None,
+        quantized_cases.values_of_shards: None, quantized_cases.fused_and_stored: None,
+        quantized_cases.stored_and_refused: test_shards_of_codes_say_what_they_refuse,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_ranks_on_gpus(folder, tmp_path) -> None:
+@pytest.mark.parametrize("group", GPU_GROUPS)
+def test_ranks_on_gpus(folder, tmp_path, group) -> None:
     """The same through NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
-    cases = (
-        on_gpus, every_recipe, low_precision, the_codes, bytes_on_the_wire, ways_of_training, accumulation,
-        high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards, saved, assigned,
-    )  # fmt: skip
-    made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
-    for check in (
-        test_every_recipe_trains_as_in_one_process, test_gathered_codes_train_as_in_one_process,
-        test_gathered_codes_are_those_of_the_gathered_weight, test_bytes_of_the_gather, test_ways_of_training,
-        test_gradient_accumulation, test_other_reads_of_a_gathered_weight_gather_its_values,
-        test_nan_on_one_rank_shows_on_all, test_a_rank_without_rows_takes_part_in_every_gather,
-        test_uneven_shards_are_gathered_in_high_precision,
-        test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit,
-        test_an_assigned_state_dict_is_gathered_in_low_precision_too,
-    ):  # fmt: skip
-        check(made)
+    cases = GPU_GROUPS[group]
+    made = run_ranks((on_gpus, *cases), str(tmp_path / "store"), backend="nccl")
+    for case, check in cases.items():
+        if check is None:
+            test_weights_that_exist_as_codes_train_load_and_save_as_in_one_process(made, case)
+        else:
+            check(made)
+
+
+def test_groups_on_gpus_have_every_case_of_weights_that_exist_as_codes() -> None:
+    grouped = [case for cases in GPU_GROUPS.values() for case in cases]
+    assert len(grouped) == len(set(grouped))
+    assert {*quantized_cases.CASES} <= {*grouped}

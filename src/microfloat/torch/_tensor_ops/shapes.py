@@ -51,7 +51,7 @@ def _lead(q: QuantizedTensor, dim: int) -> int:
 def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """Another division of the leading axes, before and behind the contraction axis, which stays as long as it is."""
     shape = tuple(shape)
-    if shape == tuple(q.shape):
+    if shape == tuple(q.shape) or (q._is_shard and shape == (q.numel(),)):  # FSDP2 keeps a flat view for its memory
         return detach(q)
     refuse_experts(q, "view")
     length = q.shape[q.axis] if q.shape else 1
@@ -71,13 +71,23 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
             if q.axis == max(q.dim() - 1, 0)
             else f"the contraction axis, {length} long, and {behind} entries behind it",
             "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
-            "FSDP flatten parameters: build their layers without quantized_model_init.",
+            "FSDP1 flatten parameters: use fully_shard, or build their layers without quantized_model_init.",
         )
     scale = q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
     codes = q.codes.view(*leading_axes(shape, axis), q.codes.shape[-1])
     return view_of(q, codes, scale, q.tensor_scale, shape=shape, axis=axis)
+
+
+@register(aten.as_strided.default)
+def _as_strided(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """The tensor as it lies, which FSDP2 asks for of a parameter that it has gathered; nothing else."""
+    q, size, stride, *offset = args
+    offset = offset[0] if offset else kwargs.get("storage_offset")
+    if tuple(size) != tuple(q.shape) or tuple(stride) != q.stride() or offset:
+        raise refusal(func, args, kwargs)
+    return detach(q)
 
 
 @register_view(aten.t.default)
@@ -210,7 +220,8 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
         tile = q.format.block[0] or 1
         start, stop = first * inner, last * inner
         unit = tile // math.gcd(tile, inner) if inner else 1
-        if lead or step != 1 or start % tile or (stop % tile and last != q.shape[dim]):
+        is_end = last == q.shape[dim] or (q._is_shard and q.ends_at(last))  # type: ignore[attr-defined]
+        if lead or step != 1 or start % tile or (stop % tile and not is_end):
             raise _torn(q, dim, f"[{first}:{last}:{step}]", unit if not lead else None)
         scale = scale[start // tile : -(-stop // tile)]
     elif not q.format.is_per_tensor:
@@ -223,7 +234,7 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
 
 def _alone(q: QuantizedTensor) -> QuantizedTensor:
     """Experts cut from others: they share no scale with those, so that writing them is writing a tensor."""
-    return type(q)(q.codes, q.scale, q.tensor_scale, q.cast, axis=q.axis, shape=q.shape, dtype=q.dtype)
+    return q.map_parts(lambda part: part)
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
@@ -259,8 +270,29 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
 @register_view(aten.split.Tensor)
 def _split(q: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
     extent = q.shape[dim]
+    if isinstance(q, torch.nn.Parameter) and split_size < extent:
+        _check_shards(q, split_size, dim % q.dim())
     starts = range(0, max(extent, 1), max(split_size, 1))
     return [_slice(q, dim, start, min(start + split_size, extent)) for start in starts]
+
+
+def _check_shards(q: QuantizedTensor, rows: int, dim: int) -> None:
+    """Refuse to cut a parameter inside of tiles, or along its contraction axis, with words for who shards a model."""
+    remedy = (
+        "Where fully_shard asked: shard this layer over another number of ranks, or build it under "
+        "quantized_model_init(enabled=False) and call low_precision_all_gather."
+    )
+    if dim == q.axis:
+        raise invalid_value(
+            "split", f"axis {dim} of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
+            "another axis than the contraction axis, along which its blocks run", remedy
+        )  # fmt: skip
+    inner, tile = math.prod(q.codes.shape[1:-1]), (q.format.block[0] or 1) if q.format.is_tile else 1
+    if not dim and rows * inner % tile:
+        raise invalid_value(
+            "split", f"parts of {rows} rows of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
+            f"multiples of {tile // math.gcd(tile, inner)} rows, so that no tile is cut", remedy
+        )  # fmt: skip
 
 
 @register_view(aten.split_with_sizes.default)

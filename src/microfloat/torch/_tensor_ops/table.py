@@ -62,11 +62,16 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
         remedy = "Compute on q.dequantize(). Clip gradients, which are plain, as usual."
     elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
         remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
-    elif "c10d" in name or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor)):
+    elif (
+        "c10d" in name
+        or name.startswith("constant_pad_nd")
+        or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor))
+    ):
         remedy += (
             " Where load_state_dict asked for it: load microfloat.torch.plain_state_dict(model), or take the quantized "
-            "weights over with assign=True. Where fully_shard, DistributedDataParallel or distribute_tensor did: build "
-            "the layers without quantized_model_init and let a recipe quantize them, or shard q.parts()."
+            "weights over with assign=True. Where DistributedDataParallel or distribute_tensor did: use fully_shard, "
+            "or build the layers without quantized_model_init and let a recipe quantize them. Where full_tensor or a "
+            "full state dict did: save shards with torch.distributed.checkpoint, or plain_state_dict(model)."
         )
     elif name.startswith(("isclose", "allclose")):  # where torch.testing.assert_close arrives
         remedy += " torch.equal(a, b) compares codes and scales."
@@ -139,8 +144,10 @@ def view_of(
     root = q.root
     if is_slice and root is None:
         root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
-    return type(q)(
-        codes, scale, tensor_scale, q.cast, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root
+        if q._is_filled:
+            root._is_filled = True
+    return q._remade(
+        codes, scale, tensor_scale, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root
     )
 
 

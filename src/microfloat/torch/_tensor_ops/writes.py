@@ -1,6 +1,7 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ from microfloat.torch._tensor_ops.table import (
 )
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
-__all__ = ["quantize_stored", "store_shard", "store_unless"]
+__all__ = ["quantize_stored", "store_all", "store_shard", "take"]
 
 aten = torch.ops.aten
 _AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
@@ -42,6 +43,8 @@ def _copy(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     if not isinstance(source, QuantizedTensor):
         return _store(destination, source.expand(destination.shape))
     check_kinds("copy_", destination, source, tuple(source.shape), tuple(destination.shape))
+    if destination.codes.is_meta:
+        return destination
     if not _shares_a_scale(destination):
         for name, part in destination.parts().items():
             part.copy_(source.parts()[name])
@@ -59,10 +62,14 @@ def _takes_bytes(q: QuantizedTensor, source: QuantizedTensor) -> bool:
     """
     name = upper_name(q)
     ours, theirs = getattr(q, name), getattr(source, name)
-    if _operators.is_tracing(q.codes) or ours.device != theirs.device:
+    if _operators.is_tracing(q.codes):
         return False
+    theirs = theirs.to(ours.device)
     is_equal = raw(ours) == raw(theirs)
     if not bool(is_equal.all()):
+        root = q.root
+        if root is not None and root is not UNKNOWN and root._is_filled and not ours.dim():
+            raw(root.codes).zero_()
         is_free = _alone_under_scales(q)
         if is_free is None or not bool((is_equal | is_free).all()):
             return False
@@ -90,6 +97,8 @@ def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
 def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
     """Quantize plain `values` with q's Cast, into q's storage; a scale that q shares with its root is the root's."""
     values = values.to(device=q.device, dtype=torch.float32)
+    if q._is_shard:
+        return store_all([q], [values])[0]
     if not _shares_a_scale(q):
         return _overwrite(q, values)
     is_of_rows = getattr(q, upper_name(q)).dim() == 2
@@ -119,7 +128,7 @@ def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None
 
 
 def quantize_stored(
-    values: torch.Tensor, cast: Cast, amax: float | None = None, of_experts: bool = False
+    values: torch.Tensor, cast: Cast, amax: float | torch.Tensor | None = None, of_experts: bool = False
 ) -> QuantizedTensor:
     """Plain `values` under `cast`, or those of experts [E, N, K], each alone, as the codes of a parameter."""
     from microfloat.torch.ops import quantize
@@ -148,7 +157,7 @@ def _shares_a_scale(q: QuantizedTensor) -> bool:
 def _check_shared(q: QuantizedTensor) -> None:
     """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
     is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
-    is_whole = getattr(q, upper_name(q)).dim() == 0
+    is_whole = getattr(q, upper_name(q)).dim() == 0 and (q.root is None or not q.root._is_shard)
     if q.root is UNKNOWN or not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
         raise NotSupportedError(
             f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
@@ -272,9 +281,8 @@ def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
 
     wide = [q.dequantize(torch.float32) if its else q for q, its in zip(targets, quantized, strict=True)]
     func(wide, *(widened(value) for value in others), **{name: widened(value) for name, value in kwargs.items()})
-    for q, values in zip(targets, wide, strict=True):
-        if isinstance(q, QuantizedTensor):
-            _store(q, values)
+    made = [(q, values) for q, values, its in zip(targets, wide, quantized, strict=True) if its]
+    store_all([q for q, _ in made], [values for _, values in made])
 
 
 @register_family(r"aten::_fused_(adam|adamw|sgd|adagrad)_")
@@ -288,22 +296,32 @@ def _fused_step(func: Operator, args: Arguments, kwargs: Options) -> None:
         raise refusal(func, args, kwargs)
     plain = [q.dequantize() if isinstance(q, QuantizedTensor) else q for q in targets]
     func(plain, *others, **kwargs)
-    for q, values in zip(targets, plain, strict=True):
-        if isinstance(q, QuantizedTensor):
-            store_unless(kwargs.get("found_inf"), q, values)
+    made = [(q, values) for q, values in zip(targets, plain, strict=True) if isinstance(q, QuantizedTensor)]
+    store_all([q for q, _ in made], [values for _, values in made], kwargs.get("found_inf"))
 
 
-def store_unless(flag: torch.Tensor | None, q: QuantizedTensor, values: torch.Tensor) -> None:
-    """Quantize plain `values` into q, unless `flag`, one number that the device alone reads, says otherwise."""
-    if flag is None:
-        _store(q, values)
-        return
-    fresh = q.map_parts(torch.clone)
-    _store(fresh, values)
-    _take_unless(flag, q, fresh)
+def store_all(
+    targets: Sequence[QuantizedTensor], values: Sequence[torch.Tensor], flag: torch.Tensor | None = None
+) -> Sequence[QuantizedTensor]:
+    """Quantize plain values into tensors, which are returned; the amaxes of shards go through one all-reduce.
+
+    `flag`: one number that the device alone reads; where it is not zero, nothing changes.
+    """
+    written = targets if flag is None else [q.map_parts(torch.clone) for q in targets]
+    shards = [(q, own) for q, own in zip(written, values, strict=True) if q._is_shard]
+    for q, own in zip(written, values, strict=True):
+        if not q._is_shard:
+            _store(q, own)
+    if shards:
+        type(shards[0][0]).store_all([q for q, _ in shards], [own for _, own in shards])  # type: ignore[attr-defined]
+    if flag is not None:
+        for q, fresh in zip(targets, written, strict=True):
+            take(q, fresh, flag)
+    return targets
 
 
-def _take_unless(flag: torch.Tensor | None, q: QuantizedTensor, fresh: QuantizedTensor) -> None:
+def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None = None) -> None:
+    """Copy the bytes of `fresh`, of q's kind, unless `flag` says otherwise."""
     for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
         kept = raw(part)
         kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
@@ -338,7 +356,7 @@ def store_shard(
     own = codes & inside.view(codes.shape)
     torch.distributed.all_reduce(own, torch.distributed.ReduceOp.SUM, group)
     codes.copy_(own)
-    _take_unless(flag, q, fresh)
+    take(q, fresh, flag)
 
 
 @register(aten._foreach_copy_.default)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ShardedWeight", "low_precision_all_gather", "precompute_scales"]
+__all__ = ["ShardedWeight", "largest", "low_precision_all_gather", "precompute_scales", "refuse_fewer_ranks"]
 
 aten = torch.ops.aten
 # The name since torch 2.13, which warns of the former one.
@@ -59,8 +59,9 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
     """Let FSDP2 gather the weights of converted Linears as codes and scales; call it before `fully_shard`.
 
     The bytes of a step stay those of a gather in high precision. Layers whose weight cannot be gathered so keep that
-    one: ``explain(model)`` names the reason. Optimizers are made after `fully_shard`, as always, and see the values;
-    state dicts hold plain tensors. Returns the model. Raises InvalidTypeError for anything but a module.
+    one: ``explain(model)`` names the reason. Weights that exist as codes only need no such call. Optimizers are made
+    after `fully_shard`, as always, and see the values; state dicts hold plain tensors. Returns the model. Raises
+    InvalidTypeError for anything but a module.
 
     >>> import microfloat.torch as mf
     >>> from microfloat.torch.distributed import low_precision_all_gather
@@ -73,12 +74,14 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
     joint = set(_joint_layers(model))
     held = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
     for layer in model.modules():
-        if not isinstance(layer, Linear) or isinstance(layer._parameters.get("weight"), ShardedWeight):
+        weight = layer._parameters.get("weight")
+        # FSDP2 gathers as they are what exists as codes only.
+        if not isinstance(layer, Linear) or isinstance(weight, ShardedWeight | QuantizedTensor):
             continue
         state = layer.__dict__["_shards"] = Shards()
         state.reason = (
             "it is one product with other weights" if layer in joint
-            else "other modules share it" if held[id(layer._parameters.get("weight"))] > 1
+            else "other modules share it" if held[id(weight)] > 1
             else _refusal(layer)
         )  # fmt: skip
         if not state.reason:
@@ -108,7 +111,7 @@ def precompute_scales(model: nn.Module) -> None:
             amax = backends.choose(layer.backend, values.device).amax(values)  # type: ignore[arg-type]
             found.setdefault(state.groups(), []).append((state, weight, amax))
     for groups, entries in found.items():
-        amaxes = _largest(torch.stack([amax for _, _, amax in entries]), groups)
+        amaxes = largest(torch.stack([amax for _, _, amax in entries]), groups)
         for (state, weight, _), amax in zip(entries, amaxes.unbind(), strict=True):
             state.amax, state.stamp = amax, _stamp(weight)
 
@@ -147,7 +150,7 @@ class Shards:
         """The amax of all shards, measured once for each value of the weight."""
         stamp = _stamp(weight)
         if self.amax is None or self.stamp != stamp:
-            self.amax, self.stamp = _largest(backend.amax(values), self.groups()), stamp
+            self.amax, self.stamp = largest(backend.amax(values), self.groups()), stamp
         return self.amax
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Shards":
@@ -322,8 +325,6 @@ def _refusal(layer: Linear) -> str:
     weight, recipe = layer._parameters.get("weight"), layer._pinned
     if not isinstance(recipe, Recipe):
         return "no recipe is pinned to it (convert pins one)"
-    if isinstance(weight, QuantizedTensor):
-        return "it is stored as codes"
     if not isinstance(weight, nn.Parameter) or type(getattr(weight, "_local_tensor", weight)) not in _PLAIN:
         return f"its weight is a {type(weight).__name__}"
     if isinstance(weight, DTensor) and fsdp_parameters(layer):
@@ -360,15 +361,16 @@ def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
     return ""
 
 
-def refuse_fewer_ranks(layer: Linear) -> None:
+def refuse_fewer_ranks(layer: nn.Module) -> None:
     """Raise where FSDP2 would keep shards on fewer ranks after forward: it cuts values so, and no codes and scales."""
     for owner in fsdp_parameters(layer):
         kept = owner.post_forward_mesh_info
         if kept is not None and kept.shard_mesh_size != getattr(owner.mesh_info, "shard_mesh_size", None):
+            name = getattr(layer, "_path", "") or "a layer"
             raise NotSupportedError(
-                f"reshard_after_forward: got {kept.shard_mesh_size} ranks for {layer._path or 'a layer'}, needed True "
-                "or False for weights that are gathered as codes, since FSDP2 keeps shards on fewer ranks of values "
-                "alone. Choose one of them, or leave low_precision_all_gather out."
+                f"reshard_after_forward: got {kept.shard_mesh_size} ranks for {name}, "
+                "needed True or False for weights that are gathered as codes, since FSDP2 keeps shards on fewer ranks "
+                "of values alone. Choose one of them, or leave out low_precision_all_gather and quantized_model_init."
             )
 
 
@@ -472,7 +474,7 @@ def _side_by_side(shards: torch.Tensor) -> torch.Tensor:
     return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
-def _largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
     bits = amax.contiguous().clone().view(torch.int32)
     for group in groups:

@@ -166,6 +166,13 @@ class RecipeLayer(nn.Module):
         counts = self.__dict__.get("_fold_counts")
         return {} if counts is None else counts.shares()
 
+    def _tell_ranks(self) -> None:
+        """Before values are written: shards of codes that FSDP2 has made learn which ranks have the others."""
+        if any(isinstance(getattr(one, "_local_tensor", None), QuantizedTensor) for one in self._parameters.values()):
+            from microfloat.torch.distributed.quantized import tell_ranks
+
+            tell_ranks(self)
+
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
 
@@ -209,6 +216,7 @@ class RecipeLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
         layer_state.unwrap_buffers(self)
+        self._tell_ranks()
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
@@ -250,6 +258,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, as nn.Linear does, and start delayed scaling afresh."""
+        self._tell_ranks()
         super().reset_parameters()
         scaling.reset_scaling(self)
 
