@@ -1,7 +1,9 @@
 """Processes of one group, started once, that run many cases; every wait ends."""
 
+import contextlib
 import datetime
 import io
+import queue
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from tests import processes
 from tests.torch.distributed.world import end_group
 
 Case = Callable[[int], Any]
+GRACE = 20  # seconds for the texts of ranks that wait for one which has failed
 
 
 def on_gpus(rank: int) -> None:
@@ -58,25 +61,47 @@ def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "
 
     `path`: of a file that does not exist; `seconds`: the longest wait for another rank.
     """
-    import torch
 
+    if backend == "nccl":  # kernels are compiled meanwhile
+        seconds *= 4
     results = processes.process_queue()
     workers = [processes.process(_worker, rank, world, backend, cases, path, seconds, results) for rank in range(world)]
     for worker in workers:
         worker.start()
+    made: dict[int, bytes] = {}
     try:
-        made = dict(results.get(timeout=4 * seconds) for _ in workers)
+        until = time.monotonic() + 4 * seconds
+        while len(made) < world and time.monotonic() < until:
+            ended = not any(worker.is_alive() for worker in workers)
+            with contextlib.suppress(queue.Empty):
+                made.update([results.get(timeout=1)])
+                ended = False
+            if ended:  # NCCL ends a process whose collective has timed out
+                break
+            if any(_failed(value) for copied in made.values() for value in _loaded(copied).values()):
+                until = min(until, time.monotonic() + GRACE)
     finally:
         for worker in workers:
             worker.join(10)
             worker.kill()
-    return [torch.load(io.BytesIO(made[rank]), weights_only=False) for rank in range(world)]
+    assert made, "no rank has returned anything"
+    return [_loaded(made[rank]) if rank in made else {} for rank in range(world)]
+
+
+def _loaded(copied: bytes) -> dict:
+    import torch
+
+    return torch.load(io.BytesIO(copied), weights_only=False)
 
 
 def of(ranks: list[dict], case: Case) -> list[Any]:
     """Result of `case`, rank by rank; fails with the traceback of a rank that raised."""
     made = [returned.get(case.__name__, "Traceback: an earlier case failed") for returned in ranks]
-    errors = [value for value in made if isinstance(value, str) and "Traceback" in value]
+    errors = [value for value in made if _failed(value)]
     if errors:
         pytest.fail("\n".join(errors))
     return made
+
+
+def _failed(value: object) -> bool:
+    return isinstance(value, str) and "Traceback" in value
