@@ -50,6 +50,7 @@ class HashOnce:
 
 _LONGEST_HISTORY = 1 << 20
 _FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
+_KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
 
 
 @dataclass(frozen=True)
@@ -407,9 +408,6 @@ class Gemm(HashOnce):
         return self.lhs, self.rhs
 
 
-_KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
-
-
 @dataclass(frozen=True)
 class Recipe(HashOnce):
     """The table of three GEMMs. Frozen, hashable, comparable; ``print(recipe)`` shows its six rows."""
@@ -589,10 +587,7 @@ def recipe_of_constants(cls: type, *constants: Any) -> Recipe:
     if issubclass(cls, NamedRecipe):
         backward, *values = constants
         return cls(*values, backward=backward)
-    gemms = []
-    for lhs, rhs, *rest in constants:
-        gemms.append(Gemm(lhs and cast_of(lhs), rhs and cast_of(rhs), *rest))
-    return cls(*gemms)
+    return cls(*[Gemm(lhs and cast_of(lhs), rhs and cast_of(rhs), *rest) for lhs, rhs, *rest in constants])
 
 
 def gemms_of_constants(*constants: Any) -> tuple[Gemm, ...]:
