@@ -28,7 +28,7 @@ def run(repository, tmp_path, command, *arguments, python=()):
     """The rows that a command wrote, and what it printed."""
     path = tmp_path / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=str(repository / "src"))
     start = ["-c", INTERPRETED] if command == "quantize" else ["-m", "benchmarks"]
     line = [sys.executable, *python, *start, command, "--quick", "--json", str(path), *arguments]
     done = processes.run(line, cwd=repository, env=environment)

@@ -2,8 +2,9 @@
 
 Registers are declared with ``.reg``, operands are ``$0`` .. ``$n`` by their constraints, a statement may hang on a
 predicate (``@p``, ``@!p``), and branches lead forward only. Of what communicates there is what one thread of a program
-does after another's has ended: loads, stores and atomics on real addresses; fences do nothing, prefetches are noted
-(`PREFETCHED`), and the number of the thread is 0. Clusters, shared memory and asynchronous copies are not here.
+does after another's has ended: loads, stores and atomics on real addresses; fences and waits for other launches do
+nothing, prefetches are noted (`PREFETCHED`), and the number of the thread is 0. Clusters, shared memory and
+asynchronous copies are not here.
 
 What is wrong in any case is an error, by name: an unknown instruction or register, an operand of another width, a read
 of what was never written, and an input read after an output that may share its register (``=r`` without ``&``).
@@ -18,8 +19,8 @@ import numpy as np
 from tests.ptx.instructions import COMPUTE, SIGNED, UNSIGNED, permute_by_constant
 
 WIDTHS = {"h": 16, "r": 32, "l": 64, "f": 32, "d": 64}
-NOTHING = ("fence.acq_rel.gpu",)
-PREFETCH = ("prefetch.global.L2::evict_last",)
+NOTHING = ("fence.acq_rel.gpu", "griddepcontrol.launch_dependents", "griddepcontrol.wait")
+PREFETCH = ("prefetch.global.L2", "prefetch.global.L2::evict_last")
 PREFETCHED: list[int] = []  # addresses asked for, in order
 MEMORY = re.compile(
     r"(?P<what>ld|st|atom|red)(?:\.relaxed\.gpu)?\.global(?:\.L1::evict_last)?"

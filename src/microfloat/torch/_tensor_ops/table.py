@@ -144,7 +144,7 @@ def view_of(
     root = q.root
     if is_slice and root is None:
         root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
-        if q._is_filled:
+        if q._is_filled and root is not UNKNOWN:
             root._is_filled = True
     return q._remade(
         codes, scale, tensor_scale, axis=q.axis if axis is None else axis, shape=shape, dtype=q.dtype, root=root

@@ -157,8 +157,9 @@ def _shares_a_scale(q: QuantizedTensor) -> bool:
 def _check_shared(q: QuantizedTensor) -> None:
     """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
     is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
-    is_whole = getattr(q, upper_name(q)).dim() == 0 and (q.root is None or not q.root._is_shard)
-    if q.root is UNKNOWN or not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
+    is_alone = q.root is None or (q.root is not UNKNOWN and not q.root._is_shard)
+    is_whole = getattr(q, upper_name(q)).dim() == 0 and is_alone
+    if not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
         raise NotSupportedError(
             f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
             "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode, or "
