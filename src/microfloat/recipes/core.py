@@ -139,6 +139,8 @@ class Cast(HashOnce):
             object.__setattr__(self, "scaling", Current())
         if not isinstance(self.scaling, Current | Delayed):
             raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
+        # Dynamo, which follows this where compiled code builds a Cast, knows no cached properties (Python 3.11).
+        object.__setattr__(self, "rule", SCALE_RULES[str(self.scale_rule)])
         self._check_combination()
         scaling, hadamard = self.scaling, self.hadamard
         if isinstance(scaling, Delayed) and callable(scaling.amax_compute_algo):
@@ -156,8 +158,6 @@ class Cast(HashOnce):
         return self._contents  # type: ignore[attr-defined]
 
     def _check_combination(self) -> None:
-        # Dynamo, which follows this where compiled code builds a Cast, knows no cached properties (Python 3.11).
-        object.__setattr__(self, "rule", SCALE_RULES[str(self.scale_rule)])
         two_level = self.rule.two_level
         chooses_by_error = two_level is not None and two_level.four_over_six is not None
         if self.hadamard is not None and self.format.is_per_tensor:

@@ -197,6 +197,7 @@ def stored_and_refused(rank: int) -> dict[str, str]:
     model(example())
     model.reshard()
     made["part"] = said(lambda: model[0].weight.detach().to_local()[:16].mul_(0.5))
+    made["whole"] = said(lambda: model[0].weight.full_tensor())
     if world > 2:
         made["fewer"] = said(lambda: shard(stored("mxfp8"), reshard_after_forward=2)(example()))
     return made

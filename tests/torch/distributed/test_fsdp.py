@@ -759,6 +759,7 @@ def test_shards_of_codes_say_what_they_refuse(ranks) -> None:
         assert "multiples of 128 rows, so that no tile is cut. Where fully_shard asked" in made["tiles"]
         assert "a shard whose ranks are not known yet" in made["unknown"]
         assert "16 of the 128 rows of a shard under one scale for all ranks" in made["part"]
+        assert "Where full_tensor or a full state dict did: save shards" in made["whole"]
 
 
 @pytest.mark.slow("starts seven more processes")

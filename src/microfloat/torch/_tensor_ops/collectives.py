@@ -14,7 +14,7 @@ __all__: list[str] = []
 def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """The rows of all ranks below each other, what quantizing the gathered values gives: scales are those of rows."""
     q, *rest = args
-    if not isinstance(q, QuantizedTensor):
+    if not isinstance(q, QuantizedTensor) or q._is_shard:  # full_tensor asks for shards of a parameter
         raise refusal(func, args, kwargs)
     size = kwargs.get("group_size", rest[0] if rest else 1)
     height = q.format.block[0] or 1
